@@ -1,0 +1,106 @@
+"""Router adapters: the weights a model family gives to a chosen set of experts.
+
+A changed selection is weighted from the router's unmodified logits by the family's own rule.
+There are four rules among the models of transformers' experts interface; which one a router
+follows is found by asking it, so that no list of model names has to be kept.
+
+Shapes: T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightingRule(ABC):
+    """Turns logits [T, E] and chosen experts [T, K] into weights [T, K]."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    @abstractmethod
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return float32 weights before the family's constant scale."""
+
+    def __call__(self, logits_TE: Tensor, experts_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        return (self.raw(logits_TE.float(), experts_TK) * self.scale).to(dtype)
+
+
+class SoftmaxAll(WeightingRule):
+    """Softmax over all experts, not renormalised (OLMoE, DeepSeek-V2, Qwen2-MoE)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        return logits_TE.softmax(-1).gather(-1, experts_TK)
+
+
+class SoftmaxChosen(WeightingRule):
+    """Softmax over the chosen experts (GPT-OSS, Granite; Mixtral and Qwen3-MoE renormalise
+    softmax-then-top-k, which is the same)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        return logits_TE.gather(-1, experts_TK).softmax(-1)
+
+
+class Sigmoid(WeightingRule):
+    """Sigmoid of each chosen logit, not renormalised; a correction bias only selects."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        return logits_TE.gather(-1, experts_TK).sigmoid()
+
+
+class SigmoidNormed(WeightingRule):
+    """Sigmoid of the chosen logits, renormalised to sum to one (DeepSeek-V3, GLM)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        chosen = logits_TE.gather(-1, experts_TK).sigmoid()
+        return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+
+
+class SparseMixer(WeightingRule):
+    """Phi-MoE: each expert in turn against those not yet taken that come close to it."""
+
+    def __init__(self, jitter_eps: float) -> None:
+        super().__init__()
+        self._jitter_eps = jitter_eps
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        left = logits_TE.clone()
+        weights = []
+        for k in range(experts_TK.shape[-1]):
+            chosen = experts_TK[:, k : k + 1]
+            own = left.gather(-1, chosen)
+            factor = torch.maximum(logits_TE.abs(), own)
+            far = ((own - logits_TE) / factor) > 2 * self._jitter_eps
+            weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
+            left = left.scatter(-1, chosen, float("-inf"))
+        return torch.cat(weights, -1)
+
+
+def detect_rule(router: nn.Module, hidden_dim: int) -> WeightingRule | None:
+    """Find the rule that reproduces this router's weights on random input, or None."""
+    parameter = next(router.parameters())
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(32, hidden_dim, generator=generator)
+    try:
+        with torch.no_grad():
+            output: Any = router.forward(hidden.to(parameter.device, parameter.dtype))
+    except TypeError:
+        return None
+    logits_TE, weights_TK, experts_TK = (t.float() for t in output[:3])
+    experts_TK = experts_TK.long()
+    rules: list[WeightingRule] = [SoftmaxAll(), SoftmaxChosen(), SigmoidNormed(), Sigmoid()]
+    jitter_eps = getattr(router, "router_jitter_noise", None)
+    if isinstance(jitter_eps, float):
+        rules.insert(0, SparseMixer(jitter_eps))
+    for rule in rules:
+        ratio = weights_TK / rule.raw(logits_TE, experts_TK)
+        scale = float(ratio.median())
+        # bf16 keeps 8 bits of a weight, hence the tolerance.
+        if torch.allclose(ratio, torch.full_like(ratio, scale), rtol=0.02):
+            rule.scale = round(scale, 2)
+            return rule
+    return None

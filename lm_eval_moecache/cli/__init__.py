@@ -1,0 +1,1 @@
+"""The `moecache` command: one module per subcommand, found by listing this folder."""

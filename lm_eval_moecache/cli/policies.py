@@ -1,0 +1,86 @@
+"""List compositions and algorithms, with parameters, defaults and sources."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.core.hardware import profile_names
+from lm_eval_moecache.paths import task_configs_dir
+from lm_eval_moecache.policy import load_policy, policy_names, unmangle
+from lm_eval_moecache.registry import AXES, algorithm_names, find_algorithm, parameters_of
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--axis", choices=AXES, help="show the algorithms of one axis only")
+
+
+def run(arguments: Namespace) -> int:
+    listing = collect()
+    if arguments.json:
+        sys.stdout.write(json.dumps(listing, indent=2) + "\n")
+    else:
+        sys.stdout.write(_as_text(listing, arguments.axis))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Return everything the folders hold, in the form `--json` prints."""
+    return {
+        "task_configs": str(task_configs_dir()),
+        "hardware": profile_names(),
+        "compositions": [load_policy(name).as_dict() for name in policy_names()],
+        "algorithms": {
+            axis: [_algorithm(axis, name) for name in algorithm_names(axis)] for axis in AXES
+        },
+    }
+
+
+def _algorithm(axis: str, name: str) -> dict[str, Any]:
+    algorithm = find_algorithm(axis, name)
+    return {
+        "name": name,
+        "parameters": {
+            unmangle(key): _parameter(parameter)
+            for key, parameter in parameters_of(algorithm).items()
+        },
+        "source": algorithm.source,
+        "summary": (inspect.getdoc(algorithm) or "").split("\n")[0],
+    }
+
+
+def _parameter(parameter: inspect.Parameter) -> Any:
+    return None if parameter.default is inspect.Parameter.empty else parameter.default
+
+
+def _as_text(listing: dict[str, Any], axis: str | None) -> str:
+    lines = []
+    if axis is None:
+        lines += ["Compositions (policy=NAME)", ""]
+        for policy in listing["compositions"]:
+            choices = " + ".join(_shown(policy[a]) for a in AXES)
+            lines += [f"  {policy['name']:24s} {choices}", f"  {'':24s} {policy['source']}"]
+        lines.append("")
+    for name in AXES if axis is None else (axis,):
+        lines += [f"Algorithms: {name} ({name}=NAME, {name}.PARAMETER=VALUE)", ""]
+        for found in listing["algorithms"][name]:
+            defaults = ", ".join(f"{k}={v}" for k, v in found["parameters"].items())
+            lines += [f"  {found['name']:20s} {found['summary']}"]
+            lines += [f"  {'':20s} {defaults or 'no parameters'}; {found['source']}"]
+        lines.append("")
+    if axis is None:
+        lines += [f"Hardware profiles: {', '.join(listing['hardware'])}"]
+        lines += [f"Tasks: --include_path {listing['task_configs']}", ""]
+    return "\n".join(lines)
+
+
+def _shown(choice: dict[str, Any]) -> str:
+    parameters = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
+    name = str(choice.get("name", choice.get("class_path")))
+    if not parameters:
+        return name
+    return f"{name}({', '.join(f'{k}={v}' for k, v in parameters.items())})"

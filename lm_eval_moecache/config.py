@@ -1,0 +1,106 @@
+"""Reads `--model_args`: which keys are ours, which are HFLM's, and what each of ours may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.core.hardware import Hardware, load_hardware
+from lm_eval_moecache.core.sizes import check_capacity, is_per_layer
+from lm_eval_moecache.errors import nearest, unknown
+from lm_eval_moecache.policy import Policy, load_policy
+from lm_eval_moecache.registry import AXES
+
+TINY = "tiny"
+_CHOICES = {
+    "clock": ("virtual",),
+    "scoring": ("parallel",),
+    "cache_reset": ("never", "request"),
+}
+KEYS = ("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", *_CHOICES)
+# What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
+_FROM_PRETRAINED = (
+    "attn_implementation",
+    "cache_dir",
+    "device_map",
+    "experts_implementation",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "quantization_config",
+    "token",
+    "use_safetensors",
+    "variant",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Our share of the model arguments, checked; the rest is HFLM's."""
+
+    policy: Policy
+    capacity: str
+    hardware: Hardware
+    clock: str
+    scoring: str
+    cache_reset: str
+    seed: int
+
+
+def split_arguments(
+    given: Mapping[str, Any], host_keys: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide the arguments into ours and the host's; unknown keys name their nearest match."""
+    host = {*host_keys, *_FROM_PRETRAINED}
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for key, value in given.items():
+        axis, dot, _ = key.partition(".")
+        if key in KEYS or (dot and axis in AXES):
+            ours[key] = value
+        elif key in host:
+            theirs[key] = value
+        else:
+            allowed = {*KEYS, *host}
+            raise ValueError(
+                f"model_args: the key {key!r} (with value {value!r}) is not known."
+                f"{nearest(key, allowed)} Allowed: {', '.join(KEYS)}, an axis' parameter as "
+                "eviction.NAME, and the arguments of lm-eval's `hf` model."
+            )
+    return ours, theirs
+
+
+def read_config(given: Mapping[str, Any]) -> Config:
+    """Check our arguments and fill in the defaults. Raises ValueError before any model is read."""
+    overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
+    policy = load_policy(str(given.get("policy", "specmd")), overrides)
+    capacity = str(given.get("capacity", "25%"))
+    check_capacity(capacity)
+    choices = {}
+    for key, allowed in _CHOICES.items():
+        choices[key] = str(given.get(key, allowed[0]))
+        if choices[key] not in allowed:
+            raise _not_offered(key, choices[key], allowed, capacity)
+    bandwidth = given.get("bandwidth")
+    seed = given.get("seed", 0)
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r} must be a whole number.")
+    return Config(
+        policy=policy,
+        capacity=capacity,
+        hardware=load_hardware(
+            str(given.get("hardware", "a100-5gbps")), None if bandwidth is None else str(bandwidth)
+        ),
+        seed=seed,
+        **choices,
+    )
+
+
+def _not_offered(key: str, value: str, allowed: tuple[str, ...], capacity: str) -> ValueError:
+    if key == "scoring" and value == "scan" and not is_per_layer(capacity):
+        return ValueError(
+            f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
+            "all layers: routing token after token inside a layer has no order across layers. "
+            "Allowed with scan: a capacity like '30/layer'."
+        )
+    return unknown(key, value, allowed)

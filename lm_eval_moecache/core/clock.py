@@ -1,0 +1,87 @@
+"""Clocks: where a run's time comes from. The virtual one is a roofline of the hardware profile."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from lm_eval_moecache.core.hardware import Hardware
+from lm_eval_moecache.core.records import Geometry
+
+# Kernels launched per layer in transformers' eager decoding of an OLMoE-like block, counted with
+# torch.profiler to the nearest five: norms, projections, rotary, attention, router; then the
+# grouped expert products with their sort, gathers and sum. A gate used as a predictor is three.
+DENSE_KERNELS = 30
+EXPERT_KERNELS = 15
+GATE_KERNELS = 3
+
+
+class Clock(ABC):
+    """Tells the time of a run in seconds; it never goes back."""
+
+    now: float
+
+    @abstractmethod
+    def wait_until(self, time_s: float) -> float:
+        """Let the compute stand still until `time_s`; return the seconds stood still."""
+
+    @abstractmethod
+    def dense(self, layer: int, num_tokens: int) -> None:
+        """Account for the dense part before a layer's experts (attention, norms, router ...)."""
+
+    @abstractmethod
+    def gates(self, num_gates: int) -> float:
+        """Return the seconds that applying `num_gates` further gates as predictors takes."""
+
+    @abstractmethod
+    def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
+        """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
+
+
+class VirtualClock(Clock):
+    """Discrete time: each step takes max(FLOP / peak, bytes / memory bandwidth) + overheads.
+
+    A pass over n tokens of a part with W weights costs 2 W n FLOP and reads W once. Attention
+    over the context and the KV cache are left out: they are the same for every policy, and small
+    beside the weights at the lengths the tasks have.
+    """
+
+    def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
+        self.now = 0.0
+        flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
+        self._dense = tuple(
+            (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
+            for size in geometry.dense_bytes
+        )
+        # FLOP follow the number of weights (rung 0), bytes read follow the stored precision.
+        self._expert = tuple(
+            tuple(
+                (rungs[0] * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in rungs
+            )
+            for rungs in geometry.expert_bytes
+        )
+        self._dense_overhead_s = DENSE_KERNELS * hardware.kernel_overhead_s
+        self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
+        self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
+
+    def wait_until(self, time_s: float) -> float:
+        stall_s = time_s - self.now
+        if stall_s <= 0:
+            return 0.0
+        self.now = time_s
+        return stall_s
+
+    def dense(self, layer: int, num_tokens: int) -> None:
+        flop_s, read_s = self._dense[layer]
+        flop_s *= num_tokens
+        self.now += (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s
+
+    def gates(self, num_gates: int) -> float:
+        return num_gates * self._gate_s
+
+    def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
+        if not num_experts:
+            return
+        flop_s, read_s = self._expert[layer][rung]
+        flop_s *= num_assignments
+        read_s *= num_experts
+        self.now += (flop_s if flop_s > read_s else read_s) + self._expert_overhead_s

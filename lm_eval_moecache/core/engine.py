@@ -1,0 +1,143 @@
+"""The engine: one run's cache, link, clock, ledger and algorithms, driven pass by pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lm_eval_moecache.core.cache import ExpertCache
+from lm_eval_moecache.core.clock import VirtualClock
+from lm_eval_moecache.core.hardware import Hardware
+from lm_eval_moecache.core.layer_step import Algorithms, Execute, LayerStep
+from lm_eval_moecache.core.ledger import Ledger, PassRecord
+from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.records import Event, Geometry, Selection
+from lm_eval_moecache.core.sizes import Capacity
+
+
+class Builder(Protocol):
+    """Builds one axis' algorithm for a model: what `policy.Choice` does."""
+
+    def build(self, geometry: Geometry, seed: int) -> Any: ...
+
+
+class Composition(Protocol):
+    """The part of a policy that the engine needs."""
+
+    @property
+    def phases(self) -> str: ...
+    @property
+    def routing(self) -> Builder: ...
+    @property
+    def prefetch(self) -> Builder: ...
+    @property
+    def eviction(self) -> Builder: ...
+    @property
+    def miss(self) -> Builder: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a run is made of, beside the model."""
+
+    policy: Composition
+    capacity: Capacity
+    hardware: Hardware
+    seed: int = 0
+
+
+class Engine:
+    """Serves passes: `begin_pass`, then `enter` and `run` for each layer, then `end_pass`."""
+
+    def __init__(self, geometry: Geometry, setting: Setting) -> None:
+        self.geometry = geometry
+        self.setting = setting
+        self.ledger = Ledger()
+        self.clock = VirtualClock(setting.hardware, geometry)
+        self.link = Link(setting.hardware)
+        policy, seed = setting.policy, setting.seed
+        self.pools = [
+            ExpertCache(size, policy.eviction.build(geometry, seed), geometry)
+            for size in setting.capacity.bytes_by_partition
+        ]
+        caches = self.pools if len(self.pools) > 1 else self.pools * geometry.num_layers
+        self.algorithms = Algorithms(
+            routing=policy.routing.build(geometry, seed),
+            prefetch=policy.prefetch.build(geometry, seed),
+            miss=policy.miss.build(geometry, seed),
+            decode_only=policy.phases == "decode",
+        )
+        self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+        self._before = (0, 0.0, 0, 0)
+        self.record: PassRecord | None = None
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether events need `experts` and `weights` even where a pass has one token."""
+        return self.wants_logits or self.pools[0].eviction.uses_weights
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether events need `logits` as well."""
+        chosen = self.algorithms
+        return chosen.routing.uses_logits or chosen.prefetch.uses_logits or chosen.miss.uses_logits
+
+    @property
+    def peak_cache_bytes(self) -> int:
+        """The most bytes ever held (summed over the layers where each has its own cache)."""
+        return sum(pool.peak_bytes for pool in self.pools)
+
+    def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
+        record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+        for pool in self.pools:
+            pool.begin_pass(record.index, num_tokens)
+        self._step.begin_pass(record)
+        self.record = record
+        return record
+
+    def enter(self, layer: int, num_tokens: int) -> None:
+        self._step.enter(layer, num_tokens)
+
+    def run(self, event: Event, execute: Execute | None = None) -> Selection | None:
+        return self._step.run(event, execute)
+
+    def end_pass(self) -> None:
+        assert self.record is not None, "end_pass without begin_pass"
+        record, after = self.record, self._totals()
+        record.end_s = self.clock.now
+        record.bytes_moved = after[0] - self._before[0]
+        record.link_busy_s = after[1] - self._before[1]
+        record.evictions = after[2] - self._before[2]
+        record.lifetime_tokens = after[3] - self._before[3]
+        self._before = after
+        self.record = None
+
+    def reset_cache(self) -> None:
+        """Start cold: empty the caches and forget what waits on the link (`cache_reset`)."""
+        self.link.clear()
+        if self.link.inflight is not None:
+            key = self.link.land()
+            self.clock.wait_until(self.link.busy_until)
+            pool = self.pools[key // self.geometry.num_experts if len(self.pools) > 1 else 0]
+            pool.land(key)
+        for pool in self.pools:
+            pool.clear()
+
+    def check_integrity(self) -> None:
+        """Assert the conservation laws of caches, link and ledger."""
+        for pool in self.pools:
+            pool.check_integrity()
+        counted = sum(record.bytes_moved for record in self.ledger.passes)
+        assert self.record is not None or counted == self.link.bytes_moved, (
+            f"ledger has {counted} bytes, link {self.link.bytes_moved}"
+        )
+        moved = sum(pool.loads for pool in self.pools)
+        assert moved == self.link.transfers, f"{moved} loads, {self.link.transfers} transfers"
+
+    def _totals(self) -> tuple[int, float, int, int]:
+        return (
+            self.link.bytes_moved,
+            self.link.busy_s,
+            sum(pool.evictions for pool in self.pools),
+            sum(pool.lifetime_tokens for pool in self.pools),
+        )

@@ -1,0 +1,271 @@
+"""The layer step: everything that happens at one event, in the order in which it happens.
+
+It asks the cache, the link, the clock and the algorithms; none of them calls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_eval_moecache.core.cache import ExpertCache
+from lm_eval_moecache.core.clock import Clock
+from lm_eval_moecache.core.ledger import PassRecord
+from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.records import (
+    PREFILL,
+    Event,
+    Fetch,
+    Geometry,
+    Selection,
+    token_miss_count,
+    unique_in_order,
+)
+from lm_eval_moecache.miss.base import MissAlgorithm
+from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.routing.base import RoutingAlgorithm
+
+Execute = Callable[[Sequence[int]], None]
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithms:
+    """One algorithm per axis; the eviction algorithms live in their caches."""
+
+    routing: RoutingAlgorithm
+    prefetch: PrefetchAlgorithm
+    miss: MissAlgorithm
+    decode_only: bool = False
+    """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
+
+
+class LayerStep:
+    """Runs events. `caches[layer]` is the pool of that layer: one object for all, or one each."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        caches: Sequence[ExpertCache],
+        link: Link,
+        clock: Clock,
+        algorithms: Algorithms,
+    ) -> None:
+        self._geometry = geometry
+        self._caches = caches
+        self._link = link
+        self._clock = clock
+        self._algorithms = algorithms
+        self._predictions: dict[int, set[int]] = {}
+        self._record = PassRecord(-1, PREFILL, 0, 0.0)
+
+    def begin_pass(self, record: PassRecord) -> None:
+        self._record = record
+        self._algorithms.routing.on_pass(record.index)
+        self._algorithms.prefetch.on_pass(record.index)
+
+    def enter(self, layer: int, num_tokens: int) -> None:
+        """Bring the time to the moment at which the layer's router has decided."""
+        self._clock.dense(layer, num_tokens)
+        if self._link.active:
+            self._drain(self._clock.now, _NOTHING, layer)
+
+    def run(self, event: Event, execute: Execute | None = None) -> Selection | None:
+        """Serve one event from lookup to the end of its last expert; `enter` comes before.
+
+        Returns the changed selection, or None where the router's is executed. `execute` is called
+        with the keys of each wave once they are all resident, and may use them until it returns.
+        """
+        cache, link = self._caches[event.layer], self._link
+        selection = self._route(event, cache)
+        absent = [key for key in event.keys if key not in cache.resident]
+        self._count(event, cache, absent)
+        fetches: Sequence[Fetch] | None = None
+        if absent and self._is_lossy_here(self._algorithms.miss.is_lossless, event):
+            fetches, selection = self._resolve(event, cache, absent, selection)
+        gate_s = ready_s = self._clock.now
+        remaining = event.keys
+        prefetches = self._algorithms.prefetch.is_active
+        pinned = set(event.keys) if absent or prefetches else _NOTHING
+        if absent:
+            demands = [Fetch(key) for key in absent] if fetches is None else fetches
+            ready_s, remaining = self._load(event, cache, demands, pinned, execute)
+        if link.active:
+            link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
+        self._record.stall_s += self._clock.wait_until(ready_s)
+        if prefetches:
+            self._clock.wait_until(self._submit(event, gate_s))
+        self._execute(event, remaining, execute)
+        if link.active:
+            self._drain(self._clock.now, pinned, event.layer)
+        cache.eviction.on_event(event)
+        return selection
+
+    def _is_lossy_here(self, is_lossless: bool, event: Event) -> bool:
+        if is_lossless:
+            return False
+        return not (self._algorithms.decode_only and event.phase == PREFILL)
+
+    def _route(self, event: Event, cache: ExpertCache) -> Selection | None:
+        routing = self._algorithms.routing
+        if not self._is_lossy_here(routing.is_lossless, event):
+            return None
+        asked = event.experts
+        selection = routing.select(event, cache.resident)
+        if selection is not None and asked is not None:
+            self._adopt(event, selection)
+            own = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
+            kept = True if selection.keep is None else selection.keep
+            self._record.unfaithful += int((~own & kept).sum())
+        return selection
+
+    def _resolve(
+        self, event: Event, cache: ExpertCache, absent: list[int], selection: Selection | None
+    ) -> tuple[Sequence[Fetch] | None, Selection | None]:
+        resolution = self._algorithms.miss.resolve(event, absent, cache.resident)
+        if resolution is None:
+            return None, selection
+        if resolution.selection is not None and event.experts is not None:
+            selection = resolution.selection
+            replaced = int((selection.experts != event.experts).sum())
+            self._record.substituted += replaced
+            self._record.unfaithful += replaced
+            self._adopt(event, selection)
+        return resolution.fetch, selection
+
+    def _adopt(self, event: Event, selection: Selection) -> None:
+        """Make a changed selection the event's own; a dropped expert becomes -1."""
+        experts = selection.experts
+        if selection.keep is not None:
+            self._record.dropped += int((~selection.keep).sum())
+            experts = np.where(selection.keep, experts, -1)
+        event.experts = experts
+        event.keys = unique_in_order(event.layer, self._geometry.num_experts, experts[experts >= 0])
+
+    def _count(self, event: Event, cache: ExpertCache, absent: list[int]) -> None:
+        """Write the lookups to the ledger, before anything of this event moves."""
+        record, link = self._record, self._link
+        record.requests += len(event.keys)
+        record.token_requests += event.num_tokens * self._geometry.top_k
+        if absent:
+            missed = absent
+            if link.active:
+                missed = [key for key in absent if not link.is_pending(key)]
+                record.late += len(absent) - len(missed)
+            record.misses += len(missed)
+            record.collisions += cache.count_evicted_in_this_pass(missed)
+            record.token_misses += token_miss_count(
+                event.experts, self._geometry.num_experts, absent
+            )
+        if cache.unused_prefetches:
+            fresh = cache.unused_prefetches.intersection(event.keys)
+            record.prefetch_hits += len(fresh)
+            cache.unused_prefetches -= fresh
+        predicted = self._predictions.pop(event.layer, None)
+        if predicted is not None:
+            record.predicted += len(predicted)
+            record.predicted_right += len(predicted.intersection(event.keys))
+            record.predictable += len(event.keys)
+
+    def _load(
+        self,
+        event: Event,
+        cache: ExpertCache,
+        fetches: Sequence[Fetch],
+        pinned: Set[int],
+        execute: Execute | None,
+    ) -> tuple[float, list[int]]:
+        """Bring the fetches near, in waves where they do not fit together.
+
+        Returns when the last one is there, and the keys still to be executed then.
+        """
+        link, remaining = self._link, event.keys
+        ready_s = self._clock.now
+        if link.inflight is not None:
+            # It lands before any of these can start, and while the compute stands still.
+            if link.inflight in pinned:
+                ready_s = link.busy_until
+            self._land()
+            cache.unused_prefetches -= pinned
+        for fetch in fetches:
+            key = fetch.key
+            if key in cache.resident:
+                continue
+            if link.active and link.is_pending(key):
+                link.withdraw(key)
+            nbytes = cache.size_of(key, fetch.rung)
+            if not cache.make_room(nbytes, pinned, event.layer):
+                wave = [k for k in remaining if k in cache.resident]
+                remaining = [k for k in remaining if k not in cache.resident]
+                self._record.stall_s += self._clock.wait_until(ready_s)
+                self._execute(event, wave, execute)
+                ready_s, pinned = self._clock.now, set(remaining)
+                fits = cache.make_room(nbytes, pinned, event.layer)
+                assert fits, f"no room for one expert of {nbytes} bytes after its wave"
+            ready_s = link.transfer(nbytes, ready_s)
+            cache.insert(key, fetch.rung)
+        return ready_s, remaining
+
+    def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
+        if execute is not None:
+            execute(keys)
+        if event.experts is None:
+            assignments = len(keys)
+        elif len(keys) == len(event.keys):
+            assignments = int((event.experts >= 0).sum())
+        else:
+            wave = np.asarray(keys) - event.layer * self._geometry.num_experts
+            assignments = int(np.isin(event.experts, wave).sum())
+        self._clock.experts(event.layer, len(keys), assignments)
+
+    def _submit(self, event: Event, gate_s: float) -> float:
+        """Queue what the prefetcher proposes; return when its prediction was ready."""
+        geometry, prefetch = self._geometry, self._algorithms.prefetch
+        ready_s = gate_s + self._clock.gates(len(event.predicted))
+        predictions: dict[int, set[int]] = {}
+        for key in prefetch.propose(event):
+            layer = key // geometry.num_experts
+            predictions.setdefault(layer, set()).add(key)
+            cache = self._caches[layer]
+            if key in cache.resident:
+                cache.eviction.on_predicted(key)
+            elif not self._link.is_pending(key):
+                ahead = 0 if layer > event.layer else 1
+                due = (event.pass_index + ahead) * geometry.num_layers + layer
+                self._link.submit(key, due, ready_s)
+        for layer, keys in predictions.items():
+            self._predictions.setdefault(layer, set()).update(keys)
+        return ready_s
+
+    def _drain(self, now: float, pinned: Set[int], layer: int) -> None:
+        """Let the link work through its prefetches up to `now`.
+
+        A transfer that could start at `now` itself is left: a demand at this instant goes first.
+        """
+        link = self._link
+        while True:
+            if link.inflight is not None:
+                if link.busy_until > now:
+                    return
+                self._land()
+            head = link.peek()
+            if head is None or head[1] >= now:
+                return
+            key, start_s = head
+            cache = self._caches[key // self._geometry.num_experts]
+            nbytes = cache.size_of(key)
+            if key in cache.resident:
+                link.withdraw(key)
+            elif cache.make_room(nbytes, pinned, layer):
+                cache.reserve(key)
+                link.start(key, nbytes, start_s)
+            else:
+                # Everything else is in use until `now`.
+                link.postpone(key, now)
+                return
+
+    def _land(self) -> None:
+        key = self._link.land()
+        self._caches[key // self._geometry.num_experts].land(key)

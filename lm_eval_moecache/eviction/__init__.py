@@ -1,0 +1,1 @@
+"""Eviction algorithms: which resident expert leaves. One file each; the folder is the registry."""

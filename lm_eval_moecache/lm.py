@@ -1,0 +1,268 @@
+"""The harness model `moecache`: HFLM behind an expert cache, with its speed in the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from lm_eval_moecache.config import TINY, Config, read_config, split_arguments
+from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.ledger import RequestRecord
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.report.metrics import request_metrics, task_metrics
+from lm_eval_moecache.report.speed_table import speed_table
+from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.wrap import WrappedModel
+
+
+@register_model("moecache")
+class MoECacheLM(HFLM):
+    """Any Mixture-of-Experts model of transformers, run inside an expert cache.
+
+    Takes the keys of `config.KEYS` and all arguments of HFLM. Every error a setting can cause is
+    raised before the weights are loaded. Requests, prompts and scores are HFLM's own.
+    """
+
+    def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
+        host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+        ours, theirs = split_arguments(arguments, host_keys)
+        self.moecache = read_config(ours)
+        _check_host_arguments(theirs)
+        self._model_name = str(pretrained)
+        path = str(MODEL_DIR) if pretrained == TINY else str(pretrained)
+        self._check_before_loading(path, theirs)
+        super().__init__(pretrained=path, **theirs)
+        layers = find_moe_layers(self.model)
+        self.geometry = describe(self.model, layers, self._model_name)
+        self.engine = Engine(self.geometry, _setting(self.moecache, self.geometry))
+        self.wrapped = WrappedModel(self.model, layers, self.engine)
+        self.wrapped.pad_token_id = self.tokenizer.pad_token_id
+        self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
+
+    def _check_before_loading(self, path: str, theirs: dict[str, Any]) -> None:
+        """Build the model without weights and see that it and the capacity go together."""
+        config = transformers.AutoConfig.from_pretrained(
+            path,
+            revision=str(theirs.get("revision", "main")),
+            trust_remote_code=bool(theirs.get("trust_remote_code", False)),
+        )
+        dtype = (
+            utils.get_dtype(theirs.get("dtype", "auto")) if hasattr(utils, "get_dtype") else None
+        )
+        if not isinstance(dtype, torch.dtype):
+            dtype = getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        geometry = describe(skeleton, find_moe_layers(skeleton), self._model_name)
+        parse_capacity(self.moecache.capacity, geometry)
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        if getattr(cache_hook, "dbdict", None) is not None:
+            raise ValueError(
+                "--use_cache: stored answers come without the passes that made them, so speed "
+                "could not be measured. Leave --use_cache out with --model moecache."
+            )
+        super().set_cache_hook(cache_hook)
+
+    # --- requests to records ------------------------------------------------------------------
+
+    def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
+        return [self.engine.ledger.new_request(str(r.task_name), r.request_type) for r in requests]
+
+    @staticmethod
+    def _publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
+        """Put each request's figures where the tasks of `task_configs/` look for them."""
+        for request, record in zip(requests, records, strict=True):
+            request.moecache = request_metrics(record)
+
+    @contextmanager
+    def _serving(self, records: list[RequestRecord]) -> Iterator[None]:
+        """Attribute the passes of this block to these requests."""
+        if self.moecache.cache_reset == "request":
+            self.engine.reset_cache()
+        self.engine.ledger.serve(records)
+        try:
+            yield
+        finally:
+            self.engine.ledger.serve([])
+            self.wrapped.valid_rows = None
+
+    # --- generation ---------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As HFLM; each context carries its record through HFLM's sorting and batching."""
+        records = self._records(requests)
+        originals = [request.arguments for request in requests]
+        for request, record in zip(requests, records, strict=True):
+            context, *rest = request.arguments
+            request.arguments = (RecordedStr(context, record), *rest)
+        try:
+            answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        finally:
+            for request, original in zip(requests, originals, strict=True):
+                request.arguments = original
+        self._publish(requests, records)
+        return answers
+
+    def tok_batch_encode(self, strings: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        self._batch = [s.record for s in strings if isinstance(s, RecordedStr)]
+        return super().tok_batch_encode([str(s) for s in strings], *args, **kwargs)
+
+    def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        lengths = [context.shape[1]] * len(context) if mask is None else mask.sum(-1).tolist()
+        records = self._batch
+        for record, length in zip(records, lengths, strict=True):
+            record.prompt_tokens = int(length)
+        with self._serving(records):
+            output = super()._model_generate(context, *args, **kwargs)
+        for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
+            record.output_tokens = self._count_output(row)
+            # Passes after a row has ended served the others of its batch.
+            del record.passes[record.output_tokens :]
+        return output
+
+    def _count_output(self, row: list[int]) -> int:
+        """Count generated tokens up to and with the closing one; the rest is padding."""
+        stops = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id} - {None}
+        end = next((i for i, token in enumerate(row) if token in stops), len(row) - 1)
+        return end + 1
+
+    # --- scoring ------------------------------------------------------------------------------
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """As HFLM. Choices of one token that share a forward share its pass."""
+        self._scored = records = self._records(requests)
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        self._publish(requests, records)
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """As HFLM; the windows of one text are passes of one request."""
+        records = self._records(requests)
+        self._scored = []
+        for request, record in zip(requests, records, strict=True):
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            self._scored += [record for _ in windows]
+        answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
+        self._publish(requests, records)
+        return answers
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note which record waits for which input, then let HFLM sort and batch as it likes."""
+        records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
+        for record, (_, context, continuation) in zip(records, requests, strict=True):
+            tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
+            record.prompt_tokens += len(tokens)
+            self._waiting.setdefault(_fingerprint(tokens), []).append((record, len(tokens)))
+        answers = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        self._waiting.clear()
+        return answers
+
+    def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
+        served: list[RequestRecord] = []
+        lengths: list[int] = []
+        for row in inps.tolist():
+            # One forward answers every request with this input where HFLM groups them.
+            waiting = self._waiting.get(_fingerprint(row), [])
+            taken = waiting if self.logits_cache else waiting[:1]
+            served += [record for record, _ in taken]
+            lengths.append(taken[0][1] if taken else len(row))
+            if not self.logits_cache:
+                del waiting[:1]
+        with self._serving(_distinct(served)):
+            self.wrapped.valid_rows = lengths
+            return super()._model_call(inps, *args, **kwargs)
+
+    # --- results ------------------------------------------------------------------------------
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Add `moecache` to the results' `config`, and print the table of speed."""
+        info: dict[str, Any] = super().get_model_info()
+        info["moecache"] = report = self.report()
+        sys.stdout.write(speed_table(report) + "\n")
+        return info
+
+    def report(self) -> dict[str, Any]:
+        """Return the run's setting and figures: `config.moecache` of the results JSON."""
+        engine, config = self.engine, self.moecache
+        by_task: dict[str, list[RequestRecord]] = {}
+        for request in engine.ledger.requests:
+            by_task.setdefault(request.task, []).append(request)
+        peak = engine.peak_cache_bytes
+        capacity = engine.setting.capacity
+        return {
+            "policy": config.policy.as_dict(),
+            "capacity": capacity.text,
+            "capacity_bytes": capacity.total_bytes,
+            "hardware": dataclasses.asdict(config.hardware),
+            "clock": config.clock,
+            "scoring": config.scoring,
+            "cache_reset": config.cache_reset,
+            "seed": config.seed,
+            "model": dataclasses.asdict(self.geometry),
+            "totals": task_metrics(engine.ledger.requests, peak),
+            "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
+        }
+
+
+class RecordedStr(str):
+    """A context that remembers the record of its request."""
+
+    record: RequestRecord
+
+    def __new__(cls, text: str, record: RequestRecord) -> RecordedStr:
+        self = super().__new__(cls, text)
+        self.record = record
+        return self
+
+
+def _setting(config: Config, geometry: Geometry) -> Setting:
+    return Setting(
+        policy=config.policy,
+        capacity=parse_capacity(config.capacity, geometry),
+        hardware=config.hardware,
+        seed=config.seed,
+    )
+
+
+def _check_host_arguments(arguments: dict[str, Any]) -> None:
+    if str(arguments.get("batch_size", 1)).startswith("auto"):
+        raise ValueError(
+            "batch_size='auto' would make the figures depend on free memory. "
+            "Allowed: a whole number."
+        )
+
+
+def _distinct(records: list[RequestRecord]) -> list[RequestRecord]:
+    """Drop repeats (two windows of one text in one batch) and keep the order."""
+    return list({record.index: record for record in records}.values())
+
+
+def _fingerprint(tokens: list[int]) -> bytes:
+    """Identify an input whether or not it has been padded on the right with zeros."""
+    return np.trim_zeros(np.asarray(tokens, dtype=np.int64), "b").tobytes()

@@ -1,0 +1,1 @@
+"""Miss algorithms: what happens to a needed expert that is absent. The folder is the registry."""

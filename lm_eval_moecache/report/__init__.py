@@ -1,0 +1,1 @@
+"""From the ledger to what users read: metrics, tables."""

@@ -1,0 +1,139 @@
+"""Turns the ledger's passes into the metrics users see. Field names are final; see results/README.
+
+Rates of nothing (no prediction made, no token decoded) are None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.core.records import PREFILL
+
+Metrics = dict[str, Any]
+GENERATE = "generate_until"
+
+
+def share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def rates(passes: Sequence[PassRecord], prefix: str = "") -> Metrics:
+    """Rates per request (unique experts per event), for all passes or one phase of them."""
+    requests = sum(p.requests for p in passes)
+    late = sum(p.late for p in passes)
+    misses = sum(p.misses for p in passes)
+    values = {
+        "hit_rate": share(requests - late - misses, requests),
+        "miss_rate": share(late + misses, requests),
+        "late_rate": share(late, requests),
+        "collision_miss_rate": share(sum(p.collisions for p in passes), requests),
+        "token_miss_rate": share(
+            sum(p.token_misses for p in passes), sum(p.token_requests for p in passes)
+        ),
+    }
+    return {prefix + name: value for name, value in values.items()}
+
+
+def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
+    """Everything about a set of passes that does not need to know whose requests they served."""
+    tokens = sum(p.num_tokens for p in passes)
+    duration_s = sum(p.duration_s for p in passes)
+    executed = sum(p.executed for p in passes)
+    right = sum(p.predicted_right for p in passes)
+    moved = sum(p.bytes_moved for p in passes)
+    evictions = sum(p.evictions for p in passes)
+    return {
+        **rates(passes),
+        **rates([p for p in passes if p.phase == PREFILL], "prefill_"),
+        **rates([p for p in passes if p.phase != PREFILL], "decode_"),
+        "prefetch_hits": sum(p.prefetch_hits for p in passes),
+        "prefetch_precision": share(right, sum(p.predicted for p in passes)),
+        "prefetch_recall": share(right, sum(p.predictable for p in passes)),
+        "stall_ms_per_token": _ms(share(sum(p.stall_s for p in passes), tokens)),
+        "link_utilization": share(sum(p.link_busy_s for p in passes), duration_s),
+        "bytes_moved": moved,
+        "bytes_per_token": share(moved, tokens),
+        "evictions": evictions,
+        "expert_lifetime_tokens": share(sum(p.lifetime_tokens for p in passes), evictions),
+        "routing_fidelity": share(executed - sum(p.unfaithful for p in passes), executed),
+        "substituted_share": share(sum(p.substituted for p in passes), executed),
+        "dropped_share": share(
+            sum(p.dropped for p in passes), sum(p.token_requests for p in passes)
+        ),
+        "low_precision_share": share(sum(p.low_precision for p in passes), executed),
+    }
+
+
+def request_metrics(request: RequestRecord) -> dict[str, float]:
+    """The figures of one request, as they are put on its harness Instance (milliseconds)."""
+    durations_ms = [p.duration_s * 1000 for p in request.passes]
+    if not durations_ms:
+        return {}
+    values: dict[str, float] = {"e2el_ms": sum(durations_ms)}
+    if request.kind == GENERATE:
+        values["ttft_ms"] = durations_ms[0]
+        tokens = request.output_tokens or 0
+        values["tok_per_s"] = tokens / values["e2el_ms"] * 1000
+        if tokens >= 2:
+            values["tpot_ms"] = (values["e2el_ms"] - values["ttft_ms"]) / (tokens - 1)
+    else:
+        # Scoring answers when the whole text has been read: its first token is its last.
+        values["ttft_ms"] = values["e2el_ms"]
+    found = rates(request.passes)
+    for name in ("hit_rate", "miss_rate", "collision_miss_rate"):
+        if found[name] is not None:
+            values[name] = found[name]
+    return values
+
+
+def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Metrics:
+    """The figures of a set of requests; a pass that several of them share is counted once."""
+    passes = unique_passes(requests)
+    generating = [r for r in requests if r.kind == GENERATE]
+    generation_s = sum(p.duration_s for p in unique_passes(generating))
+    prefills = [p for p in passes if p.phase == PREFILL]
+    singles = [request_metrics(r) for r in requests]
+    itl_ms = [p.duration_s * 1000 for r in generating for p in r.passes[1:] if p.phase != PREFILL]
+    return {
+        "requests": len(requests),
+        **summary("ttft_ms", (s["ttft_ms"] for s in singles if "ttft_ms" in s)),
+        **summary("tpot_ms", (s["tpot_ms"] for s in singles if "tpot_ms" in s)),
+        **summary("itl_ms", itl_ms),
+        **summary("e2el_ms", (s["e2el_ms"] for s in singles if "e2el_ms" in s)),
+        "tok_per_s": share(sum(r.output_tokens or 0 for r in generating), generation_s),
+        "prompt_tok_per_s": share(
+            sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
+        ),
+        **cache_metrics(passes),
+        "peak_cache_bytes": peak_cache_bytes,
+    }
+
+
+def unique_passes(requests: Iterable[RequestRecord]) -> list[PassRecord]:
+    """Return the passes of these requests, each once, in order of execution."""
+    found = {p.index: p for request in requests for p in request.passes}
+    return [found[index] for index in sorted(found)]
+
+
+def summary(name: str, values: Iterable[float]) -> Metrics:
+    """Return `{name: {mean, p50, p90, p99}}`, or nothing where there are no values."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if not array.size:
+        return {}
+    p50, p90, p99 = np.percentile(array, [50, 90, 99])
+    return {
+        name: {
+            "mean": float(array.mean()),
+            "p50": float(p50),
+            "p90": float(p90),
+            "p99": float(p99),
+        }
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000

@@ -1,0 +1,55 @@
+"""The table of speed that a run prints beside lm-eval's table of accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytablewriter import MarkdownTableWriter
+
+# Header, metric, and whether it is a distribution of which the table shows the mean.
+_COLUMNS = (
+    ("Requests", "requests", False, "{:d}"),
+    ("TTFT ms", "ttft_ms", True, "{:.3f}"),
+    ("TPOT ms", "tpot_ms", True, "{:.3f}"),
+    ("tok/s", "tok_per_s", False, "{:.1f}"),
+    ("Hit", "hit_rate", False, "{:.4f}"),
+    ("Miss", "miss_rate", False, "{:.4f}"),
+    ("Late", "late_rate", False, "{:.4f}"),
+    ("Collision", "collision_miss_rate", False, "{:.4f}"),
+    ("Decode miss", "decode_miss_rate", False, "{:.4f}"),
+    ("Stall ms/tok", "stall_ms_per_token", False, "{:.3f}"),
+    ("MB moved", "bytes_moved", False, "{:.1f}"),
+)
+
+
+def speed_table(report: Mapping[str, Any]) -> str:
+    """Render `config.moecache` as a Markdown table, one row a task and one for all of them."""
+    writer = MarkdownTableWriter()
+    writer.headers = ["Task", *(header for header, *_ in _COLUMNS)]
+    rows = [*report["tasks"].items(), ("**all**", report["totals"])]
+    writer.value_matrix = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
+    policy = report["policy"]
+    title = (
+        f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in _AXES)}), "
+        f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes, "
+        f"hardware: {report['hardware']['name']}, clock: {report['clock']}"
+    )
+    return f"{title}\n{writer.dumps()}"
+
+
+_AXES = ("routing", "prefetch", "eviction", "miss")
+
+
+def _choice(axis: Mapping[str, Any]) -> str:
+    return str(axis.get("name", axis.get("class_path")))
+
+
+def _cell(metrics: Mapping[str, Any], column: tuple[str, str, bool, str]) -> str:
+    _, name, is_distribution, form = column
+    value = metrics.get(name)
+    if value is not None and is_distribution:
+        value = value["mean"]
+    if value is None:
+        return ""
+    return form.format(value / 1e6 if name == "bytes_moved" else value)

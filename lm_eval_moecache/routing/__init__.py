@@ -1,0 +1,1 @@
+"""Routing algorithms: which experts a token gets. One file each; the folder is the registry."""

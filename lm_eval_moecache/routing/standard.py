@@ -1,0 +1,19 @@
+"""Standard routing: the router's own choice."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.core.records import Event, Selection
+from lm_eval_moecache.routing.base import RoutingAlgorithm
+
+
+class Standard(RoutingAlgorithm):
+    """Leaves the router's selection and weights as they are."""
+
+    source: ClassVar[str] = "SpecMD section 3.1.1"
+    is_lossless: ClassVar[bool] = True
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        return None

@@ -1,0 +1,206 @@
+"""Puts a transformers model behind the engine: hooks on its routers, and nothing left after.
+
+Shapes: T tokens, E experts, K experts per token, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lm_eval_moecache.adapters import WeightingRule, detect_rule
+from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.records import (
+    DECODE,
+    PREFILL,
+    VERIFY,
+    Event,
+    FloatArray,
+    Selection,
+    unique_in_order,
+)
+from lm_eval_moecache.experts import (
+    IMPLEMENTATION,
+    STORE_ATTRIBUTE,
+    register_experts_function,
+)
+from lm_eval_moecache.moe_layers import MoELayer
+from lm_eval_moecache.store import InPlaceStore
+
+
+class WrappedModel:
+    """A model whose every forward call is a pass of the engine, until `unwrap`.
+
+    Changes: forward hooks on the model and its routers, the experts implementation, and one
+    attribute on each experts module. `unwrap` takes all of it back.
+    """
+
+    def __init__(self, model: Any, layers: list[MoELayer], engine: Engine) -> None:
+        self.model = model
+        self.engine = engine
+        self.valid_rows: list[int] | None = None
+        """For the next pass, how many tokens of each right-padded row are real; None for all."""
+        self.pad_token_id: int | None = None
+        self._layers = layers
+        self._rules: list[WeightingRule | None] = self._find_rules()
+        self._valid: npt_bool | None = None
+        self._num_tokens = 0
+        self._depth = engine.algorithms.prefetch.depth
+        self._before = model.get_experts_implementation()
+        self._store = InPlaceStore(_implementation(model))
+        register_experts_function()
+        model.set_experts_implementation(IMPLEMENTATION)
+        for layer in layers:
+            setattr(layer.experts, STORE_ATTRIBUTE, self._store)
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
+            model.register_forward_hook(self._end_pass),
+            *(
+                layer.router.register_forward_hook(self._router_hook(index))
+                for index, layer in enumerate(layers)
+            ),
+        ]
+
+    def unwrap(self) -> None:
+        """Restore the model to what it was. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for layer in self._layers:
+            if hasattr(layer.experts, STORE_ATTRIBUTE):
+                delattr(layer.experts, STORE_ATTRIBUTE)
+        self.model.set_experts_implementation(self._before)
+
+    def _find_rules(self) -> list[WeightingRule | None]:
+        """Find how each router weighs a selection, where a policy may change the selection."""
+        chosen = self.engine.algorithms
+        if chosen.routing.is_lossless and chosen.miss.is_lossless:
+            return [None] * len(self._layers)
+        rules = [
+            detect_rule(layer.router, next(layer.router.parameters()).shape[-1])
+            for layer in self._layers
+        ]
+        if None in rules:
+            raise ValueError(
+                f"routing, miss: the router {type(self._layers[rules.index(None)].router).__name__} "
+                "weighs its experts by a rule that is not known, so a changed selection cannot be "
+                "weighted. Allowed for this model: routing=standard with miss=fetch."
+            )
+        return rules
+
+    def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        past = kwargs.get("past_key_values")
+        rows, length = input_ids.shape
+        phase = PREFILL
+        if past is not None and past.get_seq_length() > 0:
+            phase = DECODE if length == 1 else VERIFY
+        self._valid = None
+        if rows > 1:
+            self._valid = self._valid_tokens(input_ids, kwargs.get("attention_mask"), phase)
+        self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
+        self._store.decoding = phase == DECODE
+        self.engine.begin_pass(phase, self._num_tokens)
+
+    def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> npt_bool | None:
+        """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
+        rows, length = input_ids.shape
+        valid = np.ones((rows, length), dtype=bool)
+        if self.valid_rows is not None:
+            valid &= np.arange(length)[None, :] < np.asarray(self.valid_rows)[:, None]
+        if mask is not None and mask.dim() == 2:
+            valid &= mask[:, -length:].bool().cpu().numpy()
+        if phase == DECODE and self.pad_token_id is not None:
+            # transformers feeds padding to rows that have ended while others go on.
+            valid &= (input_ids != self.pad_token_id).cpu().numpy()
+        return None if valid.all() else valid.ravel()
+
+    def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.engine.end_pass()
+
+    def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def hook(router: nn.Module, args: Any, output: Any) -> Any:
+            if not self._num_tokens:
+                return None
+            engine = self.engine
+            engine.enter(layer, self._num_tokens)
+            event = self._event(layer, args[0], output)
+            selection = engine.run(event)
+            if selection is None:
+                return None
+            return self._changed(layer, output, selection)
+
+        return hook
+
+    def _event(self, layer: int, hidden: Tensor, output: Any) -> Event:
+        """Build the event of one router call from its (logits, weights, indices)."""
+        assert self.engine.record is not None, "a router was called outside a pass"
+        record, engine = self.engine.record, self.engine
+        event = Event(record.index, layer, record.phase, self._num_tokens, [])
+        if self._num_tokens == 1 and self._valid is None and not engine.wants_weights:
+            event.keys = _keys_of_one_token(layer * engine.geometry.num_experts, output)
+        else:
+            experts_TK = self._rows(output[2]).astype(np.int64)
+            weights_TK = self._rows(output[1].float())
+            order = np.argsort(-weights_TK, axis=-1, kind="stable")
+            event.experts = np.take_along_axis(experts_TK, order, -1)
+            event.weights = np.take_along_axis(weights_TK, order, -1)
+            event.keys = unique_in_order(layer, engine.geometry.num_experts, event.experts)
+        if engine.wants_logits:
+            event.logits = self._rows(output[0].float())
+        for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
+            event.predicted[ahead] = self._predict(ahead, hidden)
+        return event
+
+    def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
+        """Ask a later layer's gate about this layer's input; its own hooks do not fire.
+
+        Rounded to float16, which is what a routing trace keeps: a replay sees the same numbers.
+        """
+        with torch.no_grad():
+            logits = self._layers[layer].router.forward(hidden)[0]
+        rounded: FloatArray = self._rows(logits.to(torch.float16).float())
+        return rounded
+
+    def _rows(self, values: Tensor) -> Any:
+        array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
+        return array if self._valid is None else array[self._valid]
+
+    def _changed(self, layer: int, output: Any, selection: Selection) -> Any:
+        """Put a changed selection into the router's output, weighted by the family's own rule."""
+        logits_TE, weights_TK, experts_TK = output[:3]
+        rule = self._rules[layer]
+        assert rule is not None, "a lossless policy changed a selection"
+        rows = slice(None) if self._valid is None else torch.from_numpy(self._valid.nonzero()[0])
+        chosen = torch.from_numpy(np.ascontiguousarray(selection.experts)).to(experts_TK)
+        weighted = rule(
+            logits_TE.reshape(-1, logits_TE.shape[-1])[rows], chosen.long(), weights_TK.dtype
+        )
+        if selection.keep is not None:
+            weighted = weighted * torch.from_numpy(selection.keep).to(weighted.device)
+        experts, weights = experts_TK.clone(), weights_TK.clone()
+        experts[rows], weights[rows] = chosen, weighted
+        return (logits_TE, weights, experts, *output[3:])
+
+
+npt_bool = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def _keys_of_one_token(base: int, output: Any) -> list[int]:
+    """Return one token's keys, heaviest first; routers may leave their top-k unsorted."""
+    experts: list[int] = output[2].flatten().tolist()
+    weights: list[float] = output[1].flatten().tolist()
+    if any(a < b for a, b in zip(weights, weights[1:], strict=False)):
+        experts = [e for _, e in sorted(zip(weights, experts, strict=True), key=lambda we: -we[0])]
+    return [base + expert for expert in experts]
+
+
+def _implementation(model: Any) -> str | None:
+    """Return the experts implementation the model's MoE layers use now."""
+    config = getattr(model.config, "text_config", model.config)
+    name: str | None = config._experts_implementation
+    return name
