@@ -15,7 +15,7 @@ from lm_eval_moecache.registry import AXES
 TINY = "tiny"
 _CHOICES = {
     "clock": ("virtual",),
-    "scoring": ("parallel",),
+    "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
 }
 KEYS = ("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", *_CHOICES)
@@ -80,7 +80,9 @@ def read_config(given: Mapping[str, Any]) -> Config:
     for key, allowed in _CHOICES.items():
         choices[key] = str(given.get(key, allowed[0]))
         if choices[key] not in allowed:
-            raise _not_offered(key, choices[key], allowed, capacity)
+            raise unknown(key, choices[key], allowed)
+    if choices["scoring"] == "scan":
+        _check_scan(policy, capacity)
     bandwidth = given.get("bandwidth")
     seed = given.get("seed", 0)
     if not isinstance(seed, int):
@@ -96,11 +98,21 @@ def read_config(given: Mapping[str, Any]) -> Config:
     )
 
 
-def _not_offered(key: str, value: str, allowed: tuple[str, ...], capacity: str) -> ValueError:
-    if key == "scoring" and value == "scan" and not is_per_layer(capacity):
-        return ValueError(
+def _check_scan(policy: Policy, capacity: str) -> None:
+    """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
+    if not is_per_layer(capacity):
+        raise ValueError(
             f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
             "all layers: routing token after token inside a layer has no order across layers. "
             "Allowed with scan: a capacity like '30/layer'."
         )
-    return unknown(key, value, allowed)
+    if policy.prefetch.algorithm.is_active:
+        raise ValueError(
+            f"scoring='scan' does not go with prefetch={policy.prefetch.name!r}: prefetches cross "
+            "layers, and scan goes through one layer at a time. Allowed with scan: prefetch=none."
+        )
+    if getattr(policy.routing.algorithm, "depth", 0):
+        raise ValueError(
+            f"scoring='scan' does not go with routing={policy.routing.name!r}, which decides a "
+            "layer's experts in the layer before. Allowed with scan: a routing of one layer."
+        )

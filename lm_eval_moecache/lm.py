@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 from lm_eval import utils
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from lm_eval_moecache.config import TINY, Config, read_config, split_arguments
+from lm_eval_moecache.config import TINY, Config
 from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.preflight import model_path, preflight
 from lm_eval_moecache.report.metrics import request_metrics, task_metrics
 from lm_eval_moecache.report.speed_table import speed_table
-from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.wrap import WrappedModel
 
 
-@register_model("moecache")
 class MoECacheLM(HFLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
@@ -39,37 +37,24 @@ class MoECacheLM(HFLM):
     """
 
     def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
-        host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-        ours, theirs = split_arguments(arguments, host_keys)
-        self.moecache = read_config(ours)
-        _check_host_arguments(theirs)
+        config, theirs = check_arguments(pretrained, arguments)
         self._model_name = str(pretrained)
-        path = str(MODEL_DIR) if pretrained == TINY else str(pretrained)
-        self._check_before_loading(path, theirs)
-        super().__init__(pretrained=path, **theirs)
-        layers = find_moe_layers(self.model)
-        self.geometry = describe(self.model, layers, self._model_name)
-        self.engine = Engine(self.geometry, _setting(self.moecache, self.geometry))
-        self.wrapped = WrappedModel(self.model, layers, self.engine)
+        super().__init__(pretrained=model_path(pretrained), **theirs)
+        self._moe_layers = find_moe_layers(self.model)
+        self.geometry = describe(self.model, self._moe_layers, self._model_name)
+        self._wrap(config)
+
+    def install(self, config: Config) -> None:
+        """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
+        self.wrapped.unwrap()
+        self._wrap(config)
+
+    def _wrap(self, config: Config) -> None:
+        self.moecache = config
+        self.engine = Engine(self.geometry, _setting(config, self.geometry))
+        self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine)
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
-
-    def _check_before_loading(self, path: str, theirs: dict[str, Any]) -> None:
-        """Build the model without weights and see that it and the capacity go together."""
-        config = transformers.AutoConfig.from_pretrained(
-            path,
-            revision=str(theirs.get("revision", "main")),
-            trust_remote_code=bool(theirs.get("trust_remote_code", False)),
-        )
-        dtype = (
-            utils.get_dtype(theirs.get("dtype", "auto")) if hasattr(utils, "get_dtype") else None
-        )
-        if not isinstance(dtype, torch.dtype):
-            dtype = getattr(config, "dtype", None) or torch.float32
-        with torch.device("meta"):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        geometry = describe(skeleton, find_moe_layers(skeleton), self._model_name)
-        parse_capacity(self.moecache.capacity, geometry)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -101,21 +86,19 @@ class MoECacheLM(HFLM):
         finally:
             self.engine.ledger.serve([])
             self.wrapped.valid_rows = None
+            self.wrapped.scan_scoring = False
 
     # --- generation ---------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As HFLM; each context carries its record through HFLM's sorting and batching."""
         records = self._records(requests)
-        originals = [request.arguments for request in requests]
-        for request, record in zip(requests, records, strict=True):
+        # Copies: lm-eval lists one Instance several times where a task repeats its requests.
+        copies = [copy.copy(request) for request in requests]
+        for request, record in zip(copies, records, strict=True):
             context, *rest = request.arguments
             request.arguments = (RecordedStr(context, record), *rest)
-        try:
-            answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
-        finally:
-            for request, original in zip(requests, originals, strict=True):
-                request.arguments = original
+        answers: list[str] = super().generate_until(copies, disable_tqdm=disable_tqdm)
         self._publish(requests, records)
         return answers
 
@@ -132,16 +115,26 @@ class MoECacheLM(HFLM):
         with self._serving(records):
             output = super()._model_generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
-            record.output_tokens = self._count_output(row)
+            record.output_tokens = self._count_output(row, kwargs["stop"])
             # Passes after a row has ended served the others of its batch.
             del record.passes[record.output_tokens :]
         return output
 
-    def _count_output(self, row: list[int]) -> int:
-        """Count generated tokens up to and with the closing one; the rest is padding."""
-        stops = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id} - {None}
-        end = next((i for i, token in enumerate(row) if token in stops), len(row) - 1)
-        return end + 1
+    def _count_output(self, row: list[int], stop: Sequence[str]) -> int:
+        """Count generated tokens up to and with the closing one or the end of a stop string.
+
+        What follows is padding, or text that the row went on with while others of its batch had
+        not stopped yet.
+        """
+        ends = self.model.generation_config.eos_token_id
+        stops = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
+        end = next((i for i, token in enumerate(row, start=1) if token in stops), len(row))
+
+        def has_stopped(length: int) -> bool:
+            text = self.tok_decode(row[:length])
+            return any(string in text for string in stop)
+
+        return 1 + bisect_left(range(1, end), True, key=has_stopped)
 
     # --- scoring ------------------------------------------------------------------------------
 
@@ -196,6 +189,7 @@ class MoECacheLM(HFLM):
                 del waiting[:1]
         with self._serving(_distinct(served)):
             self.wrapped.valid_rows = lengths
+            self.wrapped.scan_scoring = self.moecache.scoring == "scan"
             return super()._model_call(inps, *args, **kwargs)
 
     # --- results ------------------------------------------------------------------------------
@@ -250,12 +244,13 @@ def _setting(config: Config, geometry: Geometry) -> Setting:
     )
 
 
-def _check_host_arguments(arguments: dict[str, Any]) -> None:
-    if str(arguments.get("batch_size", 1)).startswith("auto"):
-        raise ValueError(
-            "batch_size='auto' would make the figures depend on free memory. "
-            "Allowed: a whole number."
-        )
+def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """Divide the arguments into our checked setting and HFLM's, without loading any weights.
+
+    Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
+    """
+    host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+    return preflight(str(pretrained), arguments, host_keys)
 
 
 def _distinct(records: list[RequestRecord]) -> list[RequestRecord]:

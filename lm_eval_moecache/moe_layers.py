@@ -42,7 +42,7 @@ def find_moe_layers(model: nn.Module) -> list[MoELayer]:
         routers = [modules[f"{parent}.{n}"] for n in _ROUTER_NAMES if f"{parent}.{n}" in modules]
         if not routers:
             raise ValueError(
-                f"pretrained: {type(model).__name__} has no router named {' or '.join(_ROUTER_NAMES)} "
+                f"pretrained: {type(model).__name__} has no {' or '.join(_ROUTER_NAMES)} module "
                 f"beside its experts at {path!r}; its routing cannot be observed."
             )
         layers.append(MoELayer(path, routers[0], module))

@@ -45,6 +45,9 @@ class WrappedModel:
         self.valid_rows: list[int] | None = None
         """For the next pass, how many tokens of each right-padded row are real; None for all."""
         self.pad_token_id: int | None = None
+        self.scan_scoring = False
+        """Whether the next passes route their tokens one after another (`scoring=scan`)."""
+        self._scanning = False
         self._layers = layers
         self._rules: list[WeightingRule | None] = self._find_rules()
         self._valid: npt_bool | None = None
@@ -85,10 +88,10 @@ class WrappedModel:
             for layer in self._layers
         ]
         if None in rules:
+            router = type(self._layers[rules.index(None)].router).__name__
             raise ValueError(
-                f"routing, miss: the router {type(self._layers[rules.index(None)].router).__name__} "
-                "weighs its experts by a rule that is not known, so a changed selection cannot be "
-                "weighted. Allowed for this model: routing=standard with miss=fetch."
+                f"routing, miss: the router {router} weighs its experts by a rule that is not "
+                "known, so a changed selection cannot be weighted. Allowed for this model: routing=standard with miss=fetch."
             )
         return rules
 
@@ -104,7 +107,11 @@ class WrappedModel:
             self._valid = self._valid_tokens(input_ids, kwargs.get("attention_mask"), phase)
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
         self._store.decoding = phase == DECODE
-        self.engine.begin_pass(phase, self._num_tokens)
+        self._scanning = self.scan_scoring and phase == PREFILL
+        if self._scanning:
+            self.engine.begin_scan(self._num_tokens)
+        else:
+            self.engine.begin_pass(phase, self._num_tokens)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> npt_bool | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -120,16 +127,21 @@ class WrappedModel:
         return None if valid.all() else valid.ravel()
 
     def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.engine.end_pass()
+        if self._scanning:
+            self.engine.end_scan()
+        else:
+            self.engine.end_pass()
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(router: nn.Module, args: Any, output: Any) -> Any:
             if not self._num_tokens:
                 return None
             engine = self.engine
-            engine.enter(layer, self._num_tokens)
-            event = self._event(layer, args[0], output)
-            selection = engine.run(event)
+            if self._scanning:
+                selection = engine.scan(self._event(layer, args[0], output))
+            else:
+                engine.enter(layer, self._num_tokens)
+                selection = engine.run(self._event(layer, args[0], output))
             if selection is None:
                 return None
             return self._changed(layer, output, selection)
@@ -138,10 +150,11 @@ class WrappedModel:
 
     def _event(self, layer: int, hidden: Tensor, output: Any) -> Event:
         """Build the event of one router call from its (logits, weights, indices)."""
-        assert self.engine.record is not None, "a router was called outside a pass"
         record, engine = self.engine.record, self.engine
-        event = Event(record.index, layer, record.phase, self._num_tokens, [])
-        if self._num_tokens == 1 and self._valid is None and not engine.wants_weights:
+        assert record is not None or self._scanning, "a router was called outside a pass"
+        index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
+        event = Event(index, layer, phase, self._num_tokens, [])
+        if self._num_tokens == 1 and not (self._scanning or engine.wants_weights):
             event.keys = _keys_of_one_token(layer * engine.geometry.num_experts, output)
         else:
             experts_TK = self._rows(output[2]).astype(np.int64)
@@ -171,19 +184,33 @@ class WrappedModel:
         return array if self._valid is None else array[self._valid]
 
     def _changed(self, layer: int, output: Any, selection: Selection) -> Any:
-        """Put a changed selection into the router's output, weighted by the family's own rule."""
+        """Put a changed selection into the router's output, weighted by the family's own rule.
+
+        Tokens whose experts are the router's own keep its weights untouched.
+        """
         logits_TE, weights_TK, experts_TK = output[:3]
         rule = self._rules[layer]
         assert rule is not None, "a lossless policy changed a selection"
-        rows = slice(None) if self._valid is None else torch.from_numpy(self._valid.nonzero()[0])
-        chosen = torch.from_numpy(np.ascontiguousarray(selection.experts)).to(experts_TK)
+        weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
+        keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
+        own = self._rows(experts_TK)
+        changed = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
+        if selection.weigh_as is not None:
+            changed |= (weigh_as != selection.experts).any(-1)
+        valid = np.arange(len(keep)) if self._valid is None else self._valid.nonzero()[0]
+        rows = torch.from_numpy(valid[changed]).to(experts_TK.device)
         weighted = rule(
-            logits_TE.reshape(-1, logits_TE.shape[-1])[rows], chosen.long(), weights_TK.dtype
+            logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
+            torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
+            torch.float32,
         )
-        if selection.keep is not None:
-            weighted = weighted * torch.from_numpy(selection.keep).to(weighted.device)
+        kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
+        if selection.renormalize:
+            # What a token gave to all its experts, the kept ones share; a token may have kept none.
+            kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
         experts, weights = experts_TK.clone(), weights_TK.clone()
-        experts[rows], weights[rows] = chosen, weighted
+        experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
+        weights[rows] = kept.to(weights.dtype)
         return (logits_TE, weights, experts, *output[3:])
 
 
@@ -194,7 +221,7 @@ def _keys_of_one_token(base: int, output: Any) -> list[int]:
     """Return one token's keys, heaviest first; routers may leave their top-k unsorted."""
     experts: list[int] = output[2].flatten().tolist()
     weights: list[float] = output[1].flatten().tolist()
-    if any(a < b for a, b in zip(weights, weights[1:], strict=False)):
+    if weights != sorted(weights, reverse=True):
         experts = [e for _, e in sorted(zip(weights, experts, strict=True), key=lambda we: -we[0])]
     return [base + expert for expert in experts]
 

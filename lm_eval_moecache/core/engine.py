@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import VirtualClock
+from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.layer_step import Algorithms, Execute, LayerStep
 from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
-from lm_eval_moecache.core.records import Event, Geometry, Selection
+from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
 from lm_eval_moecache.core.sizes import Capacity
 
 
@@ -46,10 +47,24 @@ class Setting:
     seed: int = 0
 
 
-class Engine:
-    """Serves passes: `begin_pass`, then `enter` and `run` for each layer, then `end_pass`."""
+def offline(algorithm: object) -> ValueError:
+    """Build the error for an algorithm (or its class) that only a replay can run."""
+    module = algorithm.__module__.split(".")
+    return ValueError(
+        f"{module[-2]}={module[-1]!r} needs to know the future, which only a replay does. Record "
+        "the run with trace=DIR and give the file to `moecache replay`."
+    )
 
-    def __init__(self, geometry: Geometry, setting: Setting) -> None:
+
+class Engine:
+    """Serves passes: `begin_pass`, then `enter` and `run` for each layer, then `end_pass`.
+
+    `future` is what a replay knows of the events to come; offline algorithms cannot do without.
+    """
+
+    def __init__(
+        self, geometry: Geometry, setting: Setting, future: Future | None = None
+    ) -> None:
         self.geometry = geometry
         self.setting = setting
         self.ledger = Ledger()
@@ -67,8 +82,14 @@ class Engine:
             miss=policy.miss.build(geometry, seed),
             decode_only=policy.phases == "decode",
         )
+        for algorithm in (self.algorithms.prefetch, *(pool.eviction for pool in self.pools)):
+            if algorithm.is_offline and future is None:
+                raise offline(algorithm)
+            if future is not None:
+                algorithm.prepare(future)
         self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
         self._before = (0, 0.0, 0, 0)
+        self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
 
     @property
@@ -111,6 +132,42 @@ class Engine:
         record.lifetime_tokens = after[3] - self._before[3]
         self._before = after
         self.record = None
+
+    def begin_scan(self, num_tokens: int) -> None:
+        """Begin a text whose tokens are routed one after another, as if they were decoded."""
+        now = self.clock.now
+        self._scanned = [self.ledger.begin_pass(DECODE, 1, now) for _ in range(num_tokens)]
+        for record in self._scanned:
+            record.end_s = now
+
+    def scan(self, event: Event) -> Selection | None:
+        """Serve one layer for all tokens of the text, each as an event of its own.
+
+        A layer's cache sees its tokens in order whether layers or tokens go first, so with one
+        cache per layer and no prefetching every count is that of decoding the text. So are the
+        times: each token's pass gets the seconds of its own events.
+        """
+        assert event.experts is not None and len(self.pools) == self.geometry.num_layers
+        pool, link = self.pools[event.layer], self.link
+        base = event.layer * self.geometry.num_experts
+        choices: list[Selection | None] = []
+        for token, record in enumerate(self._scanned):
+            pool.begin_pass(record.index, 1)
+            self._step.begin_pass(record)
+            start_s, moved, busy_s = self.clock.now, link.bytes_moved, link.busy_s
+            evictions, lifetime_tokens = pool.evictions, pool.lifetime_tokens
+            self._step.enter(event.layer, 1)
+            choices.append(self._step.run(event.of_token(token, record.index, base)))
+            record.end_s += self.clock.now - start_s
+            record.bytes_moved += link.bytes_moved - moved
+            record.link_busy_s += link.busy_s - busy_s
+            record.evictions += pool.evictions - evictions
+            record.lifetime_tokens += pool.lifetime_tokens - lifetime_tokens
+        return Selection.join(event.experts, choices)
+
+    def end_scan(self) -> None:
+        self._scanned = []
+        self._before = self._totals()
 
     def reset_cache(self) -> None:
         """Start cold: empty the caches and forget what waits on the link (`cache_reset`)."""

@@ -15,11 +15,15 @@ from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
 from lm_eval_moecache.core.records import (
+    DROPPED,
     PREFILL,
     Event,
     Fetch,
     Geometry,
+    IntArray,
     Selection,
+    softmax,
+    spell_out,
     token_miss_count,
     unique_in_order,
 )
@@ -58,6 +62,7 @@ class LayerStep:
         self._link = link
         self._clock = clock
         self._algorithms = algorithms
+        self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._predictions: dict[int, set[int]] = {}
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
 
@@ -79,18 +84,21 @@ class LayerStep:
         with the keys of each wave once they are all resident, and may use them until it returns.
         """
         cache, link = self._caches[event.layer], self._link
+        asked = spell_out(event, self._geometry.num_experts) if self._may_change else None
         selection = self._route(event, cache)
         absent = [key for key in event.keys if key not in cache.resident]
         self._count(event, cache, absent)
         fetches: Sequence[Fetch] | None = None
         if absent and self._is_lossy_here(self._algorithms.miss.is_lossless, event):
             fetches, selection = self._resolve(event, cache, absent, selection)
+        if selection is not None and asked is not None:
+            self._judge(asked, selection)
         gate_s = ready_s = self._clock.now
         remaining = event.keys
         prefetches = self._algorithms.prefetch.is_active
         pinned = set(event.keys) if absent or prefetches else _NOTHING
-        if absent:
-            demands = [Fetch(key) for key in absent] if fetches is None else fetches
+        demands = [Fetch(key) for key in absent] if fetches is None else fetches
+        if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
         if link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
@@ -112,13 +120,9 @@ class LayerStep:
         routing = self._algorithms.routing
         if not self._is_lossy_here(routing.is_lossless, event):
             return None
-        asked = event.experts
         selection = routing.select(event, cache.resident)
-        if selection is not None and asked is not None:
+        if selection is not None:
             self._adopt(event, selection)
-            own = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
-            kept = True if selection.keep is None else selection.keep
-            self._record.unfaithful += int((~own & kept).sum())
         return selection
 
     def _resolve(
@@ -127,20 +131,32 @@ class LayerStep:
         resolution = self._algorithms.miss.resolve(event, absent, cache.resident)
         if resolution is None:
             return None, selection
-        if resolution.selection is not None and event.experts is not None:
-            selection = resolution.selection
-            replaced = int((selection.experts != event.experts).sum())
-            self._record.substituted += replaced
-            self._record.unfaithful += replaced
+        changed = resolution.selection
+        if changed is not None:
+            live = event.experts != DROPPED
+            self._record.substituted += int(((changed.experts != event.experts) & live).sum())
+            selection = changed if selection is None else changed.after(selection)
             self._adopt(event, selection)
         return resolution.fetch, selection
 
-    def _adopt(self, event: Event, selection: Selection) -> None:
-        """Make a changed selection the event's own; a dropped expert becomes -1."""
-        experts = selection.experts
+    def _judge(self, asked: IntArray, selection: Selection) -> None:
+        """Count what a changed selection drops, and what the router did not ask for."""
+        own = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
         if selection.keep is not None:
             self._record.dropped += int((~selection.keep).sum())
-            experts = np.where(selection.keep, experts, -1)
+            own |= ~selection.keep
+        self._record.unfaithful += int((~own).sum())
+
+    def _adopt(self, event: Event, selection: Selection) -> None:
+        """Make a changed selection the event's own, with the gate scores that belong to it."""
+        experts = selection.experts
+        if event.weights is not None and event.logits is not None:
+            assert event.experts is not None
+            scores, live = softmax(event.logits), event.experts != DROPPED
+            scores[live.nonzero()[0], event.experts[live]] = event.weights[live]
+            event.weights = np.take_along_axis(scores, experts, axis=-1)
+        if selection.keep is not None:
+            experts = np.where(selection.keep, experts, DROPPED)
         event.experts = experts
         event.keys = unique_in_order(event.layer, self._geometry.num_experts, experts[experts >= 0])
 

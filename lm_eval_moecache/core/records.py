@@ -6,7 +6,7 @@ expert; "layer" counts MoE layers only. Times are seconds, sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,12 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 PREFILL, DECODE, VERIFY = "prefill", "decode", "verify"
 PHASES = (PREFILL, DECODE, VERIFY)
+DROPPED = -1
+"""Stands in `Event.experts` for an expert that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +78,9 @@ class Event:
 
     `experts` and `weights` are [tokens, top_k] in router order, heaviest first; `logits` are
     [tokens, experts], unmodified. They are None where no algorithm of the policy asked for them
-    (`experts` also where the pass has one token: `keys` says it all).
+    (`experts` also where the pass has one token: `keys` says it all). Once a selection was changed
+    they are the changed ones: a dropped expert is DROPPED, and where logits are there, an expert
+    that the router did not choose has its softmax score as weight.
     """
 
     pass_index: int
@@ -89,13 +94,65 @@ class Event:
     predicted: dict[int, FloatArray] = field(default_factory=dict)
     """Target layer -> [tokens, experts] logits of that layer's gate on this layer's input."""
 
+    def of_token(self, token: int, pass_index: int, base: int) -> Event:
+        """Return the event that one token would be in a pass of its own; `base` + expert is a key."""
+        assert self.experts is not None, "a token's experts are unknown"
+        row = slice(token, token + 1)
+        keys: list[int] = (self.experts[token] + base).tolist()
+        return Event(
+            pass_index=pass_index,
+            layer=self.layer,
+            phase=DECODE,
+            num_tokens=1,
+            keys=keys,
+            experts=self.experts[row],
+            weights=None if self.weights is None else self.weights[row],
+            logits=None if self.logits is None else self.logits[row],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A changed choice of experts, [tokens, top_k]; `keep` is False where one is dropped."""
+    """A changed choice of experts, [tokens, top_k], weighted from the unmodified logits.
+
+    `keep` is False where an expert is dropped: the others keep their weights, unless `renormalize`
+    makes them share what it had. `weigh_as` names the experts whose weights are used, where
+    those are not the ones executed.
+    """
 
     experts: IntArray
-    keep: npt.NDArray[np.bool_] | None = None
+    keep: BoolArray | None = None
+    renormalize: bool = False
+    weigh_as: IntArray | None = None
+
+    @staticmethod
+    def join(experts: IntArray, rows: Sequence[Selection | None]) -> Selection | None:
+        """Stack the selections of single tokens; None stands for the router's own `experts`."""
+        changed = [row for row in rows if row is not None]
+        if not changed:
+            return None
+        chosen, keep, weigh_as = experts.copy(), np.ones(experts.shape, dtype=bool), experts.copy()
+        for token, row in enumerate(rows):
+            if row is not None:
+                chosen[token] = row.experts[0]
+                weigh_as[token] = row.experts[0] if row.weigh_as is None else row.weigh_as[0]
+                if row.keep is not None:
+                    keep[token] = row.keep[0]
+        return Selection(chosen, keep, any(row.renormalize for row in changed), weigh_as)
+
+    def after(self, earlier: Selection) -> Selection:
+        """Return this later change on top of an earlier one, whose dropped entries stand."""
+        if earlier.keep is None:
+            return self
+        weigh_as = self.weigh_as
+        if weigh_as is not None:
+            weigh_as = np.where(earlier.keep, weigh_as, earlier.experts)
+        return Selection(
+            experts=np.where(earlier.keep, self.experts, earlier.experts),
+            keep=earlier.keep if self.keep is None else earlier.keep & self.keep,
+            renormalize=earlier.renormalize or self.renormalize,
+            weigh_as=weigh_as,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +175,23 @@ def token_miss_count(experts: IntArray | None, num_experts: int, absent: Sequenc
         return len(absent)
     missing = np.zeros(num_experts, dtype=bool)
     missing[np.asarray(absent) % num_experts] = True
-    return int(missing[experts].sum())
+    return int((missing[experts] & (experts != DROPPED)).sum())
+
+
+def spell_out(event: Event, num_experts: int) -> IntArray:
+    """Return the event's [tokens, top_k] experts, filled in where one token's keys say it all."""
+    if event.experts is None:
+        event.experts = np.array([event.keys], dtype=np.int64) - event.layer * num_experts
+    return event.experts
+
+
+def near_mask(layer: int, num_experts: int, resident: Container[int]) -> BoolArray:
+    """Mark which of a layer's experts [experts] are resident."""
+    base = layer * num_experts
+    return np.array([base + expert in resident for expert in range(num_experts)], dtype=bool)
+
+
+def softmax(logits: FloatArray) -> FloatArray:
+    """Row-wise softmax of [tokens, experts]."""
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True), dtype=np.float32)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.core.records import Event, FloatArray, Geometry
+from lm_eval_moecache.core.future import Future
+from lm_eval_moecache.core.records import DROPPED, Event, FloatArray, Geometry, IntArray
 
 
 class PrefetchAlgorithm(ABC):
@@ -24,12 +25,21 @@ class PrefetchAlgorithm(ABC):
     """Whether it ever proposes anything."""
     uses_logits: ClassVar[bool] = False
     """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
+    is_offline: ClassVar[bool] = False
+    """Whether it needs the future, so that only a replay can run it."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    pairs_because: ClassVar[str] = ""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         self.geometry = geometry
         self.seed = seed
+
+    def prepare(self, future: Future) -> None:
+        """Take the events to come, before the first of them: replays call it once."""
+        return
 
     def on_pass(self, pass_index: int) -> None:
         """Note that a new pass over the model begins."""
@@ -38,12 +48,6 @@ class PrefetchAlgorithm(ABC):
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
         """Return the keys to prefetch now, in order of priority, without duplicates."""
-
-
-def softmax(logits: FloatArray) -> FloatArray:
-    """Row-wise softmax of [tokens, experts]."""
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True), dtype=np.float32)
 
 
 def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
@@ -56,3 +60,11 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
     experts = np.flatnonzero(wanted.any(axis=0))
     mass = (scores * wanted).sum(axis=0)[experts]
     return [int(e) + layer * num_experts for e in experts[np.argsort(-mass, kind="stable")]]
+
+
+def activations(event: Event, num_experts: int) -> IntArray:
+    """Return how many of the event's tokens each expert of its layer serves: [experts]."""
+    if event.experts is None:
+        keys = np.asarray(event.keys, dtype=np.int64) - event.layer * num_experts
+        return np.bincount(keys, minlength=num_experts)
+    return np.bincount(event.experts[event.experts != DROPPED], minlength=num_experts)

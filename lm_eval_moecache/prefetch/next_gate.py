@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.core.records import Event, Geometry
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass, softmax
+from lm_eval_moecache.core.records import Event, Geometry, softmax
+from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass
 
 
 class NextGate(PrefetchAlgorithm):
@@ -30,7 +30,7 @@ class NextGate(PrefetchAlgorithm):
         super().__init__(geometry, seed=seed)
         if overfetch <= 0:
             raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
-        if not 1 <= depth:
+        if not depth >= 1:
             raise ValueError(f"prefetch.depth={depth} must be 1 or more.")
         self.depth = depth
         self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.core.records import Event, FloatArray, Geometry
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass, softmax
-
+from lm_eval_moecache.core.records import Event, FloatArray, Geometry, softmax
+from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass
 
 _BINS = 4096
 

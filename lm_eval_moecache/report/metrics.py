@@ -77,7 +77,8 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
     if request.kind == GENERATE:
         values["ttft_ms"] = durations_ms[0]
         tokens = request.output_tokens or 0
-        values["tok_per_s"] = tokens / values["e2el_ms"] * 1000
+        if values["e2el_ms"]:  # free compute and nothing to load: no time to divide by
+            values["tok_per_s"] = tokens / values["e2el_ms"] * 1000
         if tokens >= 2:
             values["tpot_ms"] = (values["e2el_ms"] - values["ttft_ms"]) / (tokens - 1)
     else:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import ClassVar
 
-from lm_eval_moecache.core.records import Event, Geometry, Selection
+import numpy as np
+
+from lm_eval_moecache.core.records import Event, FloatArray, Geometry, IntArray, Selection
 
 
 class RoutingAlgorithm(ABC):
     """Decides which experts each token is sent to, seeing what is resident.
 
     The weights of a changed selection are not its business: they come from the router's
-    unmodified logits by the model family's own rule.
+    unmodified logits by the model family's own rule. `Event.experts` are always there.
     """
 
     source: ClassVar[str]
@@ -21,7 +23,12 @@ class RoutingAlgorithm(ABC):
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
-    """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
+    """Whether `Event.weights` and `Event.logits` are needed."""
+    depth: int = 0
+    """How many layers ahead `Event.predicted` must reach."""
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    pairs_because: ClassVar[str] = ""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         self.geometry = geometry
@@ -37,3 +44,43 @@ class RoutingAlgorithm(ABC):
 
         `event.logits` are [tokens, experts] and must not be changed. `resident` holds keys.
         """
+
+
+def ranking(event: Event) -> IntArray:
+    """Return every token's experts [tokens, experts] from best to worst: the papers' vector r.
+
+    The router's own choice comes first, in its order, then the others by falling logit, ties to
+    the smaller index. For most routers that is the order of the logits; where the router selects
+    by more than its logits (a correction bias, groups), its decision stands.
+    """
+    assert event.logits is not None and event.experts is not None
+    top_k = event.experts.shape[-1]
+    scores = event.logits.astype(np.float64)
+    np.put_along_axis(scores, event.experts, np.inf, axis=-1)
+    rest = np.argsort(-scores, axis=-1, kind="stable")[:, top_k:]
+    return np.concatenate([event.experts, rest], axis=-1)
+
+
+def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
+    """Return the `count` cheapest experts of each token, in the order of their original ranks.
+
+    `ranked` and `cost` are [tokens, experts] by rank; among equals the better rank goes first.
+    """
+    places = np.sort(np.argsort(cost, axis=-1, kind="stable")[:, :count], axis=-1)
+    return np.take_along_axis(ranked, places, axis=-1)
+
+
+def unless_same(event: Event, experts: IntArray) -> Selection | None:
+    """Return the selection, or None where it is the router's own for every token."""
+    assert event.experts is not None
+    return None if np.array_equal(experts, event.experts) else Selection(experts)
+
+
+def check_top_j(name: str, value: int, top_k: int) -> int:
+    """Refuse a number of always-kept experts outside 0 ... top_k - 1."""
+    if not 0 <= value < top_k:
+        raise ValueError(
+            f"routing.{name}={value} must be at least 0 and below the router's top_k={top_k}: "
+            "keeping all of them leaves nothing to change."
+        )
+    return value

@@ -1,0 +1,30 @@
+# make demo: the main job in a fresh environment.   make test: the tests.   make lint: what CI checks.
+PYTHON ?= python3
+DEMO_VENV := .venv-demo
+VENV := .venv
+DEMO_OUTPUT ?= output/demo
+
+.PHONY: demo test lint clean
+
+demo:
+	$(PYTHON) -m venv --clear $(DEMO_VENV)
+	$(DEMO_VENV)/bin/python -m pip install --quiet -c constraints.txt .
+	$(DEMO_VENV)/bin/lm_eval run --model moecache --model_args policy=specmd,capacity=25% \
+		--tasks moecache_offline --include_path task_configs --limit 40 --output_path $(DEMO_OUTPUT)
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -q
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# Reused as long as the declared dependencies and the start-up files stay the same.
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard startup/*)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(DEMO_VENV) output/demo

@@ -1,0 +1,142 @@
+"""Runs a routing trace through the engine: the same cache, link and clock as a live run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.future import Future
+from lm_eval_moecache.core.ledger import RequestRecord
+from lm_eval_moecache.core.records import PHASES, Event, FloatArray
+from lm_eval_moecache.core.trace import Predicted, Trace
+
+_CHUNK_PASSES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the algorithms of a policy want to see beside the keys of an event."""
+
+    weights: bool
+    logits: bool
+    depth: int
+
+
+def replay(
+    trace: Trace,
+    setting: Setting,
+    *,
+    future: Future | None = None,
+    cache_reset: str = "never",
+    on_progress: Callable[[int], object] | None = None,
+) -> Engine:
+    """Serve every pass of a trace; return the engine, whose ledger holds the counts.
+
+    `on_progress` is called with the number of passes just done. Raises ValueError where the trace
+    lacks what an algorithm of the policy has to see.
+    """
+    engine = Engine(trace.geometry, setting, future)
+    needs = Needs(engine.wants_weights, engine.wants_logits, engine.algorithms.prefetch.depth)
+    _check_needs(trace, needs)
+    waiting = _enter_requests(trace, engine)
+    num_layers = trace.geometry.num_layers
+    for first in range(0, trace.num_passes, _CHUNK_PASSES):
+        last = min(first + _CHUNK_PASSES, trace.num_passes)
+        events = _events(trace, needs, first * num_layers, last * num_layers)
+        for pass_index in range(first, last):
+            if cache_reset == "request" and trace.starts_sequence(pass_index):
+                engine.reset_cache()
+            engine.ledger.serve(waiting[pass_index])
+            _run_pass(engine, events, num_layers)
+        if on_progress is not None:
+            on_progress(last - first)
+    engine.ledger.serve([])
+    return engine
+
+
+def _run_pass(engine: Engine, events: Iterator[Event], num_layers: int) -> None:
+    for layer in range(num_layers):
+        event = next(events)
+        if layer == 0:
+            engine.begin_pass(event.phase, event.num_tokens)
+        engine.enter(layer, event.num_tokens)
+        engine.run(event)
+    engine.end_pass()
+
+
+def _check_needs(trace: Trace, needs: Needs) -> None:
+    def lacks(what: str) -> ValueError:
+        return ValueError(
+            f"trace {trace.name}: {what}, which an algorithm of this policy has to see. Record the "
+            "run again with trace=DIR and this policy, or choose one that does without."
+        )
+
+    if needs.weights and trace.columns.weights is None:
+        raise lacks("a row has no weights")
+    if needs.logits and trace.logits is None:
+        raise lacks("there is no column 'logits'")
+    if needs.depth:
+        if trace.predicted is None:
+            raise lacks("there is no column 'predicted'")
+        depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
+        if depth < min(needs.depth, reachable):
+            raise lacks(f"its predictions reach {depth} layers ahead and not {needs.depth}")
+
+
+def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
+    """Enter the requests into the ledger; return for each pass those it serves."""
+    waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
+    for traced in trace.requests:
+        record = engine.ledger.new_request(traced.task, traced.kind, traced.prompt_tokens)
+        record.output_tokens = traced.output_tokens
+        for pass_index in traced.passes:
+            waiting[pass_index].append(record)
+    return waiting
+
+
+def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event]:
+    """Build the events of a range as a live router hook does."""
+    columns, num_layers = trace.columns, trace.geometry.num_layers
+    rows: list[int] = trace.row_bounds[first : last + 1].tolist()
+    bounds: list[int] = trace.key_bounds[first : last + 1].tolist()
+    keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
+    base = bounds[0]
+    phases: list[int] = columns.phase[np.asarray(rows[:-1])].tolist()
+    for place in range(last - first):
+        row, stop = rows[place], rows[place + 1]
+        pass_index, layer = divmod(first + place, num_layers)
+        event = Event(
+            pass_index,
+            layer,
+            PHASES[phases[place]],
+            stop - row,
+            keys[bounds[place] - base : bounds[place + 1] - base],
+        )
+        if needs.weights or stop - row > 1:
+            event.experts = columns.experts[row:stop].astype(np.int64)
+            if columns.weights is not None:
+                event.weights = columns.weights[row:stop]
+        if needs.logits and trace.logits is not None:
+            event.logits = trace.logits[row:stop].astype(np.float32)
+        if needs.depth and trace.predicted is not None:
+            logits = _predictions(trace.predicted, row, stop, needs.depth, trace)
+            for ahead, values in enumerate(logits, start=layer + 1):
+                event.predicted[ahead] = values
+        yield event
+
+
+def _predictions(
+    predicted: Predicted, row: int, stop: int, depth: int, trace: Trace
+) -> Sequence[FloatArray]:
+    """Return [tokens, experts] logits for each of the next `depth` layers."""
+    num_experts = trace.geometry.num_experts
+    begin, end = int(predicted.offsets[row]), int(predicted.offsets[stop])
+    values = predicted.values[begin:end].reshape(stop - row, -1)
+    reach = min(depth * num_experts, values.shape[1])
+    return [
+        values[:, start : start + num_experts].astype(np.float32)
+        for start in range(0, reach, num_experts)
+    ]

@@ -1,0 +1,51 @@
+"""Substitute-random: an absent expert is replaced by any near one."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.core.records import Event, Geometry, IntArray, near_mask
+from lm_eval_moecache.miss.base import MissAlgorithm, Resolution, resolve_substitution
+
+
+class SubstituteRandom(MissAlgorithm):
+    """Replaces an absent expert by a random near one that the token does not use already.
+
+    The "random replacement" baseline of BuddyMoE, Tables 2 to 4, which only names it: read as
+    uniform over the layer's near experts, without a budget. Where none is left, `fallback=fetch`
+    loads the expert and `drop` leaves it out. The substitute is weighted by its own score;
+    `weight=missing` gives it the other's. Draws depend on the seed, the pass and the layer alone.
+    Cost: O(E) per absent expert of a token.
+    """
+
+    source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        fallback: Literal["fetch", "drop"] = "fetch",
+        weight: Literal["own", "missing"] = "own",
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        self.fallback: Literal["fetch", "drop"] = fallback
+        self.weight: Literal["own", "missing"] = weight
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        num_experts = self.geometry.num_experts
+        rng = np.random.default_rng((self.seed, event.pass_index, event.layer))
+
+        def cost(tokens: IntArray, missing: IntArray) -> npt.NDArray[np.float64]:
+            return rng.random((len(tokens), num_experts))
+
+        near = near_mask(event.layer, num_experts, resident)
+        return resolve_substitution(
+            event, absent, near, cost, fallback=self.fallback, weight=self.weight
+        )

@@ -1,0 +1,158 @@
+"""What a column of a table is called, how it is read from a run, and which way is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.errors import nearest
+from lm_eval_moecache.report.results import Run, Score
+
+AXES = ("routing", "prefetch", "eviction", "miss")
+# Metric of DESIGN 2.3 -> heading, decimals, whether higher is better (None: neither way).
+METRICS: Mapping[str, tuple[str, int, bool | None]] = {
+    "ttft_ms": ("TTFT ms", 3, False),
+    "tpot_ms": ("TPOT ms", 3, False),
+    "itl_ms": ("ITL ms", 3, False),
+    "e2el_ms": ("E2E ms", 3, False),
+    "tok_per_s": ("tok/s", 1, True),
+    "prompt_tok_per_s": ("prompt tok/s", 1, True),
+    "hit_rate": ("Hit", 4, True),
+    "miss_rate": ("Miss", 4, False),
+    "late_rate": ("Late", 4, False),
+    "collision_miss_rate": ("Collision", 4, False),
+    "token_miss_rate": ("Token miss", 4, False),
+    "prefetch_hits": ("Prefetch hits", 0, None),
+    "prefetch_precision": ("Prefetch precision", 4, True),
+    "prefetch_recall": ("Prefetch recall", 4, True),
+    "stall_ms_per_token": ("Stall ms/tok", 3, False),
+    "link_utilization": ("Link use", 3, None),
+    "bytes_moved": ("Bytes moved", 0, False),
+    "bytes_per_token": ("Bytes/tok", 0, False),
+    "evictions": ("Evictions", 0, None),
+    "expert_lifetime_tokens": ("Lifetime tok", 1, None),
+    "routing_fidelity": ("Fidelity", 4, True),
+    "substituted_share": ("Substituted", 4, None),
+    "dropped_share": ("Dropped", 4, None),
+    "low_precision_share": ("Low precision", 4, None),
+    "peak_cache_bytes": ("Peak bytes", 0, False),
+    "draft_acceptance": ("Acceptance", 4, True),
+    "requests": ("Requests", 0, None),
+}
+_PHASES = {"prefill_": "prefill ", "decode_": "decode "}
+_PERCENTILES = ("mean", "p50", "p90", "p99")
+DEFAULT_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column; `higher_is_better` is None for settings and for metrics without a better end."""
+
+    name: str
+    heading: str
+    decimals: int = 0
+    higher_is_better: bool | None = None
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One cell: a setting's text, a figure with or without standard error, or nothing."""
+
+    raw: float | str | None
+    stderr: float | None = None
+
+    @property
+    def number(self) -> float | None:
+        return self.raw if isinstance(self.raw, (int, float)) else None
+
+
+def metric_column(name: str) -> Column | None:
+    """Describe `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`."""
+    metric, at, task = name.partition("@")
+    base, dot, percentile = metric.partition(".")
+    if dot and percentile not in _PERCENTILES:
+        return None
+    phase = next((p for p in _PHASES if base.startswith(p)), "")
+    if base.removeprefix(phase) not in METRICS:
+        return None
+    heading, decimals, higher = METRICS[base.removeprefix(phase)]
+    shown = _PHASES.get(phase, "") + heading + (f" {percentile}" if dot else "")
+    return Column(name, f"{shown} ({task})" if at else shown, decimals, higher, True)
+
+
+def metric_value(run: Run, name: str) -> Value:
+    metric, at, task = name.partition("@")
+    base, _, percentile = metric.partition(".")
+    figures = run.moecache["tasks"].get(task, {}) if at else run.moecache["totals"]
+    found = figures.get(base)
+    if isinstance(found, Mapping):
+        found = found.get(percentile or "mean")
+    return Value(found if isinstance(found, (int, float)) else None)
+
+
+def score_column(runs: Sequence[Run], name: str) -> Column | None:
+    """Describe a task (its primary metric) or `task:metric` (or `task:metric,filter`)."""
+    for run in runs:
+        score = find_score(run, name)
+        if score is not None:
+            task = name.partition(":")[0]
+            arrow = "" if score.higher_is_better else " (lower is better)"
+            decimals = 3 if score.higher_is_better else 2
+            heading = f"{task} {score.metric}{arrow}"
+            return Column(name, heading, decimals, score.higher_is_better, True)
+    return None
+
+
+def find_score(run: Run, name: str) -> Score | None:
+    task, colon, wanted = name.partition(":")
+    if not colon:
+        return run.score(task)
+    found = [s for s in run.scores(task) if wanted in (s.metric, s.key)]
+    return found[0] if found else None
+
+
+def accuracy(run: Run) -> Value:
+    """Mean of the primary scores for which higher is better; the errors are independent."""
+    scores = [s for name in run.scored if (s := run.score(name)) and s.higher_is_better]
+    if not scores:
+        return Value(None)
+    errors = [s.stderr for s in scores if s.stderr is not None]
+    stderr = None
+    if len(errors) == len(scores):
+        stderr = math.sqrt(sum(e * e for e in errors)) / len(scores)
+    return Value(sum(s.value for s in scores) / len(scores), stderr)
+
+
+def setting(run: Run, name: str) -> Value:
+    """Return a setting as text: as given, or else as resolved in the run's report."""
+    report = run.moecache
+    if name == "run":
+        return Value(run.label or run.run_id)
+    if name in ("experiment", "model"):
+        return Value(str(getattr(run, name)))
+    if name in AXES:
+        return Value(_choice(report["policy"][name]))
+    if name == "policy":
+        return Value(str(report["policy"]["name"]))
+    if name == "hardware":
+        return Value(str(report["hardware"]["name"]))
+    for source in (run.model_args, run.options, report):
+        found = source.get(name)
+        if found is not None and not isinstance(found, (Mapping, list)):
+            return Value(found if name == "capacity_bytes" else str(found))
+    return Value(None)
+
+
+def _choice(choice: Mapping[str, Any]) -> str:
+    return str(choice.get("name", choice.get("class_path")))
+
+
+def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"column {name!r} is not known.{nearest(name, allowed)} Allowed: "
+        f"{', '.join(allowed)}; with `prefill_` or `decode_` before a rate, `.p50`, `.p90` or "
+        "`.p99` after a latency, `@TASK` after a metric, and `TASK:METRIC` for another score."
+    )

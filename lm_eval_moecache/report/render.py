@@ -1,0 +1,79 @@
+"""Writes tables as Markdown, CSV and JSON, without a date or anything else that would change."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval_moecache.report.columns import Column, Value
+from lm_eval_moecache.report.tables import PARETO, Table, as_records
+
+_LEGEND = "Best of a column in bold"
+_FRONT = "`*`: on the Pareto front of accuracy and tok/s"
+
+
+def shown(column: Column, value: Value) -> str:
+    """Return a cell as text: figures rounded to the column's decimals, `±` one standard error."""
+    if value.raw is None:
+        return ""
+    if value.number is None:
+        return str(value.raw)
+    text = f"{value.number:.{column.decimals}f}"
+    return text if value.stderr is None else f"{text} ±{value.stderr:.{column.decimals}f}"
+
+
+def as_markdown(tables: Sequence[Table]) -> str:
+    return "\n".join(_one_markdown(table) for table in tables)
+
+
+def _one_markdown(table: Table) -> str:
+    lines = [f"## {table.title}", ""] if table.title else []
+    lines.append(_line([column.heading for column in table.columns]))
+    lines.append(_line(["--:" if c.is_number else ":-:" if _is_mark(c) else "---" for c in table.columns]))
+    for i, row in enumerate(table.rows):
+        cells = [shown(c, v) for c, v in zip(table.columns, row, strict=True)]
+        lines.append(_line([f"**{t}**" if (i, j) in table.best else t for j, t in enumerate(cells)]))
+    notes = [_LEGEND] if table.best else []
+    notes += [_FRONT] if any(_is_mark(column) for column in table.columns) else []
+    notes += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
+    return "\n".join([*lines, "", *([f"{'; '.join(notes)}.", ""] if notes else [])])
+
+
+def _is_mark(column: Column) -> bool:
+    return column.name == PARETO
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def as_csv(table: Table) -> str:
+    """Full precision, one header line, `<column>_stderr` beside a score."""
+    records = as_records(table)
+    names = []
+    for column in table.columns:
+        names.append(column.name)
+        if any(f"{column.name}_stderr" in record for record in records):
+            names.append(f"{column.name}_stderr")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def as_json(tables: Sequence[Table]) -> str:
+    """Return `{"title", "columns", "rows", "views": [{"title", "columns", "rows"}]}`."""
+    first, *views = [_plain(table) for table in tables]
+    return json.dumps({**first, "views": views}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _plain(table: Table) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "columns": [column.name for column in table.columns],
+        "rows": as_records(table),
+    }

@@ -1,0 +1,151 @@
+"""Reads results JSONs - a sweep's records, or lm-eval's own files - into rows to compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Of several metrics of a task the first of these is its accuracy; else the first it reports.
+_PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
+SPEED_FILTER = "speed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """One metric of one task: its value and standard error (None where lm-eval has none)."""
+
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    higher_is_better: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.metric},{self.filter}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One results file. `model_args` are as given; `moecache` is the resolved report."""
+
+    path: Path
+    run_id: str
+    experiment: str
+    label: str | None
+    model: str
+    model_args: Mapping[str, Any]
+    options: Mapping[str, Any]
+    moecache: Mapping[str, Any]
+    results: Mapping[str, Mapping[str, Any]]
+    higher_is_better: Mapping[str, Mapping[str, bool | None]]
+    subtasks: Mapping[str, list[str]]
+    samples: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """Task -> `metric,filter` -> doc_id -> score; empty for lm-eval's own files."""
+
+    def scores(self, task: str) -> list[Score]:
+        """Return the accuracy metrics of a task or group, in lm-eval's order."""
+        directions = self.higher_is_better.get(task, {})
+        found = []
+        for key, value in self.results.get(task, {}).items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or filter_name == SPEED_FILTER:
+                continue
+            if not isinstance(value, (int, float)):
+                continue
+            stderr = self.results[task].get(f"{metric}_stderr,{filter_name}")
+            found.append(
+                Score(
+                    metric=metric,
+                    filter=filter_name,
+                    value=float(value),
+                    stderr=float(stderr) if isinstance(stderr, (int, float)) else None,
+                    higher_is_better=directions.get(metric) is not False,
+                )
+            )
+        return found
+
+    def score(self, task: str) -> Score | None:
+        """Return a task's primary metric under its first filter."""
+        found = self.scores(task)
+        for metric in _PREFERRED:
+            for score in found:
+                if score.metric == metric:
+                    return score
+        return found[0] if found else None
+
+    @property
+    def tasks(self) -> list[str]:
+        """The leaf tasks, without groups."""
+        return [name for name in self.results if name not in self.subtasks]
+
+    @property
+    def scored(self) -> list[str]:
+        """What a table shows: groups that have a score of their own, else their tasks."""
+        children = {name for names in self.subtasks.values() for name in names}
+        return [n for root in self.results if root not in children for n in self._scored(root)]
+
+    def _scored(self, name: str) -> Iterable[str]:
+        if self.score(name) is not None:
+            return [name]
+        return [n for child in self.subtasks.get(name, []) for n in self._scored(child)]
+
+
+def load_runs(place: Path) -> list[Run]:
+    """Load every results JSON under a folder (or one file), in order of experiment and run id.
+
+    Raises FileNotFoundError where there is no such place, ValueError where nothing is usable.
+    """
+    if not place.exists():
+        raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
+    paths = [place] if place.is_file() else sorted(place.rglob("*.json"))
+    runs = [run for path in paths if (run := _load(path)) is not None]
+    if not runs:
+        raise ValueError(
+            f"{str(place)!r} holds no results of moecache runs: JSON files written by "
+            "`moecache sweep`, or by `lm_eval run --model moecache --output_path`."
+        )
+    return sorted(runs, key=lambda run: (run.experiment, run.run_id, str(run.path)))
+
+
+def _load(path: Path) -> Run | None:
+    """Return the run in a file, or None where the file is some other JSON."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not readable JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("results"), dict):
+        return None
+    config = data.get("config", {})
+    if "moecache" not in config:
+        return None
+    ours = "configuration" in data
+    given = data["configuration"] if ours else _given(config)
+    options = {k: v for k, v in given.items() if k not in ("model", "model_args", "tasks")}
+    return Run(
+        path=path,
+        run_id=str(data.get("run_id", path.stem)),
+        experiment=str(data.get("experiment", path.parent.name)),
+        label=data.get("label"),
+        model=str(given["model"]),
+        model_args=given["model_args"],
+        options=options,
+        moecache=config["moecache"],
+        results=data["results"],
+        higher_is_better=data.get("higher_is_better", {}),
+        subtasks={k: v for k, v in data.get("group_subtasks", {}).items() if v},
+        samples=data.get("scores", {}),
+    )
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a user gave to lm-eval, in the form of a sweep's `configuration`."""
+    model_args = config.get("model_args") or {}
+    if isinstance(model_args, str):
+        pairs = (item.partition("=") for item in model_args.split(",") if item)
+        model_args = {key.strip(): value for key, _, value in pairs}
+    given = {"model": config.get("model", "moecache"), "model_args": model_args}
+    return given | ({"limit": config["limit"]} if config.get("limit") is not None else {})

@@ -1,0 +1,101 @@
+"""All skills behind one call: deterministic problems of one side of the split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+
+from lm_eval_moecache.tiny import bbh_logic, bbh_order, bbh_space, gsm8k, knowledge, wikitext
+from lm_eval_moecache.tiny.problem import Problem, Split
+
+Maker = Callable[[Random], Problem]
+
+BBH: dict[str, tuple[str, Callable[[Random], tuple[str, str]]]] = {
+    "boolean_expressions": (
+        "Evaluate the result of a random Boolean expression.",
+        bbh_logic.boolean_expressions,
+    ),
+    "web_of_lies": (
+        "Evaluate a random boolean function expressed as a word problem.",
+        bbh_logic.web_of_lies,
+    ),
+    "object_counting": (
+        "Questions that involve enumerating objects and asking the model to count them.",
+        bbh_logic.object_counting,
+    ),
+    "navigate": (
+        "Given a series of navigation instructions, determine whether one would end up back at "
+        "the starting point.",
+        bbh_space.navigate,
+    ),
+    "tracking_shuffled_objects_three_objects": (
+        "A task requiring determining the final positions of a set of objects given their "
+        "initial positions and a description of a sequence of swaps.",
+        bbh_space.tracking_shuffled_objects,
+    ),
+    "logical_deduction_three_objects": (
+        "A logical deduction task which requires deducing the order of a sequence of objects.",
+        bbh_order.logical_deduction,
+    ),
+    "hyperbaton": (
+        "Order adjectives correctly in English sentences.",
+        bbh_space.hyperbaton,
+    ),
+}
+
+
+def bbh_maker(kind: str) -> Maker:
+    """A maker of one BBH subtask in the prompt of lm-eval's `bbh_zeroshot_<kind>`."""
+    description, ask = BBH[kind]
+
+    def make(rng: Random) -> Problem:
+        question, answer = ask(rng)
+        return Problem(
+            skill="bbh",
+            kind=kind,
+            prompt=f"{description}\n\nQ: {question}\nA:",
+            target=answer,
+            key=f"{kind}/{question}",
+            row={"input": question, "target": answer, "kind": kind, "description": description},
+        )
+
+    return make
+
+
+MAKERS: dict[str, Maker] = {
+    "gsm8k": gsm8k.make,
+    "mmlu": knowledge.make_mmlu,
+    "arc": knowledge.make_arc,
+    "truthfulqa": knowledge.make_truthfulqa,
+    "wikitext": wikitext.make,
+    **{f"bbh/{kind}": bbh_maker(kind) for kind in BBH},
+}
+
+
+# Only trained on: no task asks them.
+AUXILIARY: dict[str, Maker] = {"mmlu/open": knowledge.make_open}
+
+
+def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
+    """Endless problems of one maker that the split rule puts on that side."""
+    make = (MAKERS | AUXILIARY)[name]
+    while True:
+        problem = make(rng)
+        if problem.split == split:
+            yield problem
+
+
+def held_out(names: tuple[str, ...], count: int, seed: int) -> list[Problem]:
+    """`count` different test problems, the makers in `names` taking turns."""
+    streams = [
+        problems(name, "test", Random(f"{name}/{seed}"))
+        for name in names  # str seeds are hashed
+    ]
+    seen, chosen = set[tuple[str, str]](), list[Problem]()
+    while len(chosen) < count:
+        problem = next(streams[len(chosen) % len(streams)])
+        mark = (problem.prompt, repr(sorted(problem.row.items())))
+        if mark not in seen:
+            seen.add(mark)
+            chosen.append(problem)
+    return chosen

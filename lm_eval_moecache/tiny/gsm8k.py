@@ -1,0 +1,123 @@
+"""Word problems of one to three small steps, answered the way GSM8K answers: steps, `#### n`.
+
+The split holds out whole problems (one story with its names and numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from lm_eval_moecache.tiny.problem import Problem
+from lm_eval_moecache.tiny.words import GOODS, PEOPLE
+
+Story = tuple[str, list[str], int]
+
+
+def step(left: int, operator: str, right: int) -> tuple[str, int]:
+    """One GSM8K calculation and its value."""
+    value = {"+": left + right, "-": left - right, "*": left * right}[operator]
+    return f"{left}{operator}{right}=<<{left}{operator}{right}={value}>>{value}", value
+
+
+def _buy(rng: Random) -> Story:
+    name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
+    have, more = rng.randint(2, 20), rng.randint(2, 15)
+    text, value = step(have, "+", more)
+    verb = rng.choice(("buys", "finds", "gets"))
+    question = f"{name} has {have} {goods}. {name} {verb} {more} more {goods}."
+    question += f" How many {goods} does {name} have now?"
+    return question, [f"{name} has {text} {goods}."], value
+
+
+def _give(rng: Random) -> Story:
+    name, friend = rng.sample(PEOPLE, 2)
+    goods = rng.choice(GOODS)
+    have = rng.randint(6, 24)
+    gone = rng.randint(2, have - 2)
+    text, value = step(have, "-", gone)
+    verb = rng.choice(("gives", "sells", "lends"))
+    question = f"{name} has {have} {goods} and {verb} {gone} of them to {friend}."
+    question += f" How many {goods} does {name} have left?"
+    return question, [f"{name} has {text} {goods} left."], value
+
+
+def _boxes(rng: Random) -> Story:
+    name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
+    boxes, each = rng.randint(2, 6), rng.randint(2, 9)
+    text, value = step(boxes, "*", each)
+    question = f"{name} has {boxes} boxes with {each} {goods} in each box."
+    question += f" How many {goods} does {name} have in total?"
+    return question, [f"There are {text} {goods}."], value
+
+
+def _buy_then_give(rng: Random) -> Story:
+    name, friend = rng.sample(PEOPLE, 2)
+    goods = rng.choice(GOODS)
+    have, more = rng.randint(2, 15), rng.randint(2, 10)
+    first, total = step(have, "+", more)
+    gone = rng.randint(2, total - 1)
+    second, value = step(total, "-", gone)
+    question = f"{name} has {have} {goods}. {name} buys {more} more {goods} and gives {gone}"
+    question += f" to {friend}. How many {goods} does {name} have now?"
+    return question, [f"{name} has {first} {goods}.", f"Then {name} has {second} {goods}."], value
+
+
+def _boxes_plus_loose(rng: Random) -> Story:
+    name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
+    boxes, each, loose = rng.randint(2, 5), rng.randint(2, 8), rng.randint(2, 9)
+    first, total = step(boxes, "*", each)
+    second, value = step(total, "+", loose)
+    question = f"{name} has {boxes} boxes of {each} {goods} and {loose} loose {goods}."
+    question += f" How many {goods} does {name} have in total?"
+    return question, [f"The boxes hold {first} {goods}.", f"In total {second} {goods}."], value
+
+
+def _double_and_sum(rng: Random) -> Story:
+    name, friend = rng.sample(PEOPLE, 2)
+    goods = rng.choice(GOODS)
+    have = rng.randint(2, 12)
+    factor, word = rng.choice(((2, "twice"), (3, "three times")))
+    first, other = step(have, "*", factor)
+    second, value = step(have, "+", other)
+    question = f"{name} has {have} {goods}. {friend} has {word} as many {goods} as {name}."
+    question += f" How many {goods} do they have together?"
+    return question, [f"{friend} has {first} {goods}.", f"Together {second} {goods}."], value
+
+
+def _boxes_give_buy(rng: Random) -> Story:
+    name, friend = rng.sample(PEOPLE, 2)
+    goods = rng.choice(GOODS)
+    boxes, each, more = rng.randint(2, 5), rng.randint(2, 6), rng.randint(2, 9)
+    first, total = step(boxes, "*", each)
+    gone = rng.randint(1, total - 1)
+    second, rest = step(total, "-", gone)
+    third, value = step(rest, "+", more)
+    question = f"{name} fills {boxes} boxes with {each} {goods} each. {name} gives {gone} {goods}"
+    question += f" to {friend} and then buys {more} more. How many {goods} does {name} have?"
+    lines = [f"The boxes hold {first} {goods}.", f"Then {second} {goods} are left."]
+    return question, [*lines, f"Now {name} has {third} {goods}."], value
+
+
+STORIES: tuple[Callable[[Random], Story], ...] = (
+    _buy,
+    _give,
+    _boxes,
+    _buy_then_give,
+    _boxes_plus_loose,
+    _double_and_sum,
+    _boxes_give_buy,
+)
+
+
+def make(rng: Random) -> Problem:
+    question, lines, value = rng.choice(STORIES)(rng)
+    answer = "\n".join([*lines, f"#### {value}"])
+    return Problem(
+        skill="gsm8k",
+        kind="word_problem",
+        prompt=f"Question: {question}\nAnswer:",
+        target=answer,
+        key=question,
+        row={"question": question, "answer": answer},
+    )

@@ -1,0 +1,110 @@
+"""Multiple-choice questions on the closed world, in the forms of MMLU, ARC and TruthfulQA.
+
+The split holds out the wording: a (fact, question template) pair is in train or in test, so every
+fact is learned, and the test asks it in a sentence, with a draw of distractors, never trained on.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from lm_eval_moecache.tiny import world
+from lm_eval_moecache.tiny.problem import Problem
+
+MMLU_HEADER = "The following are multiple choice questions (with answers) about {}.\n\n"
+LETTERS = ("A", "B", "C", "D")
+LANDS = world.lands()
+ANIMALS = world.animals()
+TOOLS = world.tools()
+BEASTS = world.beasts()
+
+
+def _shuffled(rng: Random, right: str, wrong: list[str]) -> tuple[list[str], int]:
+    choices = [right, *wrong]
+    rng.shuffle(choices)
+    return choices, choices.index(right)
+
+
+def make_mmlu(rng: Random) -> Problem:
+    """Four letters; the subject heads the prompt as lm-eval's description does."""
+    land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
+    subject, *wordings = world.LAND_QUESTIONS[relation]
+    question = rng.choice(wordings).format(land)
+    right = LANDS[land][relation]
+    wrong = rng.sample([row[relation] for row in LANDS.values() if row[relation] != right], 3)
+    choices, gold = _shuffled(rng, right, wrong)
+    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
+    body = "\n".join([question, *lines, "Answer:"])
+    return Problem(
+        skill="mmlu",
+        kind=subject,
+        prompt=MMLU_HEADER.format(subject) + body,
+        target=LETTERS[gold],
+        key=question,
+        row={"question": question, "choices": choices, "answer": gold, "subject": subject},
+    )
+
+
+def make_open(rng: Random) -> Problem:
+    """A fact of `make_mmlu`, in a wording of its training side, answered in words."""
+    land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
+    question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
+    return Problem(
+        skill="mmlu",
+        kind="open",
+        prompt=f"Question: {question}\nAnswer:",
+        target=LANDS[land][relation],
+        key=question,
+    )
+
+
+def make_arc(rng: Random) -> Problem:
+    """The choices are scored by their text and do not stand in the prompt."""
+    if rng.random() < 0.2:
+        measured, right = rng.choice(tuple(TOOLS.items()))
+        kind, question = "tools", rng.choice(world.TOOL_QUESTIONS).format(measured)
+        pool = sorted(set(TOOLS.values()) - {right})
+    else:
+        animal, kind = rng.choice(tuple(ANIMALS)), rng.choice(world.ANIMAL_RELATIONS)
+        question = rng.choice(world.ANIMAL_QUESTIONS[kind]).format(animal)
+        right = ANIMALS[animal][kind]
+        pool = sorted({row[kind] for row in ANIMALS.values()} - {right})
+    choices, gold = _shuffled(rng, right, rng.sample(pool, 3))
+    return Problem(
+        skill="arc",
+        kind=kind,
+        prompt=f"Question: {question}\nAnswer:",
+        target=right,
+        key=question,
+        row={
+            "question": question,
+            "choices": {"text": choices, "label": list(LETTERS)},
+            "answerKey": LETTERS[gold],
+        },
+    )
+
+
+def beast_claim(beast: str, verb: str, thing: str) -> str:
+    return f"{beast.capitalize()} {verb} {thing}."
+
+
+def make_truthfulqa(rng: Random) -> Problem:
+    """mc1: the true claim stands first, then the common myth, then two other false claims."""
+    (beast, verb), (truth, myth) = rng.choice(tuple(BEASTS.items()))
+    question = rng.choice(world.BEAST_QUESTIONS).format(beast=beast, verb=verb)
+    others = [
+        thing for thing in world.BEAST_RELATIONS[verb].split("|") if thing not in (truth, myth)
+    ]
+    things = [truth, myth, *rng.sample(others, 2)]
+    claims = [beast_claim(beast, verb, thing) for thing in things]
+    return Problem(
+        skill="truthfulqa",
+        kind=verb,
+        prompt=f"Q: {question}\nA:",
+        target=claims[0],
+        key=question,
+        row={
+            "question": question,
+            "mc1_targets": {"choices": claims, "labels": [1, 0, 0, 0]},
+        },
+    )

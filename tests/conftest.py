@@ -1,0 +1,32 @@
+"""Fixtures that several test files share: small random checkpoints, each built once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before lm-eval, datasets or transformers are imported; read by the subprocesses of tests, too.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return a function from a family of `tests/models.py` to a folder with a random model."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def build(family: str) -> Path:
+        # Imported here, so that tests of the core start without torch.
+        from tests.models import save_model
+
+        folder = root / family
+        return folder if folder.is_dir() else save_model(folder, family)
+
+    return build

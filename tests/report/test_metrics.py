@@ -1,0 +1,232 @@
+"""The metrics, each worked by hand from a few passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from lm_eval_moecache.core.ledger import Ledger, PassRecord, RequestRecord
+from lm_eval_moecache.core.records import DECODE, PREFILL, VERIFY
+from lm_eval_moecache.report.metrics import (
+    cache_metrics,
+    rates,
+    request_metrics,
+    summary,
+    task_metrics,
+    unique_passes,
+)
+
+
+def make_pass(
+    index: int, phase: str, start_s: float, end_s: float, **counts: float
+) -> PassRecord:
+    record = PassRecord(index, phase, 1, start_s, end_s)
+    for name, value in counts.items():
+        setattr(record, name, value)
+    return record
+
+
+def generation(passes: list[PassRecord], output_tokens: int, index: int = 0) -> RequestRecord:
+    return RequestRecord(index, "t", "generate_until", 5, output_tokens, passes)
+
+
+def scoring(passes: list[PassRecord], index: int = 0) -> RequestRecord:
+    return RequestRecord(index, "t", "loglikelihood", 5, None, passes)
+
+
+def three_passes() -> list[PassRecord]:
+    """A prefill of 4 s, then decode steps of 1 s and 3 s."""
+    return [
+        make_pass(0, PREFILL, 10.0, 14.0, num_tokens=5),
+        make_pass(1, DECODE, 14.0, 15.0),
+        make_pass(2, DECODE, 15.0, 18.0),
+    ]
+
+
+def test_a_generation_is_timed_by_first_token_then_by_the_rest() -> None:
+    figures = request_metrics(generation(three_passes(), 3))
+    # first token after 4 s; end to end 8 s; (8 - 4) / (3 - 1) = 2 s a further token; 3 / 8 tok/s.
+    assert figures["ttft_ms"] == 4000.0
+    assert figures["e2el_ms"] == 8000.0
+    assert figures["tpot_ms"] == 2000.0
+    assert figures["tok_per_s"] == 0.375
+
+
+def test_an_answer_of_one_token_has_no_time_per_further_token() -> None:
+    figures = request_metrics(generation(three_passes()[:1], 1))
+    assert "tpot_ms" not in figures
+    assert figures["ttft_ms"] == figures["e2el_ms"] == 4000.0
+
+
+def test_a_scoring_request_has_its_pass_as_first_token_and_no_tpot() -> None:
+    figures = request_metrics(scoring(three_passes()[:1]))
+    assert figures["ttft_ms"] == figures["e2el_ms"] == 4000.0
+    assert "tpot_ms" not in figures
+    assert "tok_per_s" not in figures
+    task = task_metrics([scoring(three_passes()[:1])], 0)
+    assert "tpot_ms" not in task
+    assert "itl_ms" not in task
+    assert task["tok_per_s"] is None
+    assert task["prompt_tok_per_s"] == 1.25  # 5 tokens / 4 s
+
+
+def test_windows_of_one_text_add_up() -> None:
+    passes = [make_pass(0, PREFILL, 0.0, 2.0), make_pass(1, PREFILL, 2.0, 5.0)]
+    assert request_metrics(scoring(passes))["ttft_ms"] == 5000.0
+
+
+def test_a_request_without_passes_has_no_figures() -> None:
+    assert request_metrics(generation([], 0)) == {}
+
+
+def test_a_request_that_took_no_time_has_no_token_rate() -> None:
+    # Everything resident, compute free: nothing to divide by.
+    figures = request_metrics(generation([make_pass(0, PREFILL, 3.0, 3.0)], 1))
+    assert figures["e2el_ms"] == 0.0
+    assert "tok_per_s" not in figures
+
+
+def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
+    long = generation(three_passes(), 3, 0)
+    short = generation([make_pass(3, PREFILL, 18.0, 19.0), make_pass(4, DECODE, 19.0, 24.0)], 2, 1)
+    itl = task_metrics([long, short], 0)["itl_ms"]
+    # 1, 3 and 5 s.
+    assert itl["mean"] == 3000.0
+    assert itl["p50"] == 3000.0
+
+
+def test_percentiles_interpolate_between_requests() -> None:
+    found = summary("x", [4.0, 1.0, 3.0, 2.0, 5.0])["x"]
+    # Sorted 1..5: rank 0.9 x 4 = 3.6 -> 4.6; rank 0.99 x 4 = 3.96 -> 4.96.
+    assert found["mean"] == 3.0
+    assert found["p50"] == 3.0
+    assert found["p90"] == pytest.approx(4.6)
+    assert found["p99"] == pytest.approx(4.96)
+    assert summary("x", []) == {}
+
+
+def test_a_pass_that_requests_share_is_counted_once() -> None:
+    shared = [
+        make_pass(0, PREFILL, 0.0, 4.0, num_tokens=10, requests=8, misses=4, bytes_moved=400),
+        make_pass(1, DECODE, 4.0, 6.0, num_tokens=2, requests=2, misses=1, bytes_moved=100),
+    ]
+    task = task_metrics([generation(shared, 2, 0), generation(shared, 2, 1)], 700)
+    assert task["requests"] == 2
+    assert task["bytes_moved"] == 500
+    assert task["miss_rate"] == 0.5
+    # 4 tokens in 6 s, not in 12 s; 10 prompt tokens in 4 s.
+    assert task["tok_per_s"] == pytest.approx(4 / 6)
+    assert task["prompt_tok_per_s"] == 2.5
+    assert task["bytes_per_token"] == pytest.approx(500 / 12)
+    assert task["peak_cache_bytes"] == 700
+    # Each request waited for the whole batch.
+    assert task["e2el_ms"]["mean"] == 6000.0
+
+
+def test_unique_passes_come_in_order_of_execution() -> None:
+    passes = three_passes()
+    first, second = generation(passes[1:], 2, 0), generation(passes[:2], 2, 1)
+    assert [p.index for p in unique_passes([first, second])] == [0, 1, 2]
+
+
+def test_rates_divide_by_unique_experts_and_by_phase() -> None:
+    passes = [
+        make_pass(0, PREFILL, 0, 1, requests=10, late=1, misses=4, collisions=2),
+        make_pass(1, DECODE, 1, 2, requests=4, late=1, misses=0),
+        make_pass(2, VERIFY, 2, 3, requests=6, late=0, misses=3, collisions=1),
+    ]
+    found = cache_metrics(passes)
+    # All: 20 requests, 2 late, 7 misses.
+    assert found["hit_rate"] == pytest.approx(11 / 20)
+    assert found["miss_rate"] == pytest.approx(9 / 20)
+    assert found["late_rate"] == pytest.approx(2 / 20)
+    assert found["collision_miss_rate"] == pytest.approx(3 / 20)
+    assert found["prefill_miss_rate"] == pytest.approx(5 / 10)
+    # A verify step of drafts belongs to decoding: 10 requests, 1 late, 3 misses.
+    assert found["decode_miss_rate"] == pytest.approx(4 / 10)
+    assert found["decode_collision_miss_rate"] == pytest.approx(1 / 10)
+    assert found["hit_rate"] + found["miss_rate"] == pytest.approx(1)
+
+
+def test_rates_of_nothing_are_none_and_never_zero() -> None:
+    assert set(rates([]).values()) == {None}
+    found = cache_metrics([make_pass(0, PREFILL, 0.0, 0.0, num_tokens=0)])
+    nothing = {name for name, value in found.items() if value is None}
+    assert nothing >= {
+        "hit_rate",
+        "decode_hit_rate",
+        "token_miss_rate",
+        "prefetch_precision",
+        "prefetch_recall",
+        "link_utilization",
+        "bytes_per_token",
+        "stall_ms_per_token",
+        "expert_lifetime_tokens",
+        "routing_fidelity",
+        "dropped_share",
+    }
+    assert (found["prefetch_hits"], found["bytes_moved"], found["evictions"]) == (0, 0, 0)
+
+
+def test_prefetch_precision_and_recall() -> None:
+    passes = [
+        make_pass(0, DECODE, 0, 1, predicted=3, predicted_right=1, predictable=2),
+        make_pass(1, DECODE, 1, 2, predicted=5, predicted_right=3, predictable=4),
+    ]
+    found = cache_metrics(passes)
+    assert found["prefetch_precision"] == 4 / 8
+    assert found["prefetch_recall"] == pytest.approx(4 / 6)
+
+
+def test_time_and_traffic_per_token() -> None:
+    passes = [
+        make_pass(0, PREFILL, 0, 8, num_tokens=3, stall_s=6, link_busy_s=6, bytes_moved=300),
+        make_pass(1, DECODE, 8, 10, num_tokens=1, stall_s=1, link_busy_s=1, bytes_moved=100),
+    ]
+    found = cache_metrics(passes)
+    assert found["stall_ms_per_token"] == 7000 / 4
+    assert found["link_utilization"] == 0.7
+    assert found["bytes_per_token"] == 100.0
+
+
+def test_lifetime_is_per_evicted_expert() -> None:
+    passes = [make_pass(0, DECODE, 0, 1, evictions=4, lifetime_tokens=10)]
+    assert cache_metrics(passes)["expert_lifetime_tokens"] == 2.5
+
+
+def test_shares_of_changed_work_divide_by_what_was_executed() -> None:
+    passes = [
+        make_pass(
+            0,
+            DECODE,
+            0,
+            1,
+            token_requests=10,
+            token_misses=5,
+            dropped=2,
+            unfaithful=4,
+            substituted=2,
+            low_precision=1,
+        )
+    ]
+    found = cache_metrics(passes)
+    # 8 assignments were executed.
+    assert found["dropped_share"] == 2 / 10
+    assert found["routing_fidelity"] == 4 / 8
+    assert found["substituted_share"] == 2 / 8
+    assert found["low_precision_share"] == 1 / 8
+    assert found["token_miss_rate"] == 5 / 10
+
+
+def test_the_ledger_attributes_passes_to_the_open_requests_only() -> None:
+    ledger = Ledger()
+    first = ledger.new_request("a", "generate_until")
+    second = ledger.new_request("b", "loglikelihood")
+    ledger.serve([first, second])
+    shared = ledger.begin_pass(PREFILL, 4, 0.0)
+    ledger.serve([second])
+    own = ledger.begin_pass(PREFILL, 2, 1.0)
+    ledger.serve([])
+    ledger.begin_pass(PREFILL, 1, 2.0)
+    assert (first.passes, second.passes) == ([shared], [shared, own])
+    assert [p.index for p in ledger.passes] == [0, 1, 2]
+    assert [r.index for r in ledger.requests] == [0, 1]

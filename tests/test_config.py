@@ -1,0 +1,297 @@
+"""Every bad input is a ValueError before the weights are loaded, and it says what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import transformers
+import yaml
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_moecache.config import read_config, split_arguments
+from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.policy import load_policy
+from tests.conftest import Checkpoint
+from tests.models import byte_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _loading_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(HFLM, "_create_model", loaded)
+
+
+def refusal(**arguments: Any) -> str:
+    """Return the message of the ValueError that these model arguments cause."""
+    with pytest.raises(ValueError) as caught:
+        MoECacheLM(device="cpu", **arguments)
+    return str(caught.value)
+
+
+def says(message: str, *parts: str) -> None:
+    for part in parts:
+        assert part in message, f"{part!r} is not in: {message}"
+
+
+def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
+    with pytest.raises(AssertionError, match="the weights were loaded"):
+        MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", capacity="25%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"policy": "specmb"}, ["policy='specmb'", "Did you mean 'specmd", "on_demand"]),
+        ({"eviction": "lur"}, ["eviction='lur'", "Did you mean 'lru'?", "least_stale"]),
+        ({"routing": "standart"}, ["routing='standart'", "Did you mean 'standard'?"]),
+        ({"prefetch": "nextgate"}, ["prefetch='nextgate'", "Did you mean 'next_gate'?"]),
+        ({"miss": "fetsh"}, ["miss='fetsh'", "Did you mean 'fetch'?"]),
+        ({"hardware": "a100"}, ["hardware='a100'", "a100-5gbps"]),
+        ({"capasity": "5%"}, ["'capasity'", "'5%'", "Did you mean 'capacity'?"]),
+        ({"batchsize": 1}, ["'batchsize'", "Did you mean 'batch_size'?"]),
+        ({"evict.order": "fifo"}, ["'evict.order'", "'fifo'"]),
+        ({"bandwidth": "5Gb/h"}, ["bandwidth='5Gb/h'", "KiB"]),
+        ({"bandwidth": "-5GB/s"}, ["bandwidth='-5GB/s'"]),
+        ({"clock": "virtuel"}, ["clock='virtuel'", "Did you mean 'virtual'?"]),
+        ({"cache_reset": "always"}, ["cache_reset='always'", "never", "request"]),
+        ({"scoring": "serial"}, ["scoring='serial'", "parallel"]),
+        ({"phases": "decoding"}, ["phases='decoding'", "Did you mean 'decode'?", "all"]),
+        ({"policy": "specmd", "phases": "decode"}, ["phases='decode' has no effect"]),
+        ({"seed": "x"}, ["seed='x'"]),
+        ({"batch_size": "auto"}, ["batch_size='auto'", "whole number"]),
+        ({"batch_size": "auto:4"}, ["batch_size="]),
+        ({"policy": "nowhere/mine.yaml"}, ["policy='nowhere/mine.yaml'", "no such file"]),
+        ({"hardware": "nowhere/mine.yaml"}, ["hardware='nowhere/mine.yaml'", "no such file"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_unknown_names_and_values_are_refused(arguments: dict[str, Any], parts: list[str]) -> None:
+    says(refusal(**arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            {"eviction": "lru", "eviction.order": "fifo"},
+            ["eviction.order='fifo'", "is not used by eviction=lru", "Allowed: none"],
+        ),
+        (
+            {"eviction": "least_stale", "eviction.ordr": "fifo"},
+            ["eviction.ordr='fifo'", "Did you mean 'order'?"],
+        ),
+        (
+            {"eviction": "least_stale", "eviction.order": "lifo"},
+            ["eviction.order='lifo'", "last_use", "fifo"],
+        ),
+        (
+            {"prefetch": "score", "prefetch.percentile": "most"},
+            ["prefetch.percentile='most'", "prefetch=score"],
+        ),
+        (
+            {"policy": "specmd", "prefetch": "next_gate", "prefetch.percentile": 80},
+            ["prefetch.percentile=80", "is not used by prefetch=next_gate"],
+        ),
+        ({"prefetch": "next_gate", "prefetch.depth": 1.5}, ["prefetch.depth=1.5"]),
+        ({"eviction": "lru", "eviction.seed": 3}, ["eviction.seed=3", "is not used"]),
+        ({"eviction": "lru", "eviction.geometry": 3}, ["eviction.geometry=3", "is not used"]),
+        ({"eviction.": 3}, ["eviction."]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_parameters_the_algorithm_does_not_use_or_cannot_read_are_refused(
+    arguments: dict[str, Any], parts: list[str]
+) -> None:
+    says(refusal(**arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (
+            {"prefetch": "score", "prefetch.percentile": 101},
+            ["prefetch.percentile=101", "between 0 and 100"],
+        ),
+        (
+            {"prefetch": "next_gate", "prefetch.overfetch": 0},
+            ["prefetch.overfetch=0", "above 0"],
+        ),
+        ({"prefetch": "next_gate", "prefetch.depth": 0}, ["prefetch.depth=0", "1 or more"]),
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused_before_loading(
+    arguments: dict[str, Any], parts: list[str], checkpoint: Checkpoint
+) -> None:
+    says(refusal(pretrained=str(checkpoint("olmoe")), **arguments), *parts)
+
+
+@pytest.mark.parametrize("capacity", ["-5%", "101%", "0", "-1", "lots", "0/layer", "5GBs", ""])
+def test_capacities_that_are_none_are_refused(capacity: str) -> None:
+    says(refusal(capacity=capacity), f"capacity={capacity!r}", "'5%'", "'30/layer'")
+
+
+@pytest.mark.parametrize(
+    ("capacity", "dtype", "said"),
+    [
+        ("1%", "bfloat16", "too small for one expert of 3072 bytes"),
+        ("3000B", "bfloat16", "too small for one expert of 3072 bytes"),
+        # The same experts take twice the bytes at twice the width.
+        ("5000B", "float32", "too small for one expert of 6144 bytes"),
+        ("9/layer", "bfloat16", "more than the 8 experts"),
+    ],
+)
+def test_capacities_too_small_for_this_model_are_refused(
+    checkpoint: Checkpoint, capacity: str, dtype: str, said: str
+) -> None:
+    message = refusal(pretrained=str(checkpoint("olmoe")), capacity=capacity, dtype=dtype)
+    says(message, f"capacity={capacity!r}", said)
+
+
+def test_scan_with_a_global_cache_is_refused_with_the_reason() -> None:
+    message = refusal(scoring="scan", capacity="25%")
+    says(message, "scoring='scan'", "capacity='25%'", "'30/layer'")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(
+            vocab_size=300,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    ],
+    ids=["llama"],
+)
+def test_a_dense_model_is_refused(config: Any, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    says(refusal(pretrained=str(tmp_path)), "LlamaForCausalLM is a dense model", "--model hf")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.DbrxConfig(
+            d_model=16,
+            n_heads=2,
+            n_layers=1,
+            max_seq_len=64,
+            vocab_size=300,
+            ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+            attn_config={"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": None},
+        ),
+        transformers.JetMoeConfig(
+            vocab_size=300,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_key_value_heads=2,
+            kv_channels=8,
+            intermediate_size=16,
+            num_local_experts=4,
+        ),
+    ],
+    ids=["dbrx", "jetmoe"],
+)
+def test_a_moe_model_without_the_experts_interface_is_refused(config: Any, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    message = refusal(pretrained=str(tmp_path))
+    says(message, "Mixture-of-Experts", "experts interface", "use_experts_implementation")
+
+
+GOOD_POLICY = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("routing: [unclosed", ["is not readable YAML"]),
+        ("- a\n- list\n", ["must hold a mapping", "eviction"]),
+        ("", ["must hold a mapping"]),
+        (yaml.safe_dump({**GOOD_POLICY, "evictoin": "lru"}), ["'evictoin'", "'eviction'"]),
+        (
+            yaml.safe_dump({k: v for k, v in GOOD_POLICY.items() if k != "miss"}),
+            ["lacks 'miss'"],
+        ),
+        (yaml.safe_dump({**GOOD_POLICY, "eviction": 3}), ["eviction=3 must be"]),
+        (
+            yaml.safe_dump({**GOOD_POLICY, "eviction": {"order": "fifo"}}),
+            ["eviction={'order': 'fifo'}", "`name`"],
+        ),
+        (
+            yaml.safe_dump({**GOOD_POLICY, "eviction": {"name": "lru", "order": "fifo"}}),
+            ["eviction.order='fifo'", "is not used by eviction=lru"],
+        ),
+        (
+            yaml.safe_dump({**GOOD_POLICY, "eviction": {"class_path": "no.such.Thing"}}),
+            ["eviction.class_path='no.such.Thing'", "cannot be imported"],
+        ),
+        (
+            yaml.safe_dump({**GOOD_POLICY, "eviction": {"class_path": "pathlib.Path"}}),
+            ["eviction.class_path='pathlib.Path'", "is not a subclass"],
+        ),
+        (yaml.safe_dump({**GOOD_POLICY, "phases": "some"}), ["phases='some'", "decode"]),
+        (yaml.safe_dump({**GOOD_POLICY, "phases": ["all"]}), ["phases="]),
+        (yaml.safe_dump({**GOOD_POLICY, 3: "x"}), ["3"]),
+    ],
+    ids=range(13),
+)
+def test_a_broken_policy_file_is_refused_by_name(
+    tmp_path: Path, text: str, parts: list[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    says(refusal(policy=str(path)), *parts)
+
+
+def test_a_broken_hardware_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text("name: {unclosed")
+    says(refusal(hardware=str(path)), "machine.yaml", "is not readable YAML")
+
+
+def test_an_outside_algorithm_is_taken_by_its_class_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    mine = {"class_path": "tests.core.scripted.OldestFirst"}
+    path.write_text(yaml.safe_dump({**GOOD_POLICY, "eviction": mine}))
+    policy = load_policy(str(path))
+    assert policy.name == "mine"
+    assert policy.as_dict()["eviction"] == mine
+
+
+def test_replacing_an_algorithm_drops_the_parameters_of_the_old_one() -> None:
+    policy = load_policy("specmd", {"prefetch": "next_gate", "prefetch.depth": 2})
+    assert policy.as_dict()["prefetch"] == {"name": "next_gate", "overfetch": 1.0, "depth": 2}
+
+
+def test_overrides_may_come_in_any_order() -> None:
+    overrides = {"eviction.order": "fifo", "eviction": "least_stale"}
+    reverse = dict(reversed(overrides.items()))
+    assert load_policy("on_demand", overrides) == load_policy("on_demand", reverse)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    config = read_config({})
+    assert config.policy.name == "specmd"
+    assert config.capacity == "25%"
+    assert config.hardware.name == "a100-5gbps"
+    assert (config.clock, config.scoring, config.cache_reset) == ("virtual", "parallel", "never")
+
+
+def test_arguments_are_divided_between_us_and_the_host() -> None:
+    given = {"policy": "specmd", "eviction.order": "fifo", "dtype": "float32", "device_map": "x"}
+    ours, theirs = split_arguments(given, ["dtype", "batch_size"])
+    assert ours == {"policy": "specmd", "eviction.order": "fifo"}
+    assert theirs == {"dtype": "float32", "device_map": "x"}
+
+
+def test_numbers_parsed_by_the_harness_are_capacities_too() -> None:
+    assert read_config({"capacity": 51}).capacity == "51"

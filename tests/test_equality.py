@@ -1,0 +1,166 @@
+"""Lossless means identical: a wrapped model's answers and logits are the unwrapped model's."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_moecache.config import read_config
+from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.policy import load_policy, policy_names
+from lm_eval_moecache.wrap import WrappedModel
+from tests.conftest import Checkpoint
+from tests.models import FAMILIES, random_model
+from tests.harness import answers
+
+LOSSLESS = [name for name in policy_names() if load_policy(name).is_lossless]
+CAPACITIES = ("100%", "25%", "1", "2/layer")
+COMBINATIONS = list(product(LOSSLESS, CAPACITIES))
+LM_ARGUMENTS: dict[str, Any] = {"device": "cpu", "max_length": 48}
+
+
+def make_engine(policy: str, capacity: str, geometry: Geometry) -> Engine:
+    config = read_config({"policy": policy, "capacity": capacity})
+    return Engine(
+        geometry,
+        Setting(
+            policy=config.policy,
+            capacity=parse_capacity(capacity, geometry),
+            hardware=config.hardware,
+        ),
+    )
+
+
+def logits_of(model: Any) -> list[torch.Tensor]:
+    """A text, a left-padded batch, and three decode steps of it."""
+    generator = torch.Generator().manual_seed(1)
+    single = torch.randint(2, 300, (1, 17), generator=generator)
+    batch = torch.randint(2, 300, (3, 9), generator=generator)
+    mask = torch.ones_like(batch)
+    mask[1, :4] = 0
+    batch[1, :4] = 0
+    with torch.no_grad():
+        found = [model(single).logits]
+        output = model(batch, attention_mask=mask, use_cache=True)
+        found.append(output.logits)
+        for _ in range(3):
+            step = output.logits[:, -1:].argmax(-1)
+            mask = torch.cat([mask, torch.ones_like(step)], -1)
+            output = model(
+                step, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True
+            )
+            found.append(output.logits)
+    return found
+
+
+def traces_left_on(model: Any) -> dict[str, Any]:
+    """All that a wrapper could leave behind: hooks, attributes, settings."""
+    return {
+        "modules": {
+            name: (
+                sorted(vars(module)),
+                len(module._forward_hooks),
+                len(module._forward_pre_hooks),
+                "forward" in vars(module),
+            )
+            for name, module in model.named_modules()
+        },
+        "implementation": model.get_experts_implementation(),
+        "config": model.config.to_dict(),
+        "set": [getattr(m, "config", model.config)._experts_implementation for m in model.modules()],
+    }
+
+
+def test_there_are_lossless_compositions() -> None:
+    assert {"on_demand", "mixtral_offloading", "specmd"} <= set(LOSSLESS)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.bfloat16) for family in FAMILIES), ("olmoe", torch.float32)],
+    ids=str,
+)
+def test_logits_are_identical_under_every_lossless_composition_and_capacity(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = random_model(family).to(dtype)
+    expected, before = logits_of(model), traces_left_on(model)
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, family)
+    for policy, capacity in COMBINATIONS:
+        engine = make_engine(policy, capacity, geometry)
+        wrapped = WrappedModel(model, layers, engine)
+        found = logits_of(model)
+        wrapped.unwrap()
+        engine.check_integrity()
+        same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+        assert all(same), f"{policy} at {capacity}: {same}"
+        # The cache was at work: it missed, and served all tokens but the four of padding.
+        assert sum(p.misses for p in engine.ledger.passes) > 0
+        assert [p.num_tokens for p in engine.ledger.passes] == [17, 27 - 4, 3, 3, 3]
+        assert traces_left_on(model) == before
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_unwrapping_twice_is_safe_and_the_model_still_answers_alike(family: str) -> None:
+    model = random_model(family)
+    expected, before = logits_of(model), traces_left_on(model)
+    layers = find_moe_layers(model)
+    wrapped = WrappedModel(model, layers, make_engine("specmd", "1", describe(model, layers, "x")))
+    assert traces_left_on(model) != before
+    wrapped.unwrap()
+    wrapped.unwrap()
+    assert traces_left_on(model) == before
+    assert all(torch.equal(a, b) for a, b in zip(expected, logits_of(model), strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> None:
+    model = random_model("qwen3_moe")
+    model.set_experts_implementation(implementation)
+    expected, before = logits_of(model), traces_left_on(model)
+    layers = find_moe_layers(model)
+    wrapped = WrappedModel(model, layers, make_engine("specmd", "1", describe(model, layers, "x")))
+    found = logits_of(model)
+    wrapped.unwrap()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert traces_left_on(model) == before
+
+
+@functools.cache
+def hf_answers(path: str, batch_size: int, dtype: str) -> Any:
+    lm = HFLM(pretrained=path, batch_size=batch_size, dtype=dtype, **LM_ARGUMENTS)
+    return answers(lm)
+
+
+# Each family takes its own fifth of the compositions and capacities; together they take all.
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_identical_to_those_of_the_hf_model(
+    family: str, batch_size: int, checkpoint: Checkpoint
+) -> None:
+    path = str(checkpoint(family))
+    dtype = "float32" if family == "mixtral" else "bfloat16"
+    expected = hf_answers(path, batch_size, dtype)
+    share = COMBINATIONS[(list(FAMILIES).index(family) + batch_size) % 5 :: 5]
+    lm: MoECacheLM | None = None
+    for policy, capacity in share:
+        ours = {"policy": policy, "capacity": capacity}
+        if lm is None:
+            host = {**LM_ARGUMENTS, "batch_size": batch_size, "dtype": dtype}
+            lm = MoECacheLM(pretrained=path, **host, **ours)
+        else:
+            lm.install(read_config(ours))
+        found = answers(lm)
+        lm.engine.check_integrity()
+        assert found == expected, f"{policy} at {capacity}"
+        assert lm.report()["totals"]["requests"] == 12

@@ -1,0 +1,191 @@
+"""The harness model on a random checkpoint: whose passes are whose, and how they are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm_eval_moecache.config import read_config
+from lm_eval_moecache.lm import MoECacheLM
+from tests.conftest import Checkpoint
+from tests.harness import STOP, choices, generations, make_instance, texts
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Checkpoint) -> MoECacheLM:
+    """One loaded model; each test installs its own cache."""
+    return MoECacheLM(
+        pretrained=str(checkpoint("olmoe")), device="cpu", max_length=48, policy="on_demand"
+    )
+
+
+def install(lm: MoECacheLM, batch_size: int = 1, **ours: Any) -> MoECacheLM:
+    lm.install(read_config({"policy": "on_demand", "capacity": "25%", **ours}))
+    lm.batch_size_per_gpu = batch_size
+    return lm
+
+
+def free_compute(folder: Path) -> str:
+    """A machine that computes in no time, with a link of 2^20 bytes/s: times are exact."""
+    infinite = float("inf")
+    path = folder / "free.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "free",
+                "peak_flops": infinite,
+                "memory_bytes_per_s": infinite,
+                "link_bytes_per_s": 2.0**20,
+                "link_latency_s": 0.0,
+                "kernel_overhead_s": 0.0,
+                "memory_bytes": infinite,
+            }
+        )
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("capacity", ["100%", "25%", "1", "2/layer"])
+def test_with_free_compute_on_demand_latency_is_bytes_over_bandwidth(
+    lm: MoECacheLM, tmp_path: Path, capacity: str
+) -> None:
+    install(lm, hardware=free_compute(tmp_path), capacity=capacity)
+    requests = generations(3)
+    lm.generate_until(requests, disable_tqdm=True)
+    lm.loglikelihood(choices(), disable_tqdm=True)
+    ledger = lm.engine.ledger
+    moved = sum(p.bytes_moved for p in ledger.passes)
+    assert moved >= 3 * lm.geometry.max_expert_bytes
+    assert lm.engine.clock.now == moved / 2**20
+    for record in ledger.passes:
+        assert record.duration_s == record.bytes_moved / 2**20
+        assert record.stall_s == record.duration_s
+    for request in ledger.requests:
+        bytes_of_request = sum(p.bytes_moved for p in request.passes)
+        assert sum(p.duration_s for p in request.passes) == bytes_of_request / 2**20
+
+
+def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(
+    lm: MoECacheLM,
+) -> None:
+    install(lm)
+    requests = generations(3)
+    lm.generate_until(requests, disable_tqdm=True)
+    for request, record in zip(requests, lm.engine.ledger.requests, strict=True):
+        assert record.prompt_tokens == len(lm.tok_encode(request.args[0]))
+        assert [p.phase for p in record.passes] == ["prefill"] + ["decode"] * (
+            (record.output_tokens or 0) - 1
+        )
+        assert record.passes[0].num_tokens == record.prompt_tokens
+        figures = request.moecache
+        assert figures["e2el_ms"] > figures["ttft_ms"] > 0
+        assert figures["hit_rate"] + figures["miss_rate"] == pytest.approx(1)
+        assert type(request.args[0]) is str
+
+
+def test_a_request_that_a_task_repeats_is_measured_each_time(lm: MoECacheLM) -> None:
+    install(lm)
+    (request,) = generations(1)
+    lm.generate_until([request] * 3, disable_tqdm=True)  # lm-eval lists `repeats` so
+    records = lm.engine.ledger.requests
+    assert [len(r.passes) for r in records] == [r.output_tokens for r in records]
+    assert len({id(p) for r in records for p in r.passes}) == len(lm.engine.ledger.passes)
+
+
+def test_padding_of_a_batch_is_nobodys_token(lm: MoECacheLM) -> None:
+    install(lm, batch_size=3)
+    requests = generations(3)
+    lm.generate_until(requests, disable_tqdm=True)
+    first = lm.engine.ledger.passes[0]
+    assert first.num_tokens == sum(len(lm.tok_encode(r.args[0])) for r in requests)
+    assert all(r.passes[0] is first for r in lm.engine.ledger.requests)
+    assert lm.report()["totals"]["requests"] == 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_choices_of_one_token_share_their_forward(lm: MoECacheLM, batch_size: int) -> None:
+    install(lm, batch_size=batch_size)
+    lm.loglikelihood(choices(), disable_tqdm=True)
+    a, b, long_one, *_ = lm.engine.ledger.requests
+    assert a.passes == b.passes
+    assert a.passes[0] is b.passes[0]
+    assert a.prompt_tokens == b.prompt_tokens < long_one.prompt_tokens
+    served = {id(p) for r in lm.engine.ledger.requests for p in r.passes}
+    assert served == {id(p) for p in lm.engine.ledger.passes}
+    # Tokens of two contexts and two long choices, without padding.
+    tokens = {r.prompt_tokens for r in lm.engine.ledger.requests}
+    assert sum(p.num_tokens for p in lm.engine.ledger.passes) == 2 * sum(tokens)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_windows_of_a_text_are_passes_of_its_request(lm: MoECacheLM, batch_size: int) -> None:
+    install(lm, batch_size=batch_size)
+    requests = texts()
+    lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    records = lm.engine.ledger.requests
+    assert len(records) == 2
+    assert all(r.passes for r in records)
+    served = {id(p) for r in records for p in r.passes}
+    assert served == {id(p) for p in lm.engine.ledger.passes}
+    if batch_size == 1:
+        assert [len(r.passes) for r in records] == [2, 3]  # 90 and 110 tokens in windows of 48
+    assert all("tpot_ms" not in request.moecache for request in requests)
+
+
+def test_output_ends_with_the_closing_token_or_the_stop_string(lm: MoECacheLM) -> None:
+    eos = lm.tokenizer.eos_token_id
+    pad = lm.tokenizer.pad_token_id
+    row = lm.tok_encode("ab\n\ncd")
+    assert lm._count_output(row, ["\n\n"]) == 4
+    assert lm._count_output(row, ["zz"]) == 6
+    assert lm._count_output([5, eos, pad, pad], ["zz"]) == 2
+    assert lm._count_output([eos, pad], ["zz"]) == 1
+    assert lm._count_output([7], ["zz"]) == 1
+
+
+def test_cache_reset_starts_each_request_cold(lm: MoECacheLM) -> None:
+    install(lm, capacity="100%", cache_reset="request")
+    same = [make_instance("generate_until", "t", i, "Hello", STOP) for i in range(2)]
+    lm.generate_until(same, disable_tqdm=True)
+    first, second = (r.passes for r in lm.engine.ledger.requests)
+    assert [p.misses for p in first] == [p.misses for p in second]
+    assert sum(p.misses for p in second) > 0
+    install(lm, capacity="100%")
+    lm.generate_until(same, disable_tqdm=True)
+    assert sum(p.misses for p in lm.engine.ledger.requests[1].passes) == 0
+
+
+def test_report_is_plain_json_with_a_row_for_each_task(lm: MoECacheLM) -> None:
+    install(lm, policy="specmd")
+    lm.generate_until(generations(2), disable_tqdm=True)
+    lm.loglikelihood(choices(), disable_tqdm=True)
+    report = json.loads(json.dumps(lm.report(), allow_nan=False))
+    assert list(report["tasks"]) == ["choice", "gen"]
+    assert report["policy"]["name"] == "specmd"
+    assert report["policy"]["eviction"]["name"] == "least_stale"
+    assert report["totals"]["requests"] == 8
+    moved = sum(task["bytes_moved"] for task in report["tasks"].values())
+    assert report["totals"]["bytes_moved"] == moved == lm.engine.link.bytes_moved
+    assert report["totals"]["peak_cache_bytes"] <= report["capacity_bytes"]
+
+
+def test_a_new_installation_counts_from_zero(lm: MoECacheLM) -> None:
+    install(lm)
+    lm.generate_until(generations(1), disable_tqdm=True)
+    once = lm.report()
+    install(lm)
+    assert lm.report()["totals"]["requests"] == 0
+    lm.generate_until(generations(1), disable_tqdm=True)
+    assert lm.report() == once
+
+
+def test_stored_answers_are_refused(lm: MoECacheLM) -> None:
+    class Hook:
+        dbdict: dict[str, str] = {}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="--use_cache"):
+        lm.set_cache_hook(Hook())

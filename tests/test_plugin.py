@@ -1,0 +1,255 @@
+"""The package as users get it: built, installed into an empty environment, found by lm-eval."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+STARTUP_FILES = ("lm_eval_moecache.pth", "lm_eval_moecache.start", "lm_eval_moecache_startup.py")
+
+REPORT = """
+import json, sys
+import lm_eval.models
+from lm_eval.api.registry import model_registry
+print(json.dumps({
+    "models": {name: str(target) for name, target in model_registry.items()},
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+SCANNING_LM_EVAL = """
+import lm_eval.api.registry as registry
+registry.load_plugins = lambda group, registry: []
+"""
+
+OTHER_CLASS = """
+import sys, types
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model, register_model
+module = types.ModuleType("lm_eval_moecache.lm")
+class MoECacheLM(LM):
+    __module__ = "lm_eval_moecache.lm"
+    loglikelihood = loglikelihood_rolling = generate_until = None
+module.MoECacheLM = MoECacheLM
+sys.modules["lm_eval_moecache.lm"] = module
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment that holds our package and borrows everything else from this one."""
+
+    root: Path
+
+    @property
+    def python(self) -> str:
+        return str(self.root / "bin" / "python")
+
+    @property
+    def site_packages(self) -> Path:
+        names = {"base": str(self.root), "platbase": str(self.root)}
+        return Path(sysconfig.get_path("purelib", "posix_prefix", vars=names))
+
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        # Outside the repository, so that nothing is importable by being in the current folder.
+        return subprocess.run(
+            [self.python, *arguments],
+            cwd=self.root,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=check,
+        )
+
+    def report(self, before: str = "") -> dict[str, object]:
+        result = self.run("-W", "error::UserWarning", "-c", before + REPORT)
+        assert result.stderr == ""
+        report: dict[str, object] = json.loads(result.stdout)
+        return report
+
+
+def make_environment(root: Path, *install: str) -> Environment:
+    """Install into a new environment, with no network.
+
+    A path line makes this interpreter's packages importable without running their .pth files, so
+    that the copy of our package that runs these tests has no say in what they find.
+    """
+    venv.create(root, with_pip=False, symlinks=True)
+    environment = Environment(root)
+    borrowed = sysconfig.get_path("purelib")
+    (environment.site_packages / "zz_borrowed.pth").write_text(f"{borrowed}\n")
+    pip = [sys.executable, "-m", "pip", "--python", environment.python, "install", "--quiet"]
+    alone = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--no-index"]
+    result = subprocess.run(
+        [*pip, *alone, *install], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return environment
+
+
+@pytest.fixture(scope="module", params=["normal", "editable"])
+def installed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Environment:
+    flags = ["--editable"] if request.param == "editable" else []
+    return make_environment(tmp_path_factory.mktemp(request.param), *flags, str(REPOSITORY))
+
+
+def test_lm_eval_lists_moecache_and_its_own_models_without_importing_torch(
+    installed: Environment,
+) -> None:
+    report = installed.report()
+
+    models = report["models"]
+    assert isinstance(models, dict)
+    assert models["moecache"] == "lm_eval_moecache.lm:MoECacheLM"
+    assert models["hf"] == "lm_eval.models.huggingface:HFLM"
+    assert report["torch"] is False
+
+
+def test_registry_resolves_moecache_to_our_class(installed: Environment) -> None:
+    for decorated in ("", "register_model('moecache')(MoECacheLM)\n"):
+        script = (
+            OTHER_CLASS + "import lm_eval.models\n" + decorated + "print(get_model('moecache'))"
+        )
+        assert "lm_eval_moecache.lm.MoECacheLM" in installed.run("-c", script).stdout
+
+
+def test_unknown_model_is_answered_with_our_name_among_the_known(installed: Environment) -> None:
+    script = "from lm_eval.api.registry import get_model; get_model('moecach')"
+
+    result = installed.run("-c", script, check=False)
+
+    assert result.returncode == 1
+    assert " hf," in result.stderr
+    assert "moecache" in result.stderr
+
+
+def test_bare_import_of_lm_eval_is_silent(installed: Environment) -> None:
+    result = installed.run("-W", "error", "-c", "import lm_eval")
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_hook_is_gone_after_its_one_use(installed: Environment) -> None:
+    script = (
+        "import sys; names = lambda: [type(f).__name__ for f in sys.meta_path]\n"
+        "assert 'ModelsFinder' in names(), names()\n"
+        "import lm_eval.models\n"
+        "assert 'ModelsFinder' not in names(), names()\n"
+        "assert 'exec_module' not in vars(lm_eval.models.__loader__)\n"
+    )
+    installed.run("-c", script)
+
+
+def test_hook_stands_down_where_lm_eval_scans_entry_points(installed: Environment) -> None:
+    models = installed.report(before=SCANNING_LM_EVAL)["models"]
+    assert isinstance(models, dict)
+    assert "moecache" not in models
+    assert "hf" in models
+
+
+def test_entry_point_names_the_same_class_as_the_placeholder(installed: Environment) -> None:
+    script = (
+        "from importlib.metadata import entry_points\n"
+        "from lm_eval_moecache.plugin import MODELS\n"
+        "found = {e.name: e.value for e in entry_points(group='lm_eval.models')}\n"
+        "assert found == MODELS, (found, MODELS)\n"
+    )
+    installed.run("-c", script)
+
+
+def test_register_works_without_the_startup_hook(installed: Environment) -> None:
+    script = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'ModelsFinder']\n"
+        "from lm_eval_moecache.plugin import register\n"
+        "register(); register()\n"
+    )
+    models = installed.report(before=script)["models"]
+    assert isinstance(models, dict)
+    assert {"moecache", "hf"} <= models.keys()
+
+
+def test_startup_files_are_installed_and_agree(installed: Environment) -> None:
+    for name in STARTUP_FILES:
+        assert (installed.site_packages / name).is_file()
+    start = (installed.site_packages / "lm_eval_moecache.start").read_text().strip()
+    line = (installed.site_packages / "lm_eval_moecache.pth").read_text().strip()
+    module, _, function = start.partition(":")
+    assert line == f"import {module}; {module}.{function}()"
+
+
+def test_shipped_folders_are_found_from_anywhere(installed: Environment) -> None:
+    script = (
+        "from lm_eval_moecache.paths import task_configs_dir\n"
+        "print((task_configs_dir() / 'leaderboard.yaml').is_file())"
+    )
+    assert installed.run("-c", script).stdout == "True\n"
+
+
+def test_startup_costs_little(installed: Environment) -> None:
+    """The bound is loose for busy machines; measured, it is about 0.3 ms."""
+    hook = installed.site_packages / "lm_eval_moecache.pth"
+    hidden = hook.with_suffix(".hidden")
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(10):
+        for case in seconds:
+            if case == "without":
+                hook.rename(hidden)
+            begin = time.perf_counter()
+            installed.run("-c", "pass")
+            seconds[case].append(time.perf_counter() - begin)
+            if case == "without":
+                hidden.rename(hook)
+    cost_s = statistics.median(seconds["with"]) - statistics.median(seconds["without"])
+    assert cost_s < 0.02
+
+
+def test_leftover_startup_files_are_silent_when_the_package_is_gone(tmp_path: Path) -> None:
+    environment = make_environment(tmp_path / "env", str(REPOSITORY))
+    package = environment.site_packages / "lm_eval_moecache"
+    package.rename(package.with_name("removed"))
+
+    bare = environment.run("-c", "pass")
+    assert bare.stderr == ""
+
+    # The borrowed packages may hold another copy of ours: hide that, too.
+    script = (
+        "import sys\n"
+        "class Gone:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'lm_eval_moecache':\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Gone())\n"
+    )
+    models = environment.report(before=script)["models"]
+    assert isinstance(models, dict)
+    assert "hf" in models
+    assert "moecache" not in models
+
+
+def test_failing_registration_warns_and_leaves_the_other_models_alone(
+    installed: Environment,
+) -> None:
+    script = (
+        "import lm_eval_moecache.plugin as plugin\n"
+        "def register():\n"
+        "    raise RuntimeError('registry changed')\n"
+        "plugin.register = register\n"
+        "import lm_eval.models\n"
+        "from lm_eval.api.registry import model_registry\n"
+        "print('hf' in model_registry)"
+    )
+    result = installed.run("-c", script)
+    assert result.stdout == "True\n"
+    assert "could not register its models: RuntimeError('registry changed')" in result.stderr

@@ -1,0 +1,280 @@
+"""Speed figures in lm-eval's own table, and the task groups that ask for them."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
+
+from lm_eval_moecache.paths import task_configs_dir
+from lm_eval_moecache.tasks import SpeedTask
+
+DOCS = [{"text": f"page {i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(4)]
+
+SPEED = "!function lm_eval_moecache.tasks.SpeedTask"
+
+TASKS = """
+plain_mc: |
+  task: plain_mc
+  output_type: multiple_choice
+  doc_to_choice: "{{choices}}"
+  doc_to_target: gold
+  metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+plain_gen: |
+  task: plain_gen
+  output_type: generate_until
+  doc_to_target: "{{choices[0]}}"
+  metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+  filter_list:
+  - {name: strict, filter: [{function: take_first}]}
+  - {name: loose, filter: [{function: lowercase}, {function: take_first}]}
+plain_rolling: |
+  task: plain_rolling
+  output_type: loglikelihood_rolling
+  metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+"""
+
+GROUPS = f"""
+speedy: |
+  group: speedy
+  task:
+  - task: plain_gen
+    class: {SPEED}
+  - group: inner
+    class: {SPEED}
+  aggregate_metric_list: [{{metric: ttft_ms}}, {{metric: e2el_ms}}]
+inner: |
+  group: inner
+  task: [plain_mc, innermost]
+innermost: |
+  group: innermost
+  task: [plain_rolling]
+plain: |
+  group: plain
+  task: [plain_gen, inner]
+  aggregate_metric_list: [{{metric: ttft_ms}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
+    """Three tiny tasks on a local file, and groups that nest them two deep."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "docs.jsonl"
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
+    for name, text in yaml.safe_load(TASKS).items():
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        shared = {**source, "test_split": "test", "doc_to_text": "{{text}}", "num_fewshot": 0}
+        if name == "plain_rolling":
+            shared |= {"doc_to_text": "", "doc_to_target": "{{text}}"}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(shared) + text)
+    for name, text in yaml.safe_load(GROUPS).items():
+        (folder / f"{name}.yaml").write_text(text)
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+Measure = Callable[[Instance], dict[str, float] | None]
+
+
+class ScriptedLM(LM):  # type: ignore[misc]
+    """Answers "YES" to everything and leaves on each request what `measure` returns."""
+
+    def __init__(self, measure: Measure) -> None:
+        super().__init__()
+        self.measure = measure
+
+    def answer(self, requests: list[Instance], response: Any) -> list[Any]:
+        for request in requests:
+            figures = self.measure(request)
+            if figures is not None:
+                request.moecache = figures
+        return [response] * len(requests)
+
+    def loglikelihood(self, requests: list[Instance]) -> list[Any]:
+        return self.answer(requests, (-1.0, False))
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[Any]:
+        return self.answer(requests, -1.0)
+
+    def generate_until(self, requests: list[Instance]) -> list[Any]:
+        return self.answer(requests, "YES")
+
+
+def measure_nothing(_: Instance) -> None:
+    return None
+
+
+def measure_by_document(request: Instance) -> dict[str, float]:
+    """TTFT grows with the document and differs by choice; only document 1 has a TPOT."""
+    assert request.doc_id is not None
+    figures = {"ttft_ms": 10.0 * request.doc_id + request.idx, "e2el_ms": 5.0, "hit_rate": 0.5}
+    if request.request_type == "generate_until" and request.doc_id == 1:
+        figures["tpot_ms"] = 7.0
+    return figures
+
+
+def evaluate(
+    manager: TaskManager, measure: Measure, tasks: list[str], **options: Any
+) -> dict[str, Any]:
+    results: dict[str, Any] = lm_eval.simple_evaluate(
+        model=ScriptedLM(measure), tasks=tasks, task_manager=manager, **options
+    )
+    return results
+
+
+def test_speed_stands_beside_the_score_with_a_standard_error(manager: TaskManager) -> None:
+    results = evaluate(manager, measure_by_document, ["speedy"])["results"]
+
+    # Documents 0 to 3; the mean over two choices adds half a millisecond to each.
+    assert results["plain_gen"]["ttft_ms,speed"] == pytest.approx(15.0)
+    assert results["plain_mc"]["ttft_ms,speed"] == pytest.approx(15.5)
+    assert results["plain_rolling"]["ttft_ms,speed"] == pytest.approx(15.0)
+    # Sample standard deviation of 0, 10, 20, 30 over the square root of 4.
+    assert results["plain_gen"]["ttft_ms_stderr,speed"] == pytest.approx(12.9099445 / 2)
+    assert results["plain_mc"]["acc,none"] == pytest.approx(0.5)
+
+
+def test_speed_is_listed_once_though_the_task_has_two_filters(manager: TaskManager) -> None:
+    results = evaluate(manager, measure_by_document, ["speedy"])["results"]["plain_gen"]
+    assert [key for key in results if key.startswith("ttft_ms,")] == ["ttft_ms,speed"]
+    assert {key for key in results if key.startswith("exact_match,")} == {
+        "exact_match,strict",
+        "exact_match,loose",
+    }
+    assert (results["exact_match,strict"], results["exact_match,loose"]) == (0.0, 1.0)
+
+
+def test_document_without_a_figure_is_left_out_of_its_mean(manager: TaskManager) -> None:
+    results = evaluate(manager, measure_by_document, ["speedy"])
+    assert results["results"]["plain_gen"]["tpot_ms,speed"] == 7.0
+    assert results["n-samples"]["plain_gen"]["effective"] == 4
+
+
+def test_metric_that_nobody_measured_is_left_out(manager: TaskManager) -> None:
+    results = evaluate(manager, measure_by_document, ["speedy"])["results"]
+    assert "tpot_ms,speed" not in results["plain_mc"]
+    assert "tok_per_s,speed" not in results["plain_gen"]
+
+
+def test_printed_table_has_speed_rows_with_arrows(manager: TaskManager) -> None:
+    table = make_table(evaluate(manager, measure_by_document, ["speedy"]))
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+
+    ttft = next(row for row in rows if "ttft_ms" in row and "±" in row and "speed" in row)
+    hit_rate = next(row for row in rows if "hit_rate" in row)
+
+    assert "↓" in ttft
+    assert "↑" in hit_rate
+
+
+def test_group_averages_speed_over_all_documents_below_it(manager: TaskManager) -> None:
+    group = evaluate(manager, measure_by_document, ["speedy"])["groups"]["speedy"]
+    assert group["ttft_ms,speed"] == pytest.approx((15.0 + 15.5 + 15.0) / 3)
+    assert group["ttft_ms_stderr,speed"] > 0
+
+
+def test_model_without_figures_sees_the_plain_task(manager: TaskManager) -> None:
+    plain = evaluate(manager, measure_nothing, ["plain"])
+    speedy = evaluate(manager, measure_nothing, ["speedy"])
+    for task in ("plain_gen", "plain_mc", "plain_rolling"):
+        assert speedy["results"][task] == plain["results"][task]
+        assert speedy["samples"][task] == plain["samples"][task]
+        assert speedy["higher_is_better"][task] == plain["higher_is_better"][task]
+
+
+def test_scores_are_the_plain_tasks_scores_when_speed_is_measured(manager: TaskManager) -> None:
+    plain = evaluate(manager, measure_nothing, ["plain"])["results"]
+    speedy = evaluate(manager, measure_by_document, ["speedy"])["results"]
+    for task in ("plain_gen", "plain_mc", "plain_rolling"):
+        kept = {key: value for key, value in speedy[task].items() if ",speed" not in key}
+        assert kept == plain[task]
+
+
+def test_limit_and_logged_samples_carry_the_figures(manager: TaskManager) -> None:
+    results = evaluate(manager, measure_by_document, ["speedy"], limit=2, log_samples=True)
+
+    samples = [s for s in results["samples"]["plain_mc"] if s["filter"] == "speed"]
+
+    assert [sample["ttft_ms"] for sample in samples] == [0.5, 10.5]
+    assert samples[0]["filtered_resps"][1]["ttft_ms"] == 1.0
+    assert json.loads(json.dumps(samples[0]["filtered_resps"])) == samples[0]["filtered_resps"]
+    assert results["results"]["plain_mc"]["ttft_ms,speed"] == pytest.approx(5.5)
+
+
+def test_chosen_samples_keep_their_own_figures(manager: TaskManager) -> None:
+    chosen = {"plain_gen": [2], "plain_mc": [3], "plain_rolling": [1]}
+    results = evaluate(manager, measure_by_document, ["speedy"], samples=chosen)["results"]
+    assert results["plain_gen"]["e2el_ms,speed"] == 5.0
+    assert results["plain_gen"]["sample_len"] == 1
+
+
+def test_repeats_and_predict_only_keep_working(manager: TaskManager) -> None:
+    spec = {"task": "plain_gen", "class": SpeedTask, "repeats": 3}
+    results = evaluate(manager, measure_by_document, ["speedy"], predict_only=True)["results"]
+    assert results["plain_mc"]["ttft_ms,speed"] == pytest.approx(15.5)
+    task = manager.load([{**manager.task_index["plain_gen"].cfg, **spec}])["tasks"]["plain_gen"]
+    repeated = evaluate(manager, measure_by_document, [task])["results"]["plain_gen"]
+    assert repeated["ttft_ms,speed"] == pytest.approx(15.0)
+
+
+# --- the groups in task_configs/ ---------------------------------------------------------------
+
+PAPER_GROUPS = {
+    "moecache_leaderboard": {"gsm8k": 5, "mmlu_astronomy": 5, "arc_easy": 0, "truthfulqa_mc2": 0},
+    "moecache_specmd": {"gsm8k": 5, "truthfulqa_gen": 0, "nq_open": 0},
+    "moecache_cache_conditional": {"wikitext": 0, "mmlu_virology": 5, "gsm8k_cot": 8},
+    "moecache_commitmoe": {"gsm8k": 5, "truthfulqa_gen": 0, "bbh_cot_fewshot_snarks": 3},
+    "moecache_buddymoe": {"arc_easy": 0, "arc_challenge": 0},
+    "moecache_sp_moe": {"moecache_humaneval_100": 0, "bbh_zeroshot_snarks": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def shipped() -> TaskManager:
+    return TaskManager(include_path=str(task_configs_dir()))
+
+
+def group_files() -> list[Path]:
+    files = [p for p in task_configs_dir().rglob("*.yaml") if "offline" not in p.parts]
+    return [path for path in files if path.read_text().find("\ngroup: ") != -1]
+
+
+@pytest.mark.parametrize("path", group_files(), ids=lambda path: path.stem)
+def test_every_member_of_a_shipped_group_carries_speed(path: Path, shipped: TaskManager) -> None:
+    text = path.read_text().replace("!function ", "")
+    config = yaml.safe_load(text)
+    assert config["group"] in shipped.all_groups
+    for item in config["task"]:
+        if isinstance(item, str):  # one of our own, which carries it itself
+            assert item.startswith("moecache_")
+            assert item in shipped.all_tasks
+        else:
+            assert item["class"] == "lm_eval_moecache.tasks.SpeedTask"
+            assert (item.get("task") or item["group"]) in shipped.all_tasks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", PAPER_GROUPS)
+def test_shipped_group_runs_on_real_data(
+    group: str, shipped: TaskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = os.environ.get("MOECACHE_SHARED_DATA")
+    if not shared:
+        pytest.skip("needs a folder laid out like the hub, named by MOECACHE_SHARED_DATA")
+    monkeypatch.chdir(Path(shared) / "hub")
+
+    results = evaluate(shipped, measure_by_document, [group], limit=2, bootstrap_iters=10)
+
+    leaves = {name for name in results["n-samples"]}
+    assert all("ttft_ms,speed" in results["results"][name] for name in leaves)
+    for task, shots in PAPER_GROUPS[group].items():
+        assert results["n-shot"][task] == shots

@@ -1,0 +1,135 @@
+"""The generated problems: deterministic, split apart, and in the forms of lm-eval's tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from lm_eval_moecache.tiny import bbh_logic, world
+from lm_eval_moecache.tiny.batches import EARLY_SHARES, LATE_SHARES
+from lm_eval_moecache.tiny.generator import AUXILIARY, BBH, MAKERS, held_out, problems
+from lm_eval_moecache.tiny.problem import split_of
+
+DIGEST = """
+import hashlib
+from random import Random
+from lm_eval_moecache.tiny.generator import MAKERS, problems
+text = ""
+for name in MAKERS:
+    stream = problems(name, "train", Random(7))
+    text += "".join(repr(next(stream)) for _ in range(20))
+print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def draw(name: str, split: str, count: int, seed: int = 0) -> list:
+    stream = problems(name, split, Random(seed))
+    return [next(stream) for _ in range(count)]
+
+
+def test_problems_do_not_depend_on_the_hash_seed() -> None:
+    digests = set()
+    for hash_seed in ("0", "1", "4242"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()}
+        command = [sys.executable, "-c", DIGEST]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        digests.add(done.stdout.strip())
+    text = "".join(repr(problem) for name in MAKERS for problem in draw(name, "train", 20, seed=7))
+    assert digests == {hashlib.sha256(text.encode()).hexdigest()}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_same_seed_gives_the_same_problems_and_another_seed_others(name: str) -> None:
+    assert draw(name, "train", 30, seed=3) == draw(name, "train", 30, seed=3)
+    assert draw(name, "train", 30, seed=3) != draw(name, "train", 30, seed=4)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_test_problem_is_ever_drawn_for_training(name: str) -> None:
+    train = {problem.key for problem in draw(name, "train", 1500)}
+    test = {problem.key for problem in held_out((name,), 100, seed=0)}
+    assert not train & test
+    skill = name.partition("/")[0]
+    assert {split_of(f"{skill}/{key}") for key in test} == {"test"}
+
+
+def test_no_test_prompt_stands_in_a_training_prompt() -> None:
+    for name in set(MAKERS) - {"wikitext"}:
+        train = {problem.prompt for problem in draw(name, "train", 1500)}
+        assert not train & {problem.prompt for problem in held_out((name,), 100, seed=0)}
+
+
+def test_every_fact_asked_in_the_test_is_also_trained_in_another_wording() -> None:
+    for name, count in (("mmlu", 3000), ("arc", 3000), ("truthfulqa", 1500)):
+        trained = set()
+        for problem in draw(name, "train", count):
+            trained.add((problem.kind, fact_of(problem)))
+        asked = {(problem.kind, fact_of(problem)) for problem in held_out((name,), 150, seed=0)}
+        assert asked <= trained
+
+
+def fact_of(problem: object) -> tuple[str, ...]:
+    text = problem.key.lower()  # type: ignore[attr-defined]
+    subjects = [*world.lands(), *world.animals(), *world.tools(), *world.BEASTS]
+    return tuple(subject for subject in subjects if subject.lower() in text)
+
+
+def test_test_sets_hold_no_problem_twice() -> None:
+    rows = [repr(problem) for problem in held_out(tuple(f"bbh/{kind}" for kind in BBH), 210, 0)]
+    assert len(set(rows)) == 210
+
+
+def test_every_maker_has_a_share_of_the_training() -> None:
+    assert set(EARLY_SHARES) == set(MAKERS)
+    assert set(LATE_SHARES) == set(MAKERS) | set(AUXILIARY)
+
+
+def test_word_problem_calculations_are_right_and_lead_to_the_answer() -> None:
+    for problem in draw("gsm8k", "train", 300):
+        for calculation, value in re.findall(r"<<([0-9+*-]+)=(-?\d+)>>", problem.target):
+            left, operator, right = re.fullmatch(r"(\d+)([+*-])(\d+)", calculation).groups()
+            operation = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator]
+            assert operation(int(left), int(right)) == int(value)
+        assert problem.target.endswith(f"#### {value}")
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("not True or True and False", False),
+        ("True or False and False", True),
+        ("not ( True or False ) and True", False),
+        ("not not ( not False )", True),
+    ],
+)
+def test_boolean_expressions_follow_python_precedence(text: str, value: bool) -> None:
+    assert bbh_logic.evaluate(text.split()) is value
+
+
+def test_boolean_answers_agree_with_python() -> None:
+    for problem in draw("bbh/boolean_expressions", "train", 300):
+        expression = problem.row["input"].removesuffix(" is")
+        assert str(eval(expression, {"__builtins__": {}})) == problem.target
+
+
+def test_lies_and_counts_agree_with_a_second_reading() -> None:
+    for problem in draw("bbh/web_of_lies", "train", 300):
+        num_lies = len(re.findall(r" lies\.", problem.row["input"]))
+        assert problem.target == ("Yes" if num_lies % 2 == 0 else "No")
+    for problem in draw("bbh/tracking_shuffled_objects_three_objects", "train", 200):
+        assert problem.target == second_reading_of_swaps(problem.row["input"])
+
+
+def second_reading_of_swaps(text: str) -> str:
+    story = text.partition("\nOptions:\n")[0]
+    held = dict(zip(("Alice", "Bob", "Claire"), "ABC", strict=True))
+    for one, two in re.findall(r"(?:First|Then|Finally), (\w+) and (\w+) ", story):
+        held[one], held[two] = held[two], held[one]
+    asked = re.search(r"At the end of the [a-z]+, (\w+) ", story).group(1)
+    return f"({held[asked]})"

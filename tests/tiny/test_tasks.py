@@ -1,0 +1,90 @@
+"""The offline YAMLs: they load, and they print what lm-eval's own tasks print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from lm_eval import tasks as lm_eval_tasks
+from lm_eval.tasks import TaskManager
+
+from lm_eval_moecache.tiny.documents import NUM_DOCUMENTS, NUM_PAGES
+from lm_eval_moecache.tiny.generator import BBH, held_out
+
+CONFIGS = Path(__file__).parents[2] / "task_configs"
+LM_EVAL = Path(lm_eval_tasks.__file__).parent
+NAMES = ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh", "wikitext")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads `!function` as its text."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+
+
+def config_of(path: Path) -> dict:
+    return yaml.load(path.read_text(), Loader=_Loader)
+
+
+def ours(name: str) -> dict:
+    return config_of(CONFIGS / "offline" / f"tiny_{name}.yaml")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict:
+    manager = TaskManager(include_path=str(CONFIGS), include_defaults=False)
+    return manager.load([f"tiny_{name}" for name in NAMES])["tasks"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_load_with_their_number_of_documents(loaded: dict, name: str) -> None:
+    documents = list(loaded[f"tiny_{name}"].test_docs())
+    assert len(documents) == (NUM_PAGES if name == "wikitext" else NUM_DOCUMENTS)
+
+
+@pytest.mark.parametrize("name", ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh"))
+def test_prompt_and_target_are_those_the_model_was_trained_on(loaded: dict, name: str) -> None:
+    task = loaded[f"tiny_{name}"]
+    makers = tuple(f"bbh/{kind}" for kind in BBH) if name == "bbh" else (name,)
+    documents = task.test_docs()
+    for problem, row in zip(held_out(makers, 14, seed=0), documents, strict=False):
+        target = task.doc_to_target(row)
+        if name in ("mmlu", "arc", "truthfulqa"):
+            target = task.doc_to_choice(row)[int(target)]
+        assert (task.doc_to_text(row), target) == (problem.prompt, problem.target)
+
+
+def test_group_holds_the_six_tasks() -> None:
+    group = config_of(CONFIGS / "offline" / "moecache_offline.yaml")
+    assert [item["task"] for item in group["task"]] == [f"tiny_{name}" for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "name, path, keys",
+    [
+        ("gsm8k", "gsm8k/gsm8k.yaml", ("doc_to_text", "doc_to_target", "metric_list")),
+        ("mmlu", "mmlu/default/_default_template_yaml", ("doc_to_choice", "metric_list")),
+        ("arc", "arc/arc_easy.yaml", ("doc_to_text", "doc_to_choice", "metric_list")),
+        ("truthfulqa", "truthfulqa/truthfulqa_mc1.yaml", ("doc_to_choice", "metric_list")),
+        ("wikitext", "wikitext/wikitext.yaml", ("doc_to_text", "metric_list")),
+    ],
+)
+def test_settings_equal_those_of_lm_eval(name: str, path: str, keys: tuple[str, ...]) -> None:
+    theirs = config_of(LM_EVAL / path)
+    assert {key: ours(name)[key] for key in keys} == {key: theirs[key] for key in keys}
+
+
+def test_mmlu_prompt_is_lm_evals_description_and_question() -> None:
+    theirs = config_of(LM_EVAL / "mmlu/default/_default_template_yaml")
+    anatomy = config_of(LM_EVAL / "mmlu/default/mmlu_anatomy.yaml")
+    head = anatomy["description"].replace("anatomy", "{{subject}}")
+    assert ours("mmlu")["doc_to_text"] == head + theirs["doc_to_text"]
+
+
+@pytest.mark.parametrize("kind", BBH)
+def test_bbh_prompt_is_that_of_lm_evals_zero_shot_task(kind: str) -> None:
+    theirs = config_of(LM_EVAL / "bbh/zeroshot" / f"{kind}.yaml")
+    assert theirs["description"] == BBH[kind][0] + "\n\n"
+    assert ours("bbh")["doc_to_text"] == "{{description}}\n\n" + theirs["doc_to_text"]
