@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lm_eval_moecache.core.engine import offline
 from lm_eval_moecache.core.hardware import Hardware, load_hardware
 from lm_eval_moecache.core.sizes import check_capacity, is_per_layer
+from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
-from lm_eval_moecache.policy import Policy, load_policy
+from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
@@ -18,7 +20,7 @@ _CHOICES = {
     "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
 }
-KEYS = ("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", *_CHOICES)
+KEYS = ("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", *_CHOICES)
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 _FROM_PRETRAINED = (
     "attn_implementation",
@@ -45,6 +47,8 @@ class Config:
     scoring: str
     cache_reset: str
     seed: int
+    trace: str | None = None
+    """Folder to record a routing trace into."""
 
 
 def split_arguments(
@@ -74,8 +78,13 @@ def read_config(given: Mapping[str, Any]) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read."""
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
     policy = load_policy(str(given.get("policy", "specmd")), overrides)
+    for axis in AXES:
+        algorithm = getattr(policy, axis).algorithm
+        if getattr(algorithm, "is_offline", False):
+            raise offline(algorithm)
     capacity = str(given.get("capacity", "25%"))
     check_capacity(capacity)
+    check_cache_form(policy, is_per_layer(capacity))
     choices = {}
     for key, allowed in _CHOICES.items():
         choices[key] = str(given.get(key, allowed[0]))
@@ -94,8 +103,16 @@ def read_config(given: Mapping[str, Any]) -> Config:
             str(given.get("hardware", "a100-5gbps")), None if bandwidth is None else str(bandwidth)
         ),
         seed=seed,
+        trace=_trace_folder(given.get("trace")),
         **choices,
     )
+
+
+def _trace_folder(folder: object) -> str | None:
+    if folder is None:
+        return None
+    prepare_folder(str(folder))
+    return str(folder)
 
 
 def _check_scan(policy: Policy, capacity: str) -> None:

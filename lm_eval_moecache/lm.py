@@ -9,6 +9,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.preflight import model_path, preflight
+from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.report.metrics import request_metrics, task_metrics
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.wrap import WrappedModel
@@ -46,6 +49,7 @@ class MoECacheLM(HFLM):
 
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
+        self.finish_trace()
         self.wrapped.unwrap()
         self._wrap(config)
 
@@ -54,6 +58,14 @@ class MoECacheLM(HFLM):
         self.engine = Engine(self.geometry, _setting(config, self.geometry))
         self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine)
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
+        if config.trace is not None:
+            self.wrapped.recorder = Recorder(
+                config.trace,
+                f"{config.policy.name}-{config.capacity}",
+                self.geometry,
+                seed=config.seed,
+                depth=self.engine.algorithms.prefetch.depth,
+            )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
 
     def set_cache_hook(self, cache_hook: Any) -> None:
@@ -76,8 +88,10 @@ class MoECacheLM(HFLM):
             request.moecache = request_metrics(record)
 
     @contextmanager
-    def _serving(self, records: list[RequestRecord]) -> Iterator[None]:
-        """Attribute the passes of this block to these requests."""
+    def _serving(self, records: list[RequestRecord], rows: list[int]) -> Iterator[None]:
+        """Attribute the passes of this block to these requests; `rows` has one for each row."""
+        if self.wrapped.recorder is not None:
+            self.wrapped.recorder.row_requests = rows
         if self.moecache.cache_reset == "request":
             self.engine.reset_cache()
         self.engine.ledger.serve(records)
@@ -112,7 +126,7 @@ class MoECacheLM(HFLM):
         records = self._batch
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
-        with self._serving(records):
+        with self._serving(records, [record.index for record in records]):
             output = super()._model_generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
@@ -179,15 +193,17 @@ class MoECacheLM(HFLM):
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
         served: list[RequestRecord] = []
         lengths: list[int] = []
+        rows: list[int] = []
         for row in inps.tolist():
             # One forward answers every request with this input where HFLM groups them.
             waiting = self._waiting.get(_fingerprint(row), [])
             taken = waiting if self.logits_cache else waiting[:1]
             served += [record for record, _ in taken]
             lengths.append(taken[0][1] if taken else len(row))
+            rows.append(taken[0][0].index if taken else NO_REQUEST)
             if not self.logits_cache:
                 del waiting[:1]
-        with self._serving(_distinct(served)):
+        with self._serving(_distinct(served), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
             return super()._model_call(inps, *args, **kwargs)
@@ -197,9 +213,16 @@ class MoECacheLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Add `moecache` to the results' `config`, and print the table of speed."""
         info: dict[str, Any] = super().get_model_info()
+        self.finish_trace()
         info["moecache"] = report = self.report()
         sys.stdout.write(speed_table(report) + "\n")
         return info
+
+    def finish_trace(self) -> Path | None:
+        """Give the recorded trace its name and return its path; further passes are refused."""
+        if self.wrapped.recorder is None:
+            return None
+        return self.wrapped.recorder.close(self.engine.ledger.requests)
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""

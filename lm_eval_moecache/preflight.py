@@ -12,6 +12,7 @@ from lm_eval_moecache.config import TINY, Config, read_config, split_arguments
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.tiny import MODEL_DIR
 
 
@@ -21,12 +22,17 @@ def preflight(
     """Return our checked setting and the host's arguments.
 
     Raises ValueError for unknown or useless keys, for values outside what is allowed, for a model
-    without MoE layers that can be taken over, and for a capacity too small for one expert.
+    without MoE layers that can be taken over, for a capacity too small for one expert, and for
+    parameters out of an algorithm's range.
     """
     ours, theirs = split_arguments(arguments, host_keys)
     config = read_config(ours)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
-    parse_capacity(config.capacity, _geometry(pretrained, theirs))
+    geometry = _geometry(pretrained, theirs)
+    parse_capacity(config.capacity, geometry)
+    for axis in AXES:
+        # Built to be thrown away: their constructors check the parameters' ranges.
+        getattr(config.policy, axis).build(geometry, config.seed)
     return config, theirs
 
 

@@ -29,6 +29,7 @@ from lm_eval_moecache.experts import (
     register_experts_function,
 )
 from lm_eval_moecache.moe_layers import MoELayer
+from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.store import InPlaceStore
 
 
@@ -47,12 +48,14 @@ class WrappedModel:
         self.pad_token_id: int | None = None
         self.scan_scoring = False
         """Whether the next passes route their tokens one after another (`scoring=scan`)."""
+        self.recorder: Recorder | None = None
+        """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
         self._scanning = False
         self._layers = layers
         self._rules: list[WeightingRule | None] = self._find_rules()
         self._valid: npt_bool | None = None
         self._num_tokens = 0
-        self._depth = engine.algorithms.prefetch.depth
+        self._depth = engine.depth
         self._before = model.get_experts_implementation()
         self._store = InPlaceStore(_implementation(model))
         register_experts_function()
@@ -106,12 +109,24 @@ class WrappedModel:
         if rows > 1:
             self._valid = self._valid_tokens(input_ids, kwargs.get("attention_mask"), phase)
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
+        if not self._num_tokens:
+            return
         self._store.decoding = phase == DECODE
         self._scanning = self.scan_scoring and phase == PREFILL
+        index = len(self.engine.ledger.passes)
         if self._scanning:
             self.engine.begin_scan(self._num_tokens)
         else:
             self.engine.begin_pass(phase, self._num_tokens)
+        if self.recorder is None:
+            return
+        if self._scanning:
+            self.recorder.begin_scan(index, input_ids, self._valid)
+        else:
+            mask, past_length = kwargs.get("attention_mask"), 0
+            if past is not None:
+                past_length = past.get_seq_length()
+            self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> npt_bool | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -127,6 +142,8 @@ class WrappedModel:
         return None if valid.all() else valid.ravel()
 
     def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._num_tokens:
+            return
         if self._scanning:
             self.engine.end_scan()
         else:
@@ -154,7 +171,8 @@ class WrappedModel:
         assert record is not None or self._scanning, "a router was called outside a pass"
         index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
         event = Event(index, layer, phase, self._num_tokens, [])
-        if self._num_tokens == 1 and not (self._scanning or engine.wants_weights):
+        one = self._num_tokens == 1 and self.recorder is None
+        if one and not (self._scanning or engine.wants_weights):
             event.keys = _keys_of_one_token(layer * engine.geometry.num_experts, output)
         else:
             experts_TK = self._rows(output[2]).astype(np.int64)
@@ -164,9 +182,13 @@ class WrappedModel:
             event.weights = np.take_along_axis(weights_TK, order, -1)
             event.keys = unique_in_order(layer, engine.geometry.num_experts, event.experts)
         if engine.wants_logits:
-            event.logits = self._rows(output[0].float())
+            # Where results cannot change, what algorithms see is what a trace keeps, as below.
+            seen = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
+            event.logits = self._rows(seen.float())
         for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
             event.predicted[ahead] = self._predict(ahead, hidden)
+        if self.recorder is not None:
+            self.recorder.add(event, output[0], self._rows, lambda a: self._predict(a, hidden))
         return event
 
     def _predict(self, layer: int, hidden: Tensor) -> FloatArray:

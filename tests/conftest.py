@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Models of a few kilobytes: a second thread only waits, and for long on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 Checkpoint = Callable[[str], Path]
 

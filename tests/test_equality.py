@@ -19,8 +19,8 @@ from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.policy import load_policy, policy_names
 from lm_eval_moecache.wrap import WrappedModel
 from tests.conftest import Checkpoint
-from tests.models import FAMILIES, random_model
 from tests.harness import answers
+from tests.models import FAMILIES, random_model
 
 LOSSLESS = [name for name in policy_names() if load_policy(name).is_lossless]
 CAPACITIES = ("100%", "25%", "1", "2/layer")
@@ -76,7 +76,10 @@ def traces_left_on(model: Any) -> dict[str, Any]:
         },
         "implementation": model.get_experts_implementation(),
         "config": model.config.to_dict(),
-        "set": [getattr(m, "config", model.config)._experts_implementation for m in model.modules()],
+        "settings": [
+            getattr(module, "config", model.config)._experts_implementation
+            for module in model.modules()
+        ],
     }
 
 

@@ -110,15 +110,15 @@ def test_padding_of_a_batch_is_nobodys_token(lm: MoECacheLM) -> None:
 def test_choices_of_one_token_share_their_forward(lm: MoECacheLM, batch_size: int) -> None:
     install(lm, batch_size=batch_size)
     lm.loglikelihood(choices(), disable_tqdm=True)
-    a, b, long_one, *_ = lm.engine.ledger.requests
+    a, b, long_one, other, _, other_long = records = lm.engine.ledger.requests
     assert a.passes == b.passes
     assert a.passes[0] is b.passes[0]
     assert a.prompt_tokens == b.prompt_tokens < long_one.prompt_tokens
-    served = {id(p) for r in lm.engine.ledger.requests for p in r.passes}
-    assert served == {id(p) for p in lm.engine.ledger.passes}
-    # Tokens of two contexts and two long choices, without padding.
-    tokens = {r.prompt_tokens for r in lm.engine.ledger.requests}
-    assert sum(p.num_tokens for p in lm.engine.ledger.passes) == 2 * sum(tokens)
+    passes = lm.engine.ledger.passes
+    assert {id(p) for r in records for p in r.passes} == {id(p) for p in passes}
+    # Padding left out, each input is computed once.
+    inputs = (a, long_one, other, other_long)
+    assert sum(p.num_tokens for p in passes) == sum(r.prompt_tokens for r in inputs)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

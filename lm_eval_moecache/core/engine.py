@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
 from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
 from lm_eval_moecache.core.sizes import Capacity
+from lm_eval_moecache.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
 
 
 class Builder(Protocol):
@@ -62,9 +65,7 @@ class Engine:
     `future` is what a replay knows of the events to come; offline algorithms cannot do without.
     """
 
-    def __init__(
-        self, geometry: Geometry, setting: Setting, future: Future | None = None
-    ) -> None:
+    def __init__(self, geometry: Geometry, setting: Setting, future: Future | None = None) -> None:
         self.geometry = geometry
         self.setting = setting
         self.ledger = Ledger()
@@ -82,7 +83,8 @@ class Engine:
             miss=policy.miss.build(geometry, seed),
             decode_only=policy.phases == "decode",
         )
-        for algorithm in (self.algorithms.prefetch, *(pool.eviction for pool in self.pools)):
+        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
+        for algorithm in [self.algorithms.prefetch, *seers]:
             if algorithm.is_offline and future is None:
                 raise offline(algorithm)
             if future is not None:
@@ -104,6 +106,11 @@ class Engine:
         return chosen.routing.uses_logits or chosen.prefetch.uses_logits or chosen.miss.uses_logits
 
     @property
+    def depth(self) -> int:
+        """How many layers ahead the gates have to be asked at each event."""
+        return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
+
+    @property
     def peak_cache_bytes(self) -> int:
         """The most bytes ever held (summed over the layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
@@ -121,6 +128,10 @@ class Engine:
 
     def run(self, event: Event, execute: Execute | None = None) -> Selection | None:
         return self._step.run(event, execute)
+
+    def observe(self, observer: Callable[[Event], None]) -> None:
+        """Show every event to `observer` once its experts are known and before anything moves."""
+        self._step.observer = observer
 
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"

@@ -65,6 +65,8 @@ class LayerStep:
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._predictions: dict[int, set[int]] = {}
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
+        self.observer: Callable[[Event], None] | None = None
+        """Shown each event after its routing and before anything moves."""
 
     def begin_pass(self, record: PassRecord) -> None:
         self._record = record
@@ -88,6 +90,8 @@ class LayerStep:
         selection = self._route(event, cache)
         absent = [key for key in event.keys if key not in cache.resident]
         self._count(event, cache, absent)
+        if self.observer is not None:
+            self.observer(event)
         fetches: Sequence[Fetch] | None = None
         if absent and self._is_lossy_here(self._algorithms.miss.is_lossless, event):
             fetches, selection = self._resolve(event, cache, absent, selection)
@@ -203,12 +207,12 @@ class LayerStep:
             # It lands before any of these can start, and while the compute stands still.
             if link.inflight in pinned:
                 ready_s = link.busy_until
+            # Off the list: a wave may execute and evict it before its turn comes.
+            fetches = [fetch for fetch in fetches if fetch.key != link.inflight]
             self._land()
             cache.unused_prefetches -= pinned
         for fetch in fetches:
             key = fetch.key
-            if key in cache.resident:
-                continue
             if link.active and link.is_pending(key):
                 link.withdraw(key)
             nbytes = cache.size_of(key, fetch.rung)

@@ -95,7 +95,7 @@ class Event:
     """Target layer -> [tokens, experts] logits of that layer's gate on this layer's input."""
 
     def of_token(self, token: int, pass_index: int, base: int) -> Event:
-        """Return the event that one token would be in a pass of its own; `base` + expert is a key."""
+        """Return what one token's event would be in a pass of its own; a key is `base` + expert."""
         assert self.experts is not None, "a token's experts are unknown"
         row = slice(token, token + 1)
         keys: list[int] = (self.experts[token] + base).tolist()

@@ -39,7 +39,7 @@ def replay(
     lacks what an algorithm of the policy has to see.
     """
     engine = Engine(trace.geometry, setting, future)
-    needs = Needs(engine.wants_weights, engine.wants_logits, engine.algorithms.prefetch.depth)
+    needs = Needs(engine.wants_weights, engine.wants_logits, engine.depth)
     _check_needs(trace, needs)
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers

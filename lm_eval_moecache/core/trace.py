@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lm_eval_moecache.core.records import PHASES, FloatArray, Geometry, IntArray
+from lm_eval_moecache.core.records import FloatArray, Geometry, IntArray
 
 Ints = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.float16]
@@ -83,17 +83,11 @@ class Trace:
     def num_passes(self) -> int:
         return (len(self.row_bounds) - 1) // self.geometry.num_layers
 
-    def phase_of(self, pass_index: int) -> str:
-        row = self.row_bounds[pass_index * self.geometry.num_layers]
-        return PHASES[self.columns.phase[row]]
-
     def starts_sequence(self, pass_index: int) -> bool:
-        """Whether a prefill begins here: what `cache_reset=request` empties the cache for."""
+        """Whether a text begins here: what `cache_reset=request` empties the cache for."""
         event = pass_index * self.geometry.num_layers
         first, last = self.row_bounds[event], self.row_bounds[event + 1]
-        return self.phase_of(pass_index) == PHASES[0] and bool(
-            (self.columns.token[first:last] == 0).any()
-        )
+        return bool((self.columns.token[first:last] == 0).any())
 
 
 def build_trace(
@@ -144,7 +138,8 @@ def _check_values(
     if not len(columns.layer):
         raise ValueError(f"trace {name} holds no rows.")
 
-    def check(bad: npt.NDArray[np.bool_], field: str, values: Ints | FloatArray, rule: str) -> None:
+    def check(found: npt.ArrayLike, field: str, values: Ints | FloatArray, rule: str) -> None:
+        bad = np.asarray(found)
         if bad.any():
             row = int(bad.argmax())
             raise misfit(name, where(row), field, f"is {values[row].tolist()}, {rule}")

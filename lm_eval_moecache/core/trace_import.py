@@ -18,6 +18,7 @@ from lm_eval_moecache.core.trace_file import read_trace
 
 CSV_MARK = "# route_trace v1"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
+_TOKEN_COLUMNS = ("turn", "phase", "step", "layer")
 _CSV_COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency")
 # The traced files are 4-bit GGUFs: 4.5 bits a weight with the scales of a block, as in Q4_K.
 _CSV_ELEMENT_BYTES = 4.5 / 8
@@ -59,9 +60,9 @@ def read_route_csv(path: Path) -> Trace:
     recorded run (`residency`, `expert_bytes`) is its own affair and not read.
     """
     name, text = path.name, _read_text(path)
-    lines = text.split("\n", 1)[0].strip()
-    if lines != CSV_MARK:
-        raise ValueError(f"trace {name}: line 1 is {lines[:40]!r}, must be {CSV_MARK!r}.")
+    mark = text.split("\n", 1)[0].strip()
+    if mark != CSV_MARK:
+        raise ValueError(f"trace {name}: line 1 is {mark[:40]!r}, must be {CSV_MARK!r}.")
     comments = [line for line in text.splitlines() if line.startswith("#")]
     geometry = _csv_geometry(name, comments)
     table = _csv_table(name, text, len(comments))
@@ -72,19 +73,8 @@ def read_route_csv(path: Path) -> Trace:
     def where(row: int) -> str:
         return f"line {first_line + row * top_k}"
 
-    slots = values["slot"]
-    bad = slots != np.arange(len(slots)) % top_k
-    for column in ("turn", "phase", "step", "layer"):
-        bad |= values[column] != values[column][np.arange(len(slots)) // top_k * top_k]
-    if bad.any() or len(slots) % top_k:
-        line = first_line + (int(bad.argmax()) if bad.any() else len(slots))
-        raise misfit(name, f"line {line}", "slot", f"does not count 0..{top_k - 1} for each token")
-    head = {c: values[c][::top_k] for c in ("turn", "phase", "step", "layer")}
+    head = _csv_tokens(name, values, top_k, first_line)
     decodes = head["phase"]
-    bad = (decodes != 0) & (decodes != 1)
-    if bad.any():
-        row = int(bad.argmax())
-        raise misfit(name, where(row), "phase", f"is {decodes[row]}, must be 0 or 1")
     labels = np.stack([head["turn"], decodes, head["step"] * decodes])
     changes = (np.diff(labels, axis=1) != 0).any(axis=0)
     columns = Columns(
@@ -97,6 +87,25 @@ def read_route_csv(path: Path) -> Trace:
         weights=values["weight"].reshape(-1, top_k),
     )
     return build_trace(name, geometry, columns, where=where)
+
+
+def _csv_tokens(name: str, values: dict[str, Any], top_k: int, first_line: int) -> dict[str, Any]:
+    """Check that slots come in groups of `top_k`; return what the lines of a group share."""
+    slots = values["slot"]
+    firsts = np.arange(len(slots)) // top_k * top_k
+    bad = slots != np.arange(len(slots)) % top_k
+    for column in _TOKEN_COLUMNS:
+        bad |= values[column] != values[column][firsts]
+    if bad.any() or len(slots) % top_k:
+        line = first_line + (int(bad.argmax()) if bad.any() else len(slots))
+        raise misfit(name, f"line {line}", "slot", f"does not count 0..{top_k - 1} for each token")
+    head = {c: values[c][::top_k] for c in _TOKEN_COLUMNS}
+    bad = (head["phase"] != 0) & (head["phase"] != 1)
+    if bad.any():
+        row = int(bad.argmax())
+        line = first_line + row * top_k
+        raise misfit(name, f"line {line}", "phase", f"is {head['phase'][row]}, must be 0 or 1")
+    return head
 
 
 def _csv_geometry(name: str, comments: list[str]) -> Geometry:
@@ -148,22 +157,7 @@ def read_jsonl(path: Path, expert_bytes: int | None = None) -> Trace:
     the last expert.
     """
     name = path.name
-    steps: list[list[list[int]]] = []
-    tokens: list[int] = []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
-        token, layers = _jsonl_step(name, number, line)
-        if tokens and token <= tokens[-1]:
-            raise misfit(name, f"line {number}", "tok", f"is {token} after {tokens[-1]}")
-        shape = [len(layer) for layer in layers]
-        expected = [len(layer) for layer in (steps or [layers])[0]]
-        if shape != expected or len(set(shape)) > 1:
-            raise misfit(
-                name, f"line {number}", "layers", "must hold as many lists of as many ids as line 1"
-            )
-        tokens.append(token)
-        steps.append(layers)
-    if not steps:
-        raise ValueError(f"trace {name} holds no rows.")
+    tokens, steps = _jsonl_steps(name, _read_text(path))
     experts = np.asarray(steps, dtype=np.int32)
     num_steps, num_layers, top_k = experts.shape
     size = 1 if expert_bytes is None else expert_bytes
@@ -192,6 +186,26 @@ def read_jsonl(path: Path, expert_bytes: int | None = None) -> Trace:
         where=lambda row: f"line {row // num_layers + 1}, layer {row % num_layers}",
         has_sizes=expert_bytes is not None,
     )
+
+
+def _jsonl_steps(name: str, text: str) -> tuple[list[int], list[list[list[int]]]]:
+    """Return the token numbers and, for each, the ids of every layer: all of one shape."""
+    steps: list[list[list[int]]] = []
+    tokens: list[int] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        token, layers = _jsonl_step(name, number, line)
+        if tokens and token <= tokens[-1]:
+            raise misfit(name, f"line {number}", "tok", f"is {token} after {tokens[-1]}")
+        tokens.append(token)
+        steps.append(layers)
+        shape = [len(layer) for layer in layers]
+        if shape != [len(layer) for layer in steps[0]] or len(set(shape)) > 1:
+            raise misfit(
+                name, f"line {number}", "layers", "must hold as many lists of as many ids as line 1"
+            )
+    if not steps:
+        raise ValueError(f"trace {name} holds no rows.")
+    return tokens, steps
 
 
 def _jsonl_step(name: str, number: int, line: str) -> tuple[int, list[list[int]]]:

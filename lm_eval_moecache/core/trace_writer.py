@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import FloatArray, IntArray
 from lm_eval_moecache.core.trace_file import COLUMNS, OPTIONAL_COLUMNS
 from lm_eval_moecache.core.trace_header import (
@@ -65,8 +65,10 @@ class TraceWriter:
         self._num_rows = 0
         self._total_rows = 0
         self._pass: dict[str, Any] = {}
+        self._scan: list[Mapping[str, Any]] | None = None
+        """The layers so far of a text whose tokens are passes of their own."""
 
-    def begin_pass(self, record: PassRecord, requests: IntArray, tokens: IntArray) -> None:
+    def begin_pass(self, index: int, phase: str, requests: IntArray, tokens: IntArray) -> None:
         """Note the pass that follows: for each of its tokens, whose it is and its position."""
         if self._file is None:
             raise ValueError(
@@ -75,10 +77,16 @@ class TraceWriter:
             )
         self._pass = {
             "request": requests.astype(np.int32),
-            "pass": np.full(len(tokens), record.index, dtype=np.int32),
-            "phase": record.phase,
+            "pass": np.full(len(tokens), index, dtype=np.int32),
+            "phase": phase,
             "token": tokens.astype(np.int32),
         }
+        self._scan = None
+
+    def begin_scan(self) -> None:
+        """Make each token of the pass begun a pass of its own; its layers still come in order."""
+        self._pass["pass"] = self._pass["pass"] + np.arange(len(self._pass["pass"]), dtype=np.int32)
+        self._scan = []
 
     def add(
         self,
@@ -90,29 +98,36 @@ class TraceWriter:
     ) -> None:
         """Record one event: [tokens, top_k] as the router chose, before any policy changed it."""
         num_tokens = len(experts)
-        self._rows.append(
-            {
-                **self._pass,
-                "layer": np.full(num_tokens, layer, dtype=np.int16),
-                "experts": experts.astype(np.int16),
-                "weights": weights.astype(np.float32),
-                "logits": logits.astype(np.float16),
-                "predicted": np.concatenate(
-                    predicted or [np.empty((num_tokens, 0))], axis=1, dtype=np.float16
-                ),
-            }
-        )
+        rows = {
+            **self._pass,
+            "layer": np.full(num_tokens, layer, dtype=np.int16),
+            "experts": experts.astype(np.int16),
+            "weights": weights.astype(np.float32),
+            "logits": logits.astype(np.float16),
+            "predicted": np.concatenate(
+                [np.empty((num_tokens, 0), dtype=np.float16), *predicted], axis=1, dtype=np.float16
+            ),
+        }
         self._num_rows += num_tokens
+        (self._rows if self._scan is None else self._scan).append(rows)
+        if layer != self._layers - 1:
+            return
+        if self._scan is not None:
+            self._rows += [_row(rows, token) for token in range(num_tokens) for rows in self._scan]
         # A row group ends with a pass, so that what is on disk is whole passes.
-        if layer == self._layers - 1 and self._num_rows >= _ROW_GROUP:
+        if self._num_rows >= _ROW_GROUP:
             self._flush()
 
-    def close(self, requests: Sequence[RequestRecord]) -> Path | None:
-        """End the file and give it its name; None where nothing was recorded. Safe to repeat."""
+    def close(self, requests: Sequence[RequestRecord] | None = None) -> Path | None:
+        """End the file and give it its name; None where nothing was recorded. Safe to repeat.
+
+        Without the ledger's `requests`, a reader tells them from the rows.
+        """
         if self._file is None:
             return None
         self._flush()
-        self._file.add_key_value_metadata({REQUESTS_KEY: write_requests(requests)})
+        if requests is not None:
+            self._file.add_key_value_metadata({REQUESTS_KEY: write_requests(requests)})
         self._file.close()
         self._file = None
         if not self._total_rows:
@@ -145,3 +160,9 @@ class TraceWriter:
         np.cumsum(widths, out=offsets[1:])
         values = np.concatenate([part.ravel() for part in parts])
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
+
+
+def _row(rows: Mapping[str, Any], token: int) -> Mapping[str, Any]:
+    """Return one token of a block of rows."""
+    one = slice(token, token + 1)
+    return {name: v if name == "phase" else v[one] for name, v in rows.items()}

@@ -18,7 +18,7 @@ class LFU(EvictionAlgorithm):
     paper names no second criterion. Cost: O(log n) per use and eviction, beside pinned keys.
     """
 
-    source: ClassVar[str] = "SpecMD appendix B; MoE-Infinity's cache (CommitMoE section 4)"
+    source: ClassVar[str] = "SpecMD appendix B; MoE-Infinity's cache (CommitMoE section 5.1)"
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)

@@ -56,10 +56,14 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
     `wanted` is a boolean [tokens, experts], `scores` are [tokens, experts]; ties go to the
     smaller key.
     """
-    num_experts = scores.shape[-1]
-    experts = np.flatnonzero(wanted.any(axis=0))
-    mass = (scores * wanted).sum(axis=0)[experts]
-    return [int(e) + layer * num_experts for e in experts[np.argsort(-mass, kind="stable")]]
+    if len(scores) == 1:
+        experts = wanted[0].nonzero()[0]
+        mass = scores[0][experts]
+    else:
+        experts = np.flatnonzero(wanted.any(axis=0))
+        mass = (scores * wanted).sum(axis=0)[experts]
+    keys = experts[np.argsort(-mass, kind="stable")] + layer * scores.shape[-1]
+    return list(keys.tolist())
 
 
 def activations(event: Event, num_experts: int) -> IntArray:

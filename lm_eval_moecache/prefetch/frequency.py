@@ -15,8 +15,8 @@ from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, activations
 class Frequency(PrefetchAlgorithm):
     """Proposes the experts that the next layers have activated most often in the whole run.
 
-    The "historical activation frequencies" of BuddyMoE section 2 and the frequency-based
-    prediction that SP-MoE section 2 compares with; neither says over what the frequency is taken:
+    The "historical activation frequencies" of BuddyMoE section 2.3 and the frequency-based
+    prediction that SP-MoE section 2.2 compares with; neither says over what the frequency is taken:
     here over all tokens of the run, prefill included. Ties go to the smaller expert, and what was
     never used is not proposed. After the last layer it goes on with the next pass's first.
     Cost: O(E log E) per layer ahead; no gate.
@@ -24,7 +24,7 @@ class Frequency(PrefetchAlgorithm):
     Parameters: overfetch, a factor on top_k (1.0); lookahead, layers ahead (1).
     """
 
-    source: ClassVar[str] = "BuddyMoE section 2; SP-MoE section 2 (frequency-based prediction)"
+    source: ClassVar[str] = "BuddyMoE section 2.3; SP-MoE section 2.2 (frequency-based prediction)"
 
     def __init__(
         self, geometry: Geometry, *, seed: int = 0, overfetch: float = 1.0, lookahead: int = 1

@@ -18,7 +18,7 @@ Matrix = npt.NDArray[np.float64]
 class History(PrefetchAlgorithm):
     """Matches the running request's activation matrix with past ones and proposes what they used.
 
-    MoE-Infinity (Xue et al. 2024), as SP-MoE section 5 and CommitMoE section 4 tell it:
+    MoE-Infinity (Xue et al. 2024), as SP-MoE section 5 and CommitMoE section 5.1 tell it:
     "request-level prefetching based on historical sequence-level expert activation patterns". A
     request, from one prefill to the next, is a matrix [layers, experts] of tokens served. The
     past one with the highest cosine, averaged over the layers this request has reached, foretells
@@ -83,7 +83,8 @@ class History(PrefetchAlgorithm):
             row, discount = matrix[target], 1 - ahead / geometry.num_layers
             for expert in np.argsort(-row, kind="stable")[: self._share]:
                 if row[expert]:
-                    share = discount * float(row[expert] / row.sum())
+                    # Rounded, so that equal shares tie whatever their last digits.
+                    share = round(discount * float(row[expert] / row.sum()), 9)
                     ranked.append((-share, geometry.key(target, int(expert))))
         return [key for _, key in sorted(ranked)]
 

@@ -38,6 +38,11 @@ class NextGate(PrefetchAlgorithm):
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
         for layer, logits in event.predicted.items():
+            if len(logits) == 1:
+                # One token's experts go by its own order: no need for probabilities.
+                top = np.argsort(-logits[0], kind="stable")[: self._count]
+                keys += (top + layer * self.geometry.num_experts).tolist()
+                continue
             scores = softmax(logits)
             top = np.argsort(-scores, axis=-1, kind="stable")[:, : self._count]
             wanted = np.zeros(scores.shape, dtype=bool)

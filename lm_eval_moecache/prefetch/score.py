@@ -11,6 +11,7 @@ from lm_eval_moecache.core.records import Event, FloatArray, Geometry, softmax
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass
 
 _BINS = 4096
+_BLOCKS = 64
 
 
 class Score(PrefetchAlgorithm):
@@ -40,7 +41,11 @@ class Score(PrefetchAlgorithm):
             raise ValueError(f"prefetch.percentile={percentile} must lie between 0 and 100.")
         self.percentile = percentile
         self.scope = scope
-        self._histogram = [np.zeros(_BINS, dtype=np.int64) for _ in range(geometry.num_layers)]
+        layers = range(geometry.num_layers)
+        # Per layer, the scores seen in each bin, and in each block of bins: the block that holds
+        # the percentile is found first, which is several times faster than summing all bins.
+        self._histogram = [np.zeros((_BLOCKS, _BINS // _BLOCKS), dtype=np.int64) for _ in layers]
+        self._blocks = [np.zeros(_BLOCKS, dtype=np.int64) for _ in layers]
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
@@ -57,8 +62,12 @@ class Score(PrefetchAlgorithm):
 
     def _running_percentile(self, layer: int, scores: np.ndarray) -> float:
         """Percentile over every score seen for this layer, to 1/4096 of the score range."""
-        histogram = self._histogram[layer]
-        bins = np.minimum((scores * _BINS).astype(np.int64), _BINS - 1)
-        histogram += np.bincount(bins.ravel(), minlength=_BINS)
-        rank = self.percentile / 100 * histogram.sum()
-        return float(np.searchsorted(np.cumsum(histogram), rank)) / _BINS
+        histogram, blocks = self._histogram[layer], self._blocks[layer]
+        bins = np.minimum((scores.ravel() * _BINS).astype(np.int64), _BINS - 1)
+        np.add.at(histogram.reshape(-1), bins, 1)
+        np.add.at(blocks, bins // (_BINS // _BLOCKS), 1)
+        cumulated = blocks.cumsum()
+        rank = self.percentile / 100 * cumulated[-1]
+        block = int(cumulated.searchsorted(rank))
+        inside = histogram[block].cumsum() + (cumulated[block] - blocks[block])
+        return float(block * (_BINS // _BLOCKS) + inside.searchsorted(rank)) / _BINS

@@ -75,12 +75,16 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
         return {}
     values: dict[str, float] = {"e2el_ms": sum(durations_ms)}
     if request.kind == GENERATE:
-        values["ttft_ms"] = durations_ms[0]
+        # A trace may begin after the prompt: then every pass is a token after the first.
+        first = request.passes[0].phase == PREFILL
+        if first:
+            values["ttft_ms"] = durations_ms[0]
         tokens = request.output_tokens or 0
         if values["e2el_ms"]:  # free compute and nothing to load: no time to divide by
             values["tok_per_s"] = tokens / values["e2el_ms"] * 1000
-        if tokens >= 2:
-            values["tpot_ms"] = (values["e2el_ms"] - values["ttft_ms"]) / (tokens - 1)
+        if tokens > first:
+            waited_ms = values["e2el_ms"] - values.get("ttft_ms", 0.0)
+            values["tpot_ms"] = waited_ms / (tokens - first)
     else:
         # Scoring answers when the whole text has been read: its first token is its last.
         values["ttft_ms"] = values["e2el_ms"]

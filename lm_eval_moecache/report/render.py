@@ -32,10 +32,14 @@ def as_markdown(tables: Sequence[Table]) -> str:
 def _one_markdown(table: Table) -> str:
     lines = [f"## {table.title}", ""] if table.title else []
     lines.append(_line([column.heading for column in table.columns]))
-    lines.append(_line(["--:" if c.is_number else ":-:" if _is_mark(c) else "---" for c in table.columns]))
+    lines.append(
+        _line(["--:" if c.is_number else ":-:" if _is_mark(c) else "---" for c in table.columns])
+    )
     for i, row in enumerate(table.rows):
         cells = [shown(c, v) for c, v in zip(table.columns, row, strict=True)]
-        lines.append(_line([f"**{t}**" if (i, j) in table.best else t for j, t in enumerate(cells)]))
+        lines.append(
+            _line([f"**{t}**" if (i, j) in table.best else t for j, t in enumerate(cells)])
+        )
     notes = [_LEGEND] if table.best else []
     notes += [_FRONT] if any(_is_mark(column) for column in table.columns) else []
     notes += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []

@@ -14,7 +14,7 @@ from lm_eval_moecache.routing.base import RoutingAlgorithm, ranking, take_best, 
 class PreGated(RoutingAlgorithm):
     """Selects each layer's experts by its gate applied to the previous layer's input.
 
-    Pre-gated MoE (Hwang et al. 2024), as CommitMoE section 2 tells it: "each layer's router
+    Pre-gated MoE (Hwang et al. 2024), as CommitMoE section 1 tells it: "each layer's router
     determine[s] the expert selection for the next layer". The original retrains the model for
     it; here the gates are the model's own, which prices the idea without retraining. The first
     layer is routed as usual, and the weights stay those of the layer's own logits. Only a
@@ -23,7 +23,7 @@ class PreGated(RoutingAlgorithm):
     Cost: O(E log E) per token.
     """
 
-    source: ClassVar[str] = "Hwang et al. 2024 (Pre-gated MoE), as in CommitMoE section 2"
+    source: ClassVar[str] = "Hwang et al. 2024 (Pre-gated MoE), as in CommitMoE section 1"
     uses_logits: ClassVar[bool] = True
     depth: int = 1
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("none", "next_gate")}

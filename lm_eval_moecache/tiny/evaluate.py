@@ -6,7 +6,7 @@ import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from lm_eval_moecache.tiny.batches import Sample, collate, encode
-from lm_eval_moecache.tiny.generator import MAKERS, held_out
+from lm_eval_moecache.tiny.generator import BBH_ASKED, MAKERS, MMLU_ASKED, held_out
 from lm_eval_moecache.tiny.problem import Problem
 
 EVAL_BATCH = 50
@@ -44,7 +44,7 @@ def accuracies(
     model.eval()
     scores = {
         name: round(share_exact(model, tokenizer, held_out((name,), count, seed)), 4)
-        for name in MAKERS
+        for name in dict.fromkeys((*MAKERS, *MMLU_ASKED, *BBH_ASKED))
         if name != "wikitext"
     }
     model.train()

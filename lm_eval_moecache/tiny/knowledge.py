@@ -17,6 +17,7 @@ LANDS = world.lands()
 ANIMALS = world.animals()
 TOOLS = world.tools()
 BEASTS = world.beasts()
+FIXED = world.fixed_facts()
 
 
 def _shuffled(rng: Random, right: str, wrong: list[str]) -> tuple[list[str], int]:
@@ -28,11 +29,55 @@ def _shuffled(rng: Random, right: str, wrong: list[str]) -> tuple[list[str], int
 def make_mmlu(rng: Random) -> Problem:
     """Four letters; the subject heads the prompt as lm-eval's description does."""
     land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
-    subject, *wordings = world.LAND_QUESTIONS[relation]
-    question = rng.choice(wordings).format(land)
+    question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
     right = LANDS[land][relation]
     wrong = rng.sample([row[relation] for row in LANDS.values() if row[relation] != right], 3)
+    return _lettered(rng, relation, question, right, wrong)
+
+
+def make_easy(rng: Random) -> Problem:
+    """`make_mmlu` with distractors of other sorts: teaches what a letter stands for."""
+    land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
+    question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
+    wrong = list[str]()
+    while len(wrong) < 3:
+        other = rng.choice(tuple(LANDS.values()))[rng.choice(world.LAND_RELATIONS)]
+        if other not in (*wrong, LANDS[land][relation]):
+            wrong.append(other)
+    return _lettered(rng, relation, question, LANDS[land][relation], wrong)
+
+
+def make_fixed(rng: Random) -> Problem:
+    """Four choices in an order of their own, as in MMLU's moral_scenarios: the fact decides."""
+    land, relation = rng.choice(tuple(FIXED)), rng.choice(tuple(world.FIXED_VALUES))
+    subject, *wordings = world.FIXED_QUESTIONS[relation]
+    question = rng.choice(wordings).format(land)
+    choices, gold = list(world.FIXED_VALUES[relation]), FIXED[land][relation]
+    return _with_letters(subject, question, choices, gold)
+
+
+COPY_QUESTIONS = (
+    "Which of these is {}?",
+    "Where does {} stand?",
+    "The answer is {}. Which letter?",
+)
+
+
+def make_copy(rng: Random) -> Problem:
+    """The question names the answer: teaches to find a choice and say its letter."""
+    relation = rng.choice(world.LAND_RELATIONS)
+    right, *wrong = rng.sample([row[relation] for row in LANDS.values()], 4)
+    question = rng.choice(COPY_QUESTIONS).format(right)
+    return _lettered(rng, relation, question, right, wrong)
+
+
+def _lettered(rng: Random, relation: str, question: str, right: str, wrong: list[str]) -> Problem:
+    subject = world.LAND_QUESTIONS[relation][0]
     choices, gold = _shuffled(rng, right, wrong)
+    return _with_letters(subject, question, choices, gold)
+
+
+def _with_letters(subject: str, question: str, choices: list[str], gold: int) -> Problem:
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
     body = "\n".join([question, *lines, "Answer:"])
     return Problem(

@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from lm_eval_moecache.tiny.bbh_order import INTRODUCTION
-from lm_eval_moecache.tiny.bbh_space import ORDER_QUESTION, RETURN_QUESTION, SCENES
+from lm_eval_moecache.tiny.bbh_space import ORDER_QUESTION, SCENES
+from lm_eval_moecache.tiny.bbh_walk import RETURN_QUESTION
 from lm_eval_moecache.tiny.generator import BBH, MAKERS, problems
 from lm_eval_moecache.tiny.knowledge import MMLU_HEADER
 

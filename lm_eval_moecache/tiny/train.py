@@ -39,7 +39,7 @@ class Plan:
     """What decides the weights, besides the code."""
 
     seed: int = 0
-    steps: int = 6000
+    steps: int = 2500
     num_tokens: int = 4096
     workers: int = 2
     rate: float = 3e-3

@@ -73,6 +73,65 @@ LAND_QUESTIONS = {
     ),
 }
 
+# Relations of four values that are always offered in this order.
+FIXED_VALUES = {
+    "climate": ("dry", "wet", "cold", "mild"),
+    "ruler": ("king", "queen", "council", "president"),
+    "terrain": ("mountains", "plains", "forests", "islands"),
+    "color": ("red", "green", "blue", "white"),
+}
+FIXED_QUESTIONS = {
+    "climate": (
+        "geography",
+        "What is the climate of {}?",
+        "Which climate does {} have?",
+        "The weather in {} is mostly what?",
+        "Name the climate of {}.",
+        "Which word describes the climate of {}?",
+        "Which kind of weather is common in {}?",
+    ),
+    "ruler": (
+        "government",
+        "Who rules {}?",
+        "Who is the head of government in {}?",
+        "The government of {} is led by whom?",
+        "Name the ruler of {}.",
+        "By whom is {} governed?",
+        "Who makes the laws in {}?",
+    ),
+    "terrain": (
+        "geography",
+        "What covers most of {}?",
+        "Which landscape is found in {}?",
+        "The land of {} is mostly what?",
+        "Name the main landscape of {}.",
+        "Which terrain is {} known for?",
+        "Most of the area of {} is what?",
+    ),
+    "color": (
+        "history",
+        "What is the color of the flag of {}?",
+        "Which color is the flag of {}?",
+        "The flag of {} is which color?",
+        "Name the color of the flag of {}.",
+        "Which color stands for {}?",
+        "The soldiers of {} wore which color?",
+    ),
+}
+
+
+def fixed_facts() -> dict[str, dict[str, int]]:
+    """For each land, the place of its value in each list of FIXED_VALUES; all equally frequent."""
+    rng = Random(21)
+    table = dict[str, dict[str, int]]()
+    for relation in FIXED_VALUES:
+        places = [index % 4 for index in range(len(STEMS))]
+        rng.shuffle(places)
+        for stem, place in zip(STEMS, places, strict=True):
+            table.setdefault(f"{stem}ia", {})[relation] = place
+    return table
+
+
 ANIMAL_TABLE = """
 robin feathers forest worms wings|shark scales ocean fish fins|horse hair grassland grass legs
 frog skin pond insects legs|snake scales desert mice belly|bee hair hive nectar wings

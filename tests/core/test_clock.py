@@ -23,7 +23,7 @@ def test_dense_part_reads_its_weights_once_however_many_tokens() -> None:
 
 
 def test_dense_part_of_many_tokens_is_bound_by_compute() -> None:
-    # 200 bytes are 100 weights of 2 bytes; a token takes 2 FLOP a weight: 200 FLOP / 50 FLOP/s = 4 s.
+    # 200 bytes are 100 weights; a token takes 2 FLOP a weight: 200 FLOP / 50 FLOP/s = 4 s.
     clock = VirtualClock(make_hardware(peak_flops=50.0), make_geometry())
     clock.dense(0, 3)
     assert clock.now == pytest.approx(12.0)

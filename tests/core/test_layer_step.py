@@ -161,6 +161,22 @@ def test_waves_execute_what_was_resident_before_anything_of_the_event_leaves() -
     assert (record.end_s, record.stall_s) == (29.0, 10.0)
 
 
+def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again() -> None:
+    engine = make_engine(prefetching({(0, 0): [5]}), capacity=1)
+    waves: list[list[int]] = []
+    record = engine.begin_pass("decode", 1)
+    for layer, keys in ((0, [0]), (1, [4, 5])):
+        engine.enter(layer, 1)
+        engine.run(Event(0, layer, "decode", 1, keys), lambda keys: waves.append(list(keys)))
+    engine.end_pass()
+    # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.
+    # layer 1: 4 is a miss, 5 is late and fills the cache at 13 (stall 3); its wave 13-14 makes
+    # room for key 4: 14-19 (stall 5); expert 19-20.
+    assert waves == [[0], [5], [4]]
+    assert (record.end_s, record.stall_s) == (20.0, 5.0 + 3.0 + 5.0)
+    assert (record.late, record.misses, record.bytes_moved) == (1, 2, 300)
+
+
 def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
     # At 100 FLOP/s an assignment (2 x 50 FLOP) takes 1 s; reading weights costs nothing.
     hardware = make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30)

@@ -16,9 +16,7 @@ from lm_eval_moecache.report.metrics import (
 )
 
 
-def make_pass(
-    index: int, phase: str, start_s: float, end_s: float, **counts: float
-) -> PassRecord:
+def make_pass(index: int, phase: str, start_s: float, end_s: float, **counts: float) -> PassRecord:
     record = PassRecord(index, phase, 1, start_s, end_s)
     for name, value in counts.items():
         setattr(record, name, value)

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from lm_eval_moecache.tiny import bbh_logic, world
-from lm_eval_moecache.tiny.batches import EARLY_SHARES, LATE_SHARES
+from lm_eval_moecache.tiny.batches import SHARES
 from lm_eval_moecache.tiny.generator import AUXILIARY, BBH, MAKERS, held_out, problems
 from lm_eval_moecache.tiny.problem import split_of
 
@@ -86,8 +86,7 @@ def test_test_sets_hold_no_problem_twice() -> None:
 
 
 def test_every_maker_has_a_share_of_the_training() -> None:
-    assert set(EARLY_SHARES) == set(MAKERS)
-    assert set(LATE_SHARES) == set(MAKERS) | set(AUXILIARY)
+    assert {name for shares in SHARES.values() for name in shares} == set(MAKERS) | set(AUXILIARY)
 
 
 def test_word_problem_calculations_are_right_and_lead_to_the_answer() -> None:

@@ -1,0 +1,1 @@
+"""The papers' analyses, on any model and text, as tables and pictures."""

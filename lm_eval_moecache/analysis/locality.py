@@ -1,0 +1,112 @@
+"""How long experts stay and when they are missed (cache-conditional experts, Figure 7, Table 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.records import Event
+from lm_eval_moecache.report.metrics import cache_metrics
+
+TITLE = "Expert selection, token after token"
+ABSENT, CACHED, HIT, MISS = range(4)
+
+
+@dataclass(slots=True)
+class SelectionMap:
+    """For one layer, the state of every expert at every token: [tokens][experts]."""
+
+    layer: int
+    states: list[list[int]] = field(default_factory=list)
+
+
+def analyze(
+    subject: Subject, capacity: str, routings: Mapping[str, Mapping[str, Any]], layer: int
+) -> tuple[list[dict[str, Any]], dict[str, SelectionMap]]:
+    """Read the text under each routing with one cache per layer.
+
+    Returns a row for each (perplexity, miss rates, lifetime in tokens, fidelity) and the selection
+    map of `layer`, which counts MoE layers from 0.
+    """
+    if not 0 <= layer < subject.geometry.num_layers:
+        raise ValueError(f"layer={layer} must lie between 0 and {subject.geometry.num_layers - 1}.")
+    rows, maps = [], {}
+    for name, overrides in routings.items():
+        found = SelectionMap(layer)
+        reading = subject.read(
+            overrides, capacity=capacity, scan=True, prepare=partial(_watch, found=found)
+        )
+        metrics = cache_metrics(reading.engine.ledger.passes)
+        rows.append(
+            {
+                "routing": name,
+                "perplexity": reading.perplexity,
+                **{
+                    key: metrics[key]
+                    for key in (
+                        "miss_rate",
+                        "token_miss_rate",
+                        "expert_lifetime_tokens",
+                        "routing_fidelity",
+                        "bytes_per_token",
+                    )
+                },
+            }
+        )
+        maps[name] = found
+    return rows, maps
+
+
+def _watch(engine: Engine, found: SelectionMap) -> None:
+    """Note the state of the layer's experts at each lookup."""
+    base = found.layer * engine.geometry.num_experts
+    resident = engine.pools[found.layer].resident
+
+    def observe(event: Event) -> None:
+        if event.layer != found.layer:
+            return
+        needed = {key - base for key in event.keys}
+        states = []
+        for expert in range(engine.geometry.num_experts):
+            near = base + expert in resident
+            if expert in needed:
+                states.append(HIT if near else MISS)
+            else:
+                states.append(CACHED if near else ABSENT)
+        found.states.append(states)
+
+    engine.observe(observe)
+
+
+def draw(maps: Mapping[str, SelectionMap], title: str, path: str, tokens: int = 100) -> None:
+    """Draw the maps below each other: green a hit, red a miss, blue in the cache and not needed."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    from lm_eval_moecache.report.figure import new_figure, save
+
+    colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
+    figure, axes = new_figure(rows=len(maps))
+    for panel, (name, found) in zip(axes, maps.items(), strict=True):
+        columns = [list(column) for column in zip(*found.states[:tokens], strict=True)]
+        panel.imshow(
+            columns, cmap=colors, vmin=ABSENT, vmax=MISS, aspect="auto", interpolation="nearest"
+        )
+        shown = found.states[:tokens]
+        needed = sum(row.count(HIT) + row.count(MISS) for row in shown)
+        missed = sum(row.count(MISS) for row in shown)
+        panel.set_title(f"{name}: {missed / needed:.1%} misses in MoE layer {found.layer}")
+        panel.set_ylabel("expert")
+    axes[-1].set_xlabel("token")
+    names = (("hit", 2), ("miss", 3), ("cached, not needed", 1))
+    figure.legend(
+        handles=[Patch(color=colors(value), label=label) for label, value in names],
+        loc="outside lower center",
+        ncols=3,
+    )
+    figure.suptitle(title)
+    save(figure, path)

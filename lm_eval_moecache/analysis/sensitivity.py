@@ -1,0 +1,63 @@
+"""How much each rank of a router's choice matters (cache-conditional experts, Figure 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm import tqdm
+
+from lm_eval_moecache.analysis.subject import Subject
+
+TITLE = (
+    "Perplexity when experts are dropped from a rank on, or one rank is swapped for a random one"
+)
+
+
+def analyze(subject: Subject, seeds: int = 3) -> list[dict[str, Any]]:
+    """Return one row a rank: perplexity with the rank dropped (and all after it) and swapped.
+
+    Rank 0 is the unmodified model. Swapping is random, so it is read once for each seed; the mean
+    and the largest distance from it are given.
+    """
+    plain = subject.read({}).perplexity
+    rows: list[dict[str, Any]] = [
+        {"rank": 0, "drop_from": plain, "swap": plain, "swap_spread": 0.0}
+    ]
+    for rank in tqdm(range(1, subject.geometry.top_k + 1), desc="ranks"):
+        dropped = subject.read({"routing": "drop_rank", "routing.rank": rank}).perplexity
+        swapped = [
+            subject.read({"routing": "swap_rank", "routing.rank": rank}, seed=seed).perplexity
+            for seed in range(seeds)
+        ]
+        mean = sum(swapped) / seeds
+        spread = max(abs(value - mean) for value in swapped)
+        rows.append({"rank": rank, "drop_from": dropped, "swap": mean, "swap_spread": spread})
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
+    """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
+    from lm_eval_moecache.report.figure import new_figure, save
+
+    figure, (left, right) = new_figure(columns=2)
+    plain, ranked = rows[0]["drop_from"], rows[1:]
+    ranks = [row["rank"] for row in ranked]
+    left.plot(ranks, [row["drop_from"] for row in ranked], marker="o")
+    left.set_title("dropped: this rank and all lighter ones")
+    right.errorbar(
+        ranks,
+        [row["swap"] for row in ranked],
+        yerr=[row["swap_spread"] for row in ranked],
+        marker="o",
+        capsize=3,
+    )
+    right.set_title("swapped: this rank alone, for a random expert")
+    for axes in (left, right):
+        axes.axhline(plain, linestyle="--", linewidth=1, color="gray", label="unmodified")
+        axes.set_yscale("log")
+        axes.set_xticks(ranks)
+        axes.set_xlabel("rank of the expert (1 is the heaviest)")
+        axes.set_ylabel("perplexity")
+        axes.legend()
+    figure.suptitle(title)
+    save(figure, path)

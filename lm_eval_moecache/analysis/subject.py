@@ -1,0 +1,101 @@
+"""The model and the text that an analysis looks at, and one way to run them under a setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from lm_eval_moecache.config import TINY
+from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.preflight import model_path
+from lm_eval_moecache.wrap import WrappedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What reading the text under one setting gave."""
+
+    perplexity: float
+    engine: Engine
+
+
+class Subject:
+    """A loaded model and its text as windows of tokens; every `read` starts with a cold cache."""
+
+    def __init__(self, pretrained: str, text: str, max_tokens: int, window: int = 512) -> None:
+        path = model_path(pretrained)
+        self.name = pretrained
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        self.layers: list[MoELayer] = find_moe_layers(self.model)
+        self.geometry = describe(self.model, self.layers, pretrained)
+        tokens = self.tokenizer(text, return_tensors="pt").input_ids[0, :max_tokens]
+        if len(tokens) < 2:
+            raise ValueError("text: an analysis needs at least two tokens of text.")
+        self.windows = [w for w in tokens.split(window) if len(w) > 1]
+
+    def read(
+        self,
+        overrides: Mapping[str, Any],
+        *,
+        policy: str = "on_demand",
+        capacity: str = "100%",
+        scan: bool = False,
+        seed: int = 0,
+        prepare: Callable[[Engine], None] | None = None,
+    ) -> Reading:
+        """Score the text; `scan` routes it token after token, which needs a cache per layer."""
+        setting = Setting(
+            policy=load_policy(policy, overrides),
+            capacity=parse_capacity(capacity, self.geometry),
+            hardware=load_hardware("a100-5gbps"),
+            seed=seed,
+        )
+        engine = Engine(self.geometry, setting)
+        if prepare is not None:
+            prepare(engine)
+        wrapped = WrappedModel(self.model, self.layers, engine)
+        wrapped.scan_scoring = scan
+        try:
+            return Reading(math.exp(self._mean_nll()), engine)
+        finally:
+            wrapped.unwrap()
+
+    def _mean_nll(self) -> float:
+        total, count = 0.0, 0
+        for window in self.windows:
+            with torch.no_grad():
+                logits = self.model(window[None].to(self.model.device)).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(
+                logits.float(), window[1:].to(logits.device), reduction="sum"
+            )
+            total += float(losses)
+            count += len(window) - 1
+        return total / count
+
+
+def read_text(pretrained: str, path: str | None) -> str:
+    """Return the text to analyse; `tiny` has its own held-out pages where none is named."""
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(f"text={path!r}: there is no such file.")
+        return file.read_text()
+    if pretrained != TINY:
+        raise ValueError(
+            f"text: pretrained={pretrained!r} needs a text to read. Allowed: --text FILE with "
+            "plain text, for example the WikiText validation pages."
+        )
+    from lm_eval_moecache.tiny.documents import wikitext
+
+    return "\n\n".join(wikitext()["test"]["page"])

@@ -1,0 +1,80 @@
+"""Run a grid or list of runs from a YAML file; finished runs are kept, and a rerun resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.sweep.run import Report, run_sweep
+from lm_eval_moecache.sweep.spec import EXECUTORS, SweepFile, read_sweep
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("sweep", help="results/<experiment>/sweep.yaml")
+    parser.add_argument("--jobs", type=int | None, help="processes at a time; default: the file's")
+    parser.add_argument(
+        "--executor", choices=EXECUTORS, help="ray and submitit are extras; default: the file's"
+    )
+    parser.add_argument("--rerun", action="store_true", help="run finished cells again as well")
+    parser.add_argument("--dry-run", action="store_true", help="check and list the cells only")
+
+
+def run(arguments: Namespace) -> int:
+    path = Path(arguments.sweep)
+    sweep = read_sweep(path)
+    if arguments.jobs is not None:
+        if arguments.jobs < 1:
+            raise ValueError(f"--jobs={arguments.jobs} must be a whole number above 0.")
+        sweep = dataclasses.replace(sweep, jobs=arguments.jobs)
+    if arguments.executor is not None and arguments.executor != sweep.executor:
+        # The file's options are for the file's executor.
+        sweep = dataclasses.replace(sweep, executor=arguments.executor, executor_options={})
+    if arguments.dry_run:
+        return _list(sweep, path.parent, arguments.json)
+    report = run_sweep(sweep, path.parent, rerun=arguments.rerun)
+    if arguments.json:
+        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
+    else:
+        sys.stdout.write(_as_text(report, path.parent))
+    return 1 if report.failed else 0
+
+
+def _list(sweep: SweepFile, folder: Path, as_json: bool) -> int:
+    from lm_eval_moecache.sweep.files import finished
+    from lm_eval_moecache.sweep.validation import check_cells
+
+    done = finished(folder)
+    rows = [
+        {
+            "run_id": each.run_id,
+            "state": "finished" if each.configuration_hash in done else "to run",
+            "model_args": dict(each.cell.model_args),
+            "tasks": list(each.cell.tasks),
+        }
+        for each in check_cells(sweep.cells())
+    ]
+    if as_json:
+        sys.stdout.write(json.dumps({"experiment": sweep.name, "runs": rows}, indent=2) + "\n")
+    else:
+        sys.stdout.writelines(f"{row['state']:9s} {row['run_id']}\n" for row in rows)
+    return 0
+
+
+def _as_text(report: Report, folder: Path) -> str:
+    lines = [
+        f"{report.experiment}: {len(report.done)} done, {len(report.skipped)} finished before, "
+        f"{len(report.failed)} failed, of {report.runs} runs in {report.seconds:.1f} s"
+    ]
+    if report.merged:
+        lines.append(f"{report.merged} cells equal another cell's configuration and ran once")
+    for outcome in report.failed:
+        lines += [f"  failed: {outcome.run_id}: {outcome.error}"]
+    if report.failed:
+        lines.append(f"tracebacks: {folder / 'failed'}; the same command retries failed runs")
+    else:
+        lines.append(f"next: moecache table {folder}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,165 @@
+"""Measure the machine this runs on and write it down as a hardware profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.core.hardware import Hardware
+from lm_eval_moecache.core.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_REPEATS = 7
+_SMALL_BYTES = 4096
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=str, required=True, help="the profile's file: NAME.yaml")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", type=str, default="bfloat16", help="compute dtype")
+    parser.add_argument("--size", type=str, default="256MiB", help="bytes of one measured copy")
+    parser.add_argument("--matmul", type=int, default=2048, help="edge of the measured product")
+
+
+def run(arguments: Namespace) -> int:
+    """Measure and write; what was measured is said in `source`, field by field."""
+    path = Path(arguments.out)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"out={arguments.out!r} must end in .yaml.")
+    if arguments.matmul < 1:
+        raise ValueError(f"matmul={arguments.matmul} must be 1 or more.")
+    profile = measure(
+        path.stem,
+        arguments.device,
+        arguments.dtype,
+        parse_bytes(arguments.size, "size"),
+        arguments.matmul,
+    )
+    fields = dataclasses.asdict(profile)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(fields, sort_keys=False, width=100))
+    if arguments.json:
+        sys.stdout.write(json.dumps(fields, indent=2) + "\n")
+    else:
+        sys.stdout.write(yaml.safe_dump(fields, sort_keys=False, width=100))
+    return 0
+
+
+def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int) -> Hardware:
+    """Measure a device. On a CPU, the link is a copy from one place in memory to another."""
+    # Only this action needs torch, and only when it runs.
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype_name!r} is not known. Allowed: bfloat16, float16, float32.")
+    device = _device(device_name)
+    if nbytes < 16 * _SMALL_BYTES:
+        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
+    where = _describe(device)
+    flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
+    memory = 2 * nbytes / _best_s(_inside_of(device, nbytes), device)
+    large_s, small_s = (_best_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
+    tiny = torch.zeros(1, device=device, dtype=dtype)
+    overhead_s = _best_s(lambda: [tiny.add_(1) for _ in range(200)], device) / 200
+    how = f"measured on {where} with torch {torch.__version__}: "
+    return Hardware(
+        name=name,
+        peak_flops=flops,
+        memory_bytes_per_s=memory,
+        link_bytes_per_s=(nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
+        link_latency_s=small_s,
+        kernel_overhead_s=overhead_s,
+        memory_bytes=float(_memory_bytes(device)),
+        source={
+            "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
+            "memory_bytes_per_s": f"{how}copy of {nbytes} bytes within it, read and write counted",
+            "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
+            "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
+            "kernel_overhead_s": f"{how}200 additions to one number, per addition",
+            "memory_bytes": f"reported by {where}",
+        },
+    )
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={name!r} cannot be used: {error}") from error
+    return device
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of several runs: what else the machine does only slows others."""
+    import torch
+
+    times = []
+    for _ in range(_REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    # The first one also allocates and compiles.
+    return min(times[1:])
+
+
+def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
+    import torch
+
+    left = torch.randn(edge, edge, device=device, dtype=dtype)
+    return _best_s(lambda: left @ left, device)
+
+
+def _inside_of(device: torch.device, nbytes: int) -> Callable[[], object]:
+    import torch
+
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _copy_of(device: torch.device, nbytes: int) -> Callable[[], object]:
+    import torch
+
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    if device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _describe(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"

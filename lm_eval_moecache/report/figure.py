@@ -1,0 +1,48 @@
+"""Figures that come out the same to the byte: one style, no dates, no random ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+STYLE = {
+    "svg.hashsalt": "moecache",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "figure.constrained_layout.use": True,
+}
+
+
+def pyplot() -> Any:
+    """Import matplotlib with a backend that needs no screen, or say how to get it."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: pip install 'lm-eval-moecache[plots]'.") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def new_figure(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure and its row or column of axes."""
+    plt = pyplot()
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(4.5 * columns + 1, 2.6 * rows + 0.8), squeeze=False
+        )
+    return figure, list(axes.flat)
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write an SVG or PNG, by the ending of its name."""
+    plt = pyplot()
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None, "Creator": None} if target.suffix == ".svg" else {"Software": None}
+    with plt.rc_context(STYLE):
+        figure.savefig(target, dpi=150, metadata=metadata)
+    plt.close(figure)

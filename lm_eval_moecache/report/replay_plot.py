@@ -1,0 +1,48 @@
+"""The capacity sweep as a picture: miss rate against capacity, with the Belady line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
+
+_SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
+    """Write one line per trace for the policy, and one for each bound."""
+    path = Path(file)
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(
+            f"plot={file!r}: the suffix {path.suffix!r} is not known. Allowed: "
+            f"{', '.join(_SUFFIXES)}."
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "plot: matplotlib is not installed. Install lm-eval-moecache[plots]."
+        ) from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for trace in dict.fromkeys(row.trace for row in rows):
+        own = [row for row in rows if row.trace == trace]
+        own.sort(key=lambda row: row.capacity.total_bytes)
+        # Where a trace says no sizes, a byte stands for one expert.
+        unit = 2**20 if own[0].has_sizes else 1
+        sizes = [row.capacity.total_bytes / unit for row in own]
+        name = Path(trace).name
+        policy = own[0].policy
+        label = f"{name}: {policy.name} ({policy.eviction.name})"
+        axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=label)
+        for bound, style in ((LRU, ":"), (BELADY, "--")):
+            if own[0].bounds and not (bound == LRU and policy.eviction.name == LRU):
+                rates = [row.bounds[bound] for row in own]
+                axes.plot(sizes, rates, style, color="black", label=f"{name}: {bound}, on demand")
+    axes.set_xlabel("capacity [MiB]" if rows[0].has_sizes else "capacity [experts]")
+    axes.set_ylabel("miss rate")
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path)

@@ -1,0 +1,157 @@
+"""Replays traces at several capacities, with the two bounds that say how good a policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from lm_eval_moecache.core.engine import Setting
+from lm_eval_moecache.core.future import Future
+from lm_eval_moecache.core.hardware import Hardware
+from lm_eval_moecache.core.replay import replay
+from lm_eval_moecache.core.sizes import Capacity, parse_capacity
+from lm_eval_moecache.core.trace import Trace
+from lm_eval_moecache.core.trace_import import load_trace
+from lm_eval_moecache.policy import Policy, load_policy
+from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.report.metrics import task_metrics
+
+LRU, BELADY = "lru", "belady"
+_ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch"}
+_PATIENCE_S = 2.0
+"""Shorter replays show no progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepSetting:
+    """What `moecache replay` was asked for, checked. `seed` None takes each trace's own."""
+
+    policy: Policy
+    capacities: Sequence[str]
+    hardware: Hardware
+    cache_reset: str = "never"
+    seed: int | None = None
+    expert_bytes: int | None = None
+    bound: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One replay: a trace at one capacity."""
+
+    trace: str
+    has_sizes: bool
+    policy: Policy
+    capacity: Capacity
+    metrics: dict[str, Any]
+    bounds: dict[str, float]
+    """Miss rate of on-demand LRU and of Belady at this capacity; empty where not asked for."""
+    closeness: float | None
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether the policy changes routing, whose consequences a trace cannot show."""
+        return not self.policy.is_lossless
+
+
+def run_sweep(
+    files: Sequence[str], setting: SweepSetting, *, show_progress: bool = False
+) -> list[Row]:
+    """Replay each trace at each capacity, in the order given."""
+    rows = []
+    for file in files:
+        depth = _depth(setting.policy)
+        trace = load_trace(
+            file,
+            logits=_uses_logits(setting.policy),
+            predicted=depth,
+            expert_bytes=setting.expert_bytes,
+        )
+        capacities = [_capacity(text, trace) for text in setting.capacities]
+        future = Future(trace) if setting.bound or _is_offline(setting.policy) else None
+        runs = len(capacities) * (3 if setting.bound else 1)
+        with tqdm(
+            total=trace.num_passes * runs,
+            desc=trace.name,
+            unit="pass",
+            delay=_PATIENCE_S,
+            disable=not show_progress,
+        ) as bar:
+            for capacity in capacities:
+                rows.append(_run(file, trace, capacity, setting, future, bar))
+                bar.refresh()
+    return rows
+
+
+def closeness(lru: float, policy: float, belady: float) -> float | None:
+    """How much of the way from LRU to Belady a policy goes; None where there is no way."""
+    return None if lru == belady else (lru - policy) / (lru - belady)
+
+
+def _run(
+    file: str,
+    trace: Trace,
+    capacity: Capacity,
+    setting: SweepSetting,
+    future: Future | None,
+    bar: Any,
+) -> Row:
+    def run(policy: Policy) -> tuple[dict[str, Any], int]:
+        seed = trace.seed if setting.seed is None else setting.seed
+        engine = replay(
+            trace,
+            Setting(policy=policy, capacity=capacity, hardware=setting.hardware, seed=seed),
+            future=future,
+            cache_reset=setting.cache_reset,
+            on_progress=bar.update,
+        )
+        engine.check_integrity()
+        misses = sum(p.late + p.misses for p in engine.ledger.passes)
+        return task_metrics(engine.ledger.requests, engine.peak_cache_bytes), misses
+
+    own = run(setting.policy)
+    found: dict[str, tuple[dict[str, Any], int]] = {}
+    for name in (LRU, BELADY) if setting.bound else ():
+        policy = load_policy("on_demand", _ON_DEMAND | {"eviction": name})
+        found[name] = own if _axes(policy) == _axes(setting.policy) else run(policy)
+    return Row(
+        trace=file,
+        has_sizes=trace.has_sizes,
+        policy=setting.policy,
+        capacity=capacity,
+        metrics=own[0],
+        bounds={name: metrics["miss_rate"] for name, (metrics, _) in found.items()},
+        closeness=closeness(found[LRU][1], own[1], found[BELADY][1]) if found else None,
+    )
+
+
+def _axes(policy: Policy) -> list[Any]:
+    return [getattr(policy, axis).as_dict() for axis in AXES]
+
+
+def _capacity(text: str, trace: Trace) -> Capacity:
+    is_size = not (text.endswith(("%", "/layer")) or text.isdigit())
+    if is_size and not trace.has_sizes:
+        raise ValueError(
+            f"capacity={text!r}: trace {trace.name} does not say how large an expert is. Give "
+            "--expert_bytes, or a capacity as a share, a number of experts or N/layer."
+        )
+    return parse_capacity(text, trace.geometry)
+
+
+def _is_offline(policy: Policy) -> bool:
+    axes = (policy.prefetch, policy.eviction)
+    return any(axis.algorithm.is_offline for axis in axes)
+
+
+def _uses_logits(policy: Policy) -> bool:
+    axes = (policy.routing, policy.prefetch, policy.miss)
+    return any(axis.algorithm.uses_logits for axis in axes)
+
+
+def _depth(policy: Policy) -> bool:
+    """Whether the predictions of a trace have to be read: only then is it worth the memory."""
+    return bool(policy.prefetch.algorithm.is_active)

@@ -1,0 +1,140 @@
+"""One run through lm-eval, quietly, and what of its results is worth keeping.
+
+The only module of the sweep that knows lm-eval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import lm_eval.evaluator
+from lm_eval.tasks import TaskManager
+
+from lm_eval_moecache.errors import nearest
+from lm_eval_moecache.paths import task_configs_dir
+from lm_eval_moecache.sweep.spec import Cell
+
+# lm-eval's default of 100,000 draws costs more than a tiny run; 1,000 place the standard error
+# of a bootstrapped metric (BLEU, medians) within about 2%. Means have a closed form.
+BOOTSTRAP_DRAWS = 1000
+SPEED_FILTER = "speed"
+_KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
+# What of lm-eval's own `config` is a function of the configuration, and not of the machine.
+_KEPT_CONFIG = (
+    "model_num_parameters model_dtype model_revision model_sha limit bootstrap_iters "
+    "gen_kwargs random_seed numpy_seed torch_seed fewshot_seed moecache"
+).split()
+_QUIET = ("lm_eval", "transformers", "datasets", "accelerate")
+# lm-eval asks subprocesses (pip, nvidia-smi, git) about the machine for every run: half a second
+# and more, and git's complaint on the terminal. `provenance` asks once per process.
+_COLLECTORS = ("add_env_info", "get_git_commit_hash")
+
+
+@lru_cache(maxsize=4)
+def _task_manager(include_path: tuple[str, ...], defaults: bool) -> TaskManager:
+    folders = [str(task_configs_dir()), *include_path]
+    return TaskManager(include_path=folders, include_defaults=defaults)
+
+
+def check_task_names(tasks: Sequence[str], include_path: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that is neither in the include paths nor one of lm-eval's."""
+    if all(name in _task_manager(include_path, False).task_index for name in tasks):
+        return
+    with quiet():
+        known = _task_manager(include_path, True).task_index
+    for name in tasks:
+        if name not in known:
+            raise ValueError(
+                f"tasks={name!r} is not known.{nearest(name, known)} Allowed: the tasks and groups "
+                "of include_path, of this package's task_configs/, and of `lm_eval ls tasks`."
+            )
+
+
+def _loadable(cell: Cell) -> TaskManager:
+    """Indexing lm-eval's own 10,000 tasks takes seconds: only where the cell needs them."""
+    manager = _task_manager(cell.include_path, False)
+    try:
+        manager.load(list(cell.tasks))
+    except KeyError:
+        return _task_manager(cell.include_path, True)
+    return manager
+
+
+def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
+    """Run a cell's tasks and return the part of lm-eval's results that a rerun repeats."""
+    with _no_collectors():
+        output = lm_eval.evaluator.simple_evaluate(
+            model=lm,
+            model_args=dict(cell.model_args),
+            tasks=list(cell.tasks),
+            task_manager=_loadable(cell),
+            log_samples=True,
+            bootstrap_iters=BOOTSTRAP_DRAWS,
+            **cell.options,
+        )
+    assert output is not None, "only the first rank of a distributed run has results"
+    kept = {key: output[key] for key in _KEPT if key in output}
+    kept["n-samples"] = output["n-samples"]
+    kept["config"] = {key: output["config"].get(key) for key in _KEPT_CONFIG}
+    kept["scores"] = {name: scores(rows) for name, rows in sorted(output["samples"].items())}
+    return kept
+
+
+def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Keep of each sample what a paired comparison needs: `metric,filter` -> doc_id -> score.
+
+    A perplexity's per-sample value is a pair (log-likelihood, words), kept as such. Speed figures
+    are left out: they stand in `config.moecache`.
+    """
+    kept: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        if sample["filter"] == SPEED_FILTER:
+            continue
+        for metric in sample["metrics"]:
+            value = _plain(sample[metric])
+            if value is not None:
+                by_doc = kept.setdefault(f"{metric},{sample['filter']}", {})
+                by_doc[str(sample["doc_id"])] = value
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        pair = [_plain(item) for item in value]
+        return pair if len(pair) == 2 and all(isinstance(x, (int, float)) for x in pair) else None
+    if isinstance(value, bool):
+        return int(value)
+    if hasattr(value, "item"):
+        value = value.item()
+    return value if isinstance(value, (int, float)) else None
+
+
+@contextlib.contextmanager
+def _no_collectors() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name in _COLLECTORS:
+            if hasattr(lm_eval.evaluator, name):
+                stack.enter_context(mock.patch.object(lm_eval.evaluator, name))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[io.StringIO]:
+    """Keep lm-eval's, transformers' and our own per-run chatter off the terminal; collect it."""
+    said = io.StringIO()
+    loggers = [logging.getLogger(name) for name in _QUIET]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            yield said
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

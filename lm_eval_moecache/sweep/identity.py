@@ -1,0 +1,79 @@
+"""What makes two runs the same run: the hash of the resolved configuration, and the run's name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.config import Config, read_config
+from lm_eval_moecache.sweep.spec import Cell
+
+_SLUG_LENGTH = 60
+_UNNAMED = ("pretrained", "hardware", "device", "dtype", "batch_size")
+# Always part of the hash. Other settings only where they differ from the default, so that a
+# setting which later releases add does not make every finished run look unfinished.
+_ESSENTIAL = ("policy", "capacity", "hardware")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A checked cell with its identity."""
+
+    cell: Cell
+    config: Config
+    host_arguments: Mapping[str, Any]
+    configuration_hash: str
+    run_id: str
+
+    @property
+    def load_key(self) -> tuple[str, str, str]:
+        """Cells with equal keys can share one loaded model."""
+        host = json.dumps(self.host_arguments, sort_keys=True, default=str)
+        return self.cell.model, self.cell.pretrained, host
+
+
+def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Planned:
+    resolved = {
+        "model": cell.model,
+        "pretrained": cell.pretrained,
+        "host_arguments": dict(host_arguments),
+        "moecache": resolve(config),
+        "tasks": list(cell.tasks),
+        "options": dict(cell.options),
+    }
+    text = json.dumps(resolved, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Planned(
+        cell=cell,
+        config=config,
+        host_arguments=host_arguments,
+        configuration_hash=digest,
+        run_id=f"{slug(cell)}-{digest[:8]}",
+    )
+
+
+def resolve(config: Config) -> dict[str, Any]:
+    """Return the setting with its policy and hardware in full, without their comments."""
+    default = read_config({})
+    resolved = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _ESSENTIAL or value != getattr(default, field.name):
+            resolved[field.name] = value
+    resolved["policy"] = config.policy.as_dict()
+    resolved["hardware"] = dataclasses.asdict(config.hardware)
+    for part in ("policy", "hardware"):
+        resolved[part].pop("source", None)
+    return resolved
+
+
+def slug(cell: Cell) -> str:
+    """Name a cell by what was written for it; the hash after it tells equal slugs apart."""
+    values = [str(v) for k, v in cell.model_args.items() if k not in _UNNAMED]
+    text = "_".join([*values, "+".join(cell.tasks)]).replace("%", "pct")
+    return re.sub(r"[^A-Za-z0-9.+_]+", "-", text)[:_SLUG_LENGTH].strip("-.")

@@ -1,0 +1,66 @@
+"""Where and when a run was made: everything about it that a rerun need not repeat."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
+
+
+def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
+    """Return the record's `environment`: date, durations, machine, versions, code revision."""
+    return {
+        "date": datetime.fromtimestamp(started_s, tz=timezone.utc).isoformat(timespec="seconds"),
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "gpu": _gpu()},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "revision": code_revision(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _gpu() -> str | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name())
+
+
+@cache
+def code_revision() -> str | None:
+    """Return the commit of this package's source tree, `-dirty` where it was changed since.
+
+    None for an installed package: the repository that holds its environment, if any, is not ours.
+    """
+    folder = Path(__file__).resolve().parent.parent
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "--", ".") else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

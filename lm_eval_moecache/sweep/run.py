@@ -1,0 +1,99 @@
+"""One sweep from file to results: checks all cells, skips finished ones, runs the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lm_eval_moecache.sweep.executors import execute
+from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
+from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.spec import SweepFile
+from lm_eval_moecache.sweep.validation import check_cells
+from lm_eval_moecache.sweep.worker import Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a sweep did, in the form that `--json` prints."""
+
+    experiment: str
+    runs: int
+    merged: int
+    """Cells that equal another cell's configuration, and so did not run a second time."""
+    skipped: tuple[str, ...]
+    done: tuple[str, ...]
+    failed: tuple[Outcome, ...]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "experiment": self.experiment,
+            "runs": self.runs,
+            "merged": self.merged,
+            "skipped": list(self.skipped),
+            "done": list(self.done),
+            "failed": [{"run_id": o.run_id, "error": o.error} for o in self.failed],
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False) -> Report:
+    """Run what is not finished. Raises ValueError before the first run if any cell cannot start."""
+    started = time.monotonic()
+    cells = sweep.cells()
+    planned = check_cells(cells)
+    with only_sweep(folder):
+        done_before = {} if rerun else finished(folder)
+        skipped = [p for p in planned if p.configuration_hash in done_before]
+        waiting = [p for p in planned if p.configuration_hash not in done_before]
+        for each in skipped:
+            _relabel(folder, done_before[each.configuration_hash], each)
+        outcomes = list(_with_progress(sweep, folder, waiting, len(skipped)))
+    return Report(
+        experiment=sweep.name,
+        runs=len(planned),
+        merged=len(cells) - len(planned),
+        skipped=tuple(each.run_id for each in skipped),
+        done=tuple(o.run_id for o in outcomes if o.error is None),
+        failed=tuple(o for o in outcomes if o.error is not None),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _with_progress(
+    sweep: SweepFile, folder: Path, waiting: Sequence[Planned], num_skipped: int
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    if not waiting:
+        return outcomes
+    results = execute(
+        waiting,
+        folder,
+        sweep.name,
+        executor=sweep.executor,
+        jobs=sweep.jobs,
+        options=sweep.executor_options,
+    )
+    total = num_skipped + len(waiting)
+    with tqdm(total=total, initial=num_skipped, unit="run", desc=sweep.name, smoothing=0) as bar:
+        for outcome in results:
+            outcomes.append(outcome)
+            bar.update()
+            if outcome.error is not None:
+                bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
+    return outcomes
+
+
+def _relabel(folder: Path, path: Path, planned: Planned) -> None:
+    """A label is not part of the configuration: a new one is written into the finished run."""
+    record = json.loads(path.read_text())
+    if record["label"] != planned.cell.label:
+        write_record(folder, {**record, "label": planned.cell.label})

@@ -1,0 +1,49 @@
+"""Checks every cell before the first run starts: settings, capacities and task names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval_moecache.plugin import MODELS
+from lm_eval_moecache.sweep.evaluation import check_task_names
+from lm_eval_moecache.sweep.identity import Planned, plan
+from lm_eval_moecache.sweep.spec import Cell
+
+
+def check_cells(cells: Sequence[Cell]) -> list[Planned]:
+    """Return the cells with their identities, each configuration once.
+
+    Raises one ValueError that lists every cell that cannot run, with its reason.
+    """
+    planned: dict[str, Planned] = {}
+    problems: dict[str, list[str]] = {}
+    for cell in cells:
+        try:
+            check_task_names(cell.tasks, cell.include_path)
+            module, _ = model_parts(cell.model)
+            config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments)
+        except (ValueError, OSError) as error:
+            problems.setdefault(str(error), []).append(_shown(cell))
+            continue
+        found = plan(cell, config, host_arguments)
+        planned.setdefault(found.configuration_hash, found)
+    if problems:
+        lines = [f"{error}\n    in: {'; '.join(where)}" for error, where in problems.items()]
+        raise ValueError(
+            f"{sum(map(len, problems.values()))} of {len(cells)} runs cannot start.\n  "
+            + "\n  ".join(lines)
+        )
+    return list(planned.values())
+
+
+def model_parts(model: str) -> tuple[Any, Any]:
+    """Return the module of a harness model, which checks its arguments, and the model's class."""
+    module_name, _, class_name = MODELS[model].partition(":")
+    module = importlib.import_module(module_name)
+    return module, getattr(module, class_name)
+
+
+def _shown(cell: Cell) -> str:
+    return ",".join(f"{key}={value}" for key, value in cell.model_args.items()) or "(defaults)"

@@ -1,0 +1,102 @@
+"""Runs planned cells in this process, whichever executor asked: one loaded model for many runs."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lm_eval_moecache.sweep.evaluation import evaluate, quiet
+from lm_eval_moecache.sweep.files import write_failure, write_record
+from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.provenance import environment
+from lm_eval_moecache.sweep.validation import model_parts
+
+RECORD_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a run; its result or its traceback is in the experiment's folder."""
+
+    run_id: str
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Holder:
+    """The model this process has loaded, ready to be put behind another cache."""
+
+    key: tuple[str, str, str] | None = None
+    lm: Any = field(default=None)
+
+    def get(self, planned: Planned) -> Any:
+        if self.key == planned.load_key:
+            self.lm.install(planned.config)
+            return self.lm
+        # Freed first: two models may not fit.
+        self.key = self.lm = None
+        cell = planned.cell
+        _, model_class = model_parts(cell.model)
+        self.lm = model_class(pretrained=cell.pretrained, **cell.arguments)
+        self.key = planned.load_key
+        return self.lm
+
+
+@cache
+def _holder() -> Holder:
+    """One per process: what makes loading a cost per process and not per run."""
+    return Holder()
+
+
+def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
+    """Run one cell and write its record. Never raises for what a run can do wrong."""
+    started_s = time.time()
+    begin = time.perf_counter()
+    with quiet() as said:
+        try:
+            lm = _holder().get(planned)
+            loaded = time.perf_counter()
+            kept = evaluate(planned.cell, lm)
+        except Exception as error:
+            # A model that failed half way may hold broken hooks: the next run loads its own.
+            _holder.cache_clear()
+            text = f"{traceback.format_exc()}\n--- output ---\n{said.getvalue()[-4000:]}"
+            write_failure(Path(folder), planned.run_id, text)
+            return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
+    seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
+    write_record(
+        Path(folder),
+        {
+            **head(planned, experiment),
+            **kept,
+            "environment": environment(started_s, seconds),
+        },
+    )
+    return Outcome(planned.run_id)
+
+
+def run_cells(planned: Sequence[Planned], folder: str, experiment: str) -> list[Outcome]:
+    return [run_cell(each, folder, experiment) for each in planned]
+
+
+def head(planned: Planned, experiment: str) -> dict[str, Any]:
+    """Return the part of a record that is known before the run."""
+    cell = planned.cell
+    return {
+        "format": RECORD_FORMAT,
+        "run_id": planned.run_id,
+        "experiment": experiment,
+        "label": cell.label,
+        "configuration_hash": planned.configuration_hash,
+        "configuration": {
+            "model": cell.model,
+            "model_args": dict(cell.model_args),
+            "tasks": list(cell.tasks),
+            **cell.options,
+        },
+    }

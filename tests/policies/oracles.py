@@ -1,0 +1,228 @@
+"""Slow, obvious versions of every algorithm, written from the papers' words and not from our code.
+
+Evictions read the whole log of what happened to a cache and recompute who would leave; routing
+and miss handling go token by token through Python lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.core.records import Event, Geometry
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that happened: `pass`, `insert`, `use` (of a key by an event) or `wish`."""
+
+    what: str
+    key: int = -1
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an oracle sees when somebody has to leave."""
+
+    log: Sequence[Entry]
+    resident: Collection[int]
+    pinned: Collection[int]
+    layer: int
+    geometry: Geometry
+
+    @property
+    def free(self) -> list[int]:
+        return sorted(key for key in self.resident if key not in self.pinned)
+
+    def layer_of(self, key: int) -> int:
+        return key // self.geometry.num_experts
+
+    def uses(self, key: int) -> int:
+        return sum(e.what == "use" and e.key == key for e in self.log)
+
+    def last(self, key: int, *what: str) -> int:
+        """When one of these last happened to the key."""
+        i = len(self.log) - 1
+        while self.log[i].key != key or self.log[i].what not in what:
+            i -= 1
+        return i
+
+
+Oracle = Callable[..., Sequence[float]]
+"""(scene, key, parameters) -> the key's place in the order of leaving, smallest first."""
+
+
+def lru(scene: Scene, key: int) -> Sequence[float]:
+    return (scene.last(key, "insert", "use"),)
+
+
+def fifo(scene: Scene, key: int) -> Sequence[float]:
+    return (scene.last(key, "insert"),)
+
+
+def lfu(scene: Scene, key: int) -> Sequence[float]:
+    return (scene.uses(key), key)
+
+
+def score(
+    scene: Scene, key: int, history: str = "sum", decay: float | None = None
+) -> Sequence[float]:
+    total, served, passes_left = 0.0, 0, sum(e.what == "pass" for e in scene.log)
+    for entry in scene.log:
+        passes_left -= entry.what == "pass"
+        if entry.what == "use" and entry.key == key:
+            age = (decay or 0.9) ** passes_left if history == "decayed" else 1.0
+            total += age * sum(entry.weights)
+            served += len(entry.weights)
+    if not served:
+        return (-math.inf, key)
+    return (round(total / served if history == "mean" else total, 9), key)
+
+
+def fld(scene: Scene, key: int, distance: str = "absolute") -> Sequence[float]:
+    layer = scene.layer_of(key)
+    if distance == "absolute":
+        return (-abs(layer - scene.layer), layer, *lru(scene, key))
+    turns = 0
+    while (scene.layer + turns) % scene.geometry.num_layers != layer:
+        turns += 1
+    return (-turns, *lru(scene, key))
+
+
+def shallow_first(scene: Scene, key: int) -> Sequence[float]:
+    return (-scene.layer_of(key), *lru(scene, key))
+
+
+def frequency_layer(scene: Scene, key: int, layer: str = "forward") -> Sequence[float]:
+    num_layers, away = scene.geometry.num_layers, scene.layer_of(key)
+    if layer == "forward":
+        away = (away - scene.layer) % num_layers
+    return (scene.uses(key) * (num_layers - away), key)
+
+
+def least_stale(scene: Scene, key: int, order: str = "last_use") -> Sequence[float]:
+    touched = loaded = -1
+    current = False
+    for i, entry in enumerate(scene.log):
+        if entry.what == "pass":
+            current = False
+        elif entry.key == key and (entry.what != "wish" or not current):
+            # A wish protects a stale expert; one that is current already is not moved by it.
+            touched, current = i, True
+            loaded = i if entry.what == "insert" else loaded
+    return (current, scene.layer_of(key), loaded if order == "fifo" else touched)
+
+
+EVICTIONS: dict[str, Oracle] = {
+    "lru": lru,
+    "fifo": fifo,
+    "lfu": lfu,
+    "score": score,
+    "fld": fld,
+    "shallow_first": shallow_first,
+    "frequency_layer": frequency_layer,
+    "least_stale": least_stale,
+}
+
+
+# --- routing: equations 5 to 10 on lists ------------------------------------------------------
+
+
+def promote(subset: Sequence[int], everything: Sequence[int]) -> list[int]:
+    """Equation 5."""
+    return [*subset, *(r for r in everything if r not in subset)]
+
+
+def rank(logits: Sequence[float]) -> list[int]:
+    """Equation 2, ties to the smaller expert."""
+    return sorted(range(len(logits)), key=lambda e: (-logits[e], e))
+
+
+def max_rank(
+    logits: Sequence[float], cached: Collection[int], top_k: int, M: int, J: int
+) -> set[int]:
+    """Algorithm 1."""
+    r = rank(logits)
+    promoted = promote([e for e in r[:M] if e in cached], r)
+    return set(promote(r[:J], promoted)[:top_k])
+
+
+def cumsum(
+    logits: Sequence[float], cached: Collection[int], top_k: int, p: float, J: int
+) -> set[int]:
+    """Algorithm 2."""
+    peak = max(logits)
+    mass = [math.exp(z - peak) for z in logits]
+    r, p_cum, M = rank(logits), 0.0, 0
+    while p_cum < p and len(r) > M:
+        p_cum += mass[r[M]] / sum(mass)
+        M += 1
+    return max_rank(logits, cached, top_k, M, J)
+
+
+def cache_prior(
+    logits: Sequence[float], cached: Collection[int], top_k: int, prior: float, top_j: int
+) -> set[int]:
+    """Equation 9, where `prior` is lambda times Delta_avg."""
+    r = rank(logits)
+    boosted = {e for e in r if e in cached} | set(r[:top_j])
+    modified = [np.float32(z) + np.float32(prior) * (e in boosted) for e, z in enumerate(logits)]
+    return set(sorted(r, key=lambda e: (-modified[e], r.index(e)))[:top_k])
+
+
+# --- miss -------------------------------------------------------------------------------------
+
+
+def substitute_score(
+    scores: Sequence[float],
+    experts: Sequence[int],
+    near: Collection[int],
+    tolerance: float,
+    relative: bool = False,
+) -> list[int]:
+    """One token: each absent expert, heaviest first, takes the closest near one still free."""
+    chosen = list(experts)
+    taken = set(experts)
+    for place, expert in enumerate(experts):
+        if expert in near:
+            continue
+        limit = tolerance * (scores[expert] if relative else 1.0)
+        gaps = [
+            (abs(scores[e] - scores[expert]), e)
+            for e in range(len(scores))
+            if e in near and e not in taken and abs(scores[e] - scores[expert]) <= limit
+        ]
+        if gaps:
+            chosen[place] = min(gaps)[1]
+            taken.add(chosen[place])
+    return chosen
+
+
+# --- prefetch ---------------------------------------------------------------------------------
+
+
+def activation_matrix(geometry: Geometry, events: Sequence[Event]) -> Any:
+    matrix = np.zeros((geometry.num_layers, geometry.num_experts))
+    for event in events:
+        assert event.experts is not None
+        for expert in event.experts.ravel().tolist():
+            matrix[event.layer, expert] += 1
+    return matrix
+
+
+def best_match(matrix: Any, past: Sequence[Any]) -> int:
+    """Return the past matrix whose rows have the highest mean cosine with the rows reached."""
+
+    def cosine(a: Any, b: Any) -> float:
+        lengths = float(np.sqrt((a * a).sum()) * np.sqrt((b * b).sum()))
+        return float((a * b).sum()) / lengths if lengths else 0.0
+
+    similarity = [
+        sum(cosine(a, b) for a, b in zip(matrix, old, strict=True) if a.any()) for old in past
+    ]
+    return similarity.index(max(similarity))

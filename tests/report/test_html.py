@@ -1,0 +1,102 @@
+"""The leaderboard page in a real browser: it sorts, filters, and fits a phone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.cli.main import main
+from tests.report.runs import leaderboard_of_four, record, write
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    started.set_page_load_timeout(120)
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path) -> Any:
+    (tmp_path / "sweep.yaml").write_text("title: Four runs\ntasks: quiz\n")
+    assert main(["table", str(leaderboard_of_four(tmp_path)), "--write", "--format=html"]) == 0
+    browser.set_window_size(1280, 900)
+    browser.get((tmp_path / "table.html").as_uri())
+    return browser
+
+
+def shown(page: Any) -> list[str]:
+    """Return the visible rows as `policy capacity`, in order."""
+    return page.execute_script(
+        "return [...document.querySelectorAll('#leaderboard tbody tr')].filter(r => !r.hidden)"
+        ".map(r => r.cells[0].textContent + ' ' + r.cells[1].textContent)"
+    )
+
+
+def head(page: Any, text: str) -> Any:
+    return page.find_element("xpath", f"//th[normalize-space()='{text}']/button")
+
+
+def test_a_click_on_a_heading_sorts_best_first_and_then_the_other_way(page: Any) -> None:
+    head(page, "tok/s").click()
+    fast = ["specmd 50%", "on_demand 50%", "specmd 5%", "on_demand 5%"]
+    assert shown(page) == fast
+    head(page, "tok/s").click()
+    assert shown(page) == fast[::-1]
+    head(page, "Miss").click()
+    assert shown(page) == fast
+    head(page, "Capacity").click()
+    assert [row.split()[1] for row in shown(page)] == ["5%", "5%", "50%", "50%"]
+    assert head(page, "Capacity").find_element("xpath", "..").get_attribute("aria-sort") == (
+        "ascending"
+    )
+
+
+def test_search_choice_and_front_narrow_the_rows_together(page: Any) -> None:
+    search = page.find_element("id", "search")
+    search.send_keys("specmd")
+    assert shown(page) == ["specmd 50%", "specmd 5%"]
+    page.find_element("css selector", "#front-only input").click()
+    assert shown(page) == ["specmd 50%"]
+    assert page.find_element("id", "count").text == "1 of 4 runs"
+    search.clear()
+    # The driver's `clear` fires `change`, a user's keys `input`; the page hears both.
+    assert shown(page) == ["on_demand 50%", "specmd 50%"]
+    page.find_element("css selector", "#front-only input").click()
+    page.find_element("xpath", "//label[starts-with(., 'Capacity')]//option[.='5%']").click()
+    assert shown(page) == ["on_demand 5%", "specmd 5%"]
+
+
+def test_the_page_fits_a_phone_and_can_be_sorted_there(page: Any) -> None:
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+    )
+    try:
+        width = page.execute_script("return document.documentElement.scrollWidth")
+        assert width <= 390
+        page.find_element("xpath", "//select[@id='sort']/option[.='tok/s']").click()
+        assert shown(page)[0] == "specmd 50%"
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_texts_are_escaped(tmp_path: Path) -> None:
+    write(tmp_path, record("a", policy="<script>alert(1)</script>"), record("b"))
+    assert main(["table", str(tmp_path), "--write", "--format=html"]) == 0
+    text = (tmp_path / "table.html").read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text

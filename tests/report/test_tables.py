@@ -1,0 +1,165 @@
+"""Leaderboards and views: what they show, mark and sort, and that they repeat themselves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.pareto import pareto_front
+from lm_eval_moecache.report.results import load_runs
+from tests.report.runs import leaderboard_of_four, record, write
+
+MARKDOWN = """\
+| Policy | Capacity | quiz acc | TTFT ms | tok/s | Hit | Miss | Pareto |
+| --- | --- | --: | --: | --: | --: | --: | :-: |
+| on_demand | 50% | **0.750 ±0.250** | 2.000 | 120.0 | 0.8000 | 0.2000 | * |
+| on_demand | 5% | **0.750 ±0.250** | 2.000 | 80.0 | 0.4000 | 0.6000 |  |
+| specmd | 50% | 0.500 ±0.289 | 2.000 | **200.0** | **0.9000** | **0.1000** | * |
+| specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 | 0.5000 |  |
+
+Best of a column in bold; `*`: on the Pareto front of accuracy and tok/s; ±: standard error.
+"""
+
+
+def table(folder: Path, *options: str) -> int:
+    return main(["table", str(folder), *options])
+
+
+def test_the_leaderboard_marks_the_best_and_the_front(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert table(leaderboard_of_four(tmp_path)) == 0
+    assert capsys.readouterr().out == MARKDOWN
+
+
+def test_the_same_runs_give_the_same_bytes_wherever_they_lie(tmp_path: Path) -> None:
+    first = leaderboard_of_four(tmp_path / "first")
+    (first / "sweep.yaml").write_text("name: made-up\ntasks: quiz\n")
+    second = tmp_path / "elsewhere" / "second"
+    shutil.copytree(first, second)
+    for path in sorted((second / "runs").iterdir(), reverse=True):
+        # Another order on the disk, another date: neither is part of a table.
+        data = json.loads(path.read_text())
+        path.unlink()
+        path.write_text(json.dumps({**data, "environment": {"date": "tomorrow"}}, indent=3))
+    for folder in (first, second):
+        assert table(folder, "--write") == 0
+    for form in ("md", "csv", "html", "json"):
+        name = f"table.{form}"
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+        assert str(tmp_path) not in (first / name).read_text()
+    before = (first / "table.json").read_bytes()
+    assert table(first, "--write", "--format=json") == 0, "a written table is no run"
+    assert (first / "table.json").read_bytes() == before
+
+
+def test_columns_and_order_can_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leaderboard_of_four(tmp_path)
+    columns = "policy,capacity,quiz:acc,decode_miss_rate,ttft_ms.p99,tok_per_s@quiz"
+    assert table(folder, "--format=csv", f"--columns={columns}", "--sort=capacity,tok_per_s") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(r["capacity"], r["tok_per_s@quiz"]) for r in rows] == [
+        ("5%", "90"),
+        ("5%", "80"),
+        ("50%", "200"),
+        ("50%", "120"),
+    ]
+    assert rows[0]["ttft_ms.p99"] == "4.0"
+    assert rows[0]["quiz:acc_stderr"] == "0.25"
+    assert table(folder, "--format=csv", "--columns=tok_per_s", "--sort=tok_per_s:asc") == 0
+    assert capsys.readouterr().out.split() == ["tok_per_s", "80", "90", "120", "200"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--columns=polcy",), "Did you mean 'policy'"),
+        (("--sort=miss_rat",), "Did you mean 'miss_rate'"),
+    ],
+)
+def test_an_unknown_column_is_named(
+    tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert table(leaderboard_of_four(tmp_path), *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_runs_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.json").write_text("[]")
+    assert table(tmp_path) == 2
+    assert "no results" in capsys.readouterr().err
+    assert table(tmp_path / "nowhere") == 2
+
+
+def test_what_varies_becomes_a_column_and_the_mean_of_tasks_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path,
+        record("a", tasks=("quiz", "exam"), bandwidth="5GB/s"),
+        record("b", tasks=("quiz", "exam"), bandwidth="9GB/s"),
+    )
+    assert table(tmp_path) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert "| Bandwidth | Accuracy | quiz acc | exam acc |" in head
+
+
+def test_a_pivot_view_puts_one_setting_across(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leaderboard_of_four(tmp_path)
+    (tmp_path / "sweep.yaml").write_text(
+        "title: All\ntasks: quiz\nviews:\n"
+        "- {title: Speed, rows: policy, columns: capacity, values: tok_per_s}\n"
+        "- {title: Small, where: {capacity: 5%}, rows: policy, values: [miss_rate]}\n"
+    )
+    assert table(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "## Speed: tok/s\n\n| Policy | capacity 5% | capacity 50% |" in out
+    assert "| on_demand | 80.0 | 120.0 |\n| specmd | 90.0 | 200.0 |" in out
+    assert "## Small\n\n| Policy | Miss |" in out
+    (tmp_path / "sweep.yaml").write_text(
+        "tasks: quiz\nviews: [{title: Thin, rows: miss, columns: capacity, values: tok_per_s}]\n"
+    )
+    assert table(tmp_path) == 2
+    assert "several runs at" in capsys.readouterr().err
+
+
+def test_results_of_lm_eval_itself_can_be_read(tmp_path: Path) -> None:
+    data = record("x")
+    for key in ("configuration", "scores", "run_id", "experiment", "label"):
+        del data[key]
+    data["config"] |= {"model": "moecache", "model_args": "policy=specmd,capacity=5%", "limit": 4}
+    (tmp_path / "results_2026.json").write_text(json.dumps(data))
+    [run] = load_runs(tmp_path)
+    assert run.model_args == {"policy": "specmd", "capacity": "5%"}
+    assert run.options == {"limit": 4}
+    assert [s.key for s in run.scores("quiz")] == ["acc,none"]
+
+
+def test_a_group_with_a_score_stands_for_its_tasks(tmp_path: Path) -> None:
+    data = record("x", tasks=("all", "part_a", "part_b"))
+    data["group_subtasks"] = {"all": ["part_a", "part_b"]}
+    write(tmp_path, data)
+    [run] = load_runs(tmp_path)
+    assert (run.scored, run.tasks) == (["all"], ["part_a", "part_b"])
+    del data["results"]["all"]
+    data["results"] = {"all": {"alias": "all"}, **data["results"]}
+    write(tmp_path, data)
+    [run] = load_runs(tmp_path)
+    assert run.scored == ["part_a", "part_b"]
+
+
+def test_of_equal_points_all_are_on_the_front_and_incomplete_ones_are_not() -> None:
+    points = [(1.0, 1.0), (1.0, 1.0), (0.5, 2.0), (0.5, 1.0), (None, 9.0)]
+    assert pareto_front(points, lambda p: p[0], lambda p: p[1]) == {0, 1, 2}

@@ -1,0 +1,133 @@
+"""What a sweep file may say, and the cells it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm_eval_moecache.config import read_config
+from lm_eval_moecache.sweep.identity import plan, slug
+from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
+
+
+def sweep(folder: Path, **fields: Any) -> SweepFile:
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"tasks": "toy", **fields}, sort_keys=False))
+    return read_sweep(path)
+
+
+def hash_of(cell: Cell) -> str:
+    ours = {k: v for k, v in cell.arguments.items() if k != "device"}
+    return plan(cell, read_config(ours), {}).configuration_hash
+
+
+def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> None:
+    cells = sweep(
+        tmp_path,
+        base={"hardware": "a100-5gbps"},
+        grid={"policy": ["specmd", "on_demand"], "capacity": ["5%", "10%"]},
+    ).cells()
+    assert [(c.model_args["policy"], c.model_args["capacity"]) for c in cells] == [
+        ("specmd", "5%"),
+        ("specmd", "10%"),
+        ("on_demand", "5%"),
+        ("on_demand", "10%"),
+    ]
+    assert {c.model_args["hardware"] for c in cells} == {"a100-5gbps"}
+
+
+def test_runs_are_crossed_with_the_grid_and_carry_their_labels(tmp_path: Path) -> None:
+    cells = sweep(
+        tmp_path,
+        runs=[{"label": "plain"}, {"label": "dropping", "miss": "drop", "limit": 3}],
+        grid={"capacity": ["5%", "10%"]},
+        limit=9,
+    ).cells()
+    assert [(c.label, c.options["limit"]) for c in cells] == [
+        ("plain", 9),
+        ("plain", 9),
+        ("dropping", 3),
+        ("dropping", 3),
+    ]
+    assert "label" not in cells[0].model_args
+
+
+def test_several_grids_follow_each_other_and_excluded_cells_are_left_out(tmp_path: Path) -> None:
+    cells = sweep(
+        tmp_path,
+        grid=[{"policy": ["a", "b"], "capacity": ["5%", "10%"]}, {"policy": "c"}],
+        exclude=[{"policy": "b", "capacity": "10%"}],
+    ).cells()
+    assert [tuple(c.model_args.values()) for c in cells] == [
+        ("a", "5%"),
+        ("a", "10%"),
+        ("b", "5%"),
+        ("c",),
+    ]
+
+
+def test_tasks_and_limits_can_be_axes(tmp_path: Path) -> None:
+    cells = sweep(tmp_path, grid={"tasks": ["toy", ["toy", "other"]], "limit": [1, 2]}).cells()
+    assert [(c.tasks, c.options["limit"]) for c in cells] == [
+        (("toy",), 1),
+        (("toy",), 2),
+        (("toy", "other"), 1),
+        (("toy", "other"), 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gird": {}}, "Did you mean 'grid'"),
+        ({"grid": {"policy": []}}, "policy=\\[\\]"),
+        ({"grid": "policy"}, "grid='policy'"),
+        ({"executor": "rey"}, "Did you mean 'ray'"),
+        ({"jobs": 0}, "jobs=0"),
+        ({"tasks": 3}, "tasks=3"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sweep(tmp_path, **fields)
+
+
+def test_a_sweep_without_tasks_or_cells_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="names no tasks"):
+        sweep(tmp_path, tasks=[]).cells()
+    with pytest.raises(ValueError, match="has no runs"):
+        sweep(tmp_path, grid={"policy": "a"}, exclude={"policy": "a"}).cells()
+
+
+def cell(**model_args: Any) -> Cell:
+    return Cell(
+        model="moecache", model_args=model_args, tasks=("toy",), options={}, include_path=()
+    )
+
+
+def test_a_written_default_is_the_same_run_and_a_changed_setting_another() -> None:
+    plain = hash_of(cell(policy="specmd", capacity="5%"))
+    assert hash_of(cell(policy="specmd", capacity="5%", clock="virtual", seed=0)) == plain
+    assert hash_of(cell(policy="specmd", capacity="5%", hardware="a100-5gbps")) == plain
+    assert hash_of(cell(policy="specmd", capacity="6%")) != plain
+    assert hash_of(cell(policy="specmd", capacity="5%", seed=1)) != plain
+    assert hash_of(cell(policy="specmd", capacity="5%", eviction="lru")) != plain
+
+
+def test_a_run_name_is_readable_and_safe_in_a_file_system() -> None:
+    assert slug(cell(policy="specmd", capacity="5%")) == "specmd_5pct_toy"
+    assert "/" not in slug(cell(policy="../mine.yaml", capacity="3/layer"))
+
+
+def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = "routing: standard\nprefetch: none\neviction: {}\nmiss: fetch\n"
+    path.write_text(text.format("lru"))
+    before = hash_of(cell(policy=str(path), capacity="5%"))
+    path.write_text(text.format("random"))
+    assert hash_of(cell(policy=str(path), capacity="5%")) != before

@@ -1,0 +1,83 @@
+"""A sweep small enough for tests: a random model of a few kilobytes on two tiny local tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+NUM_DOCS = 4
+_LOADER = """
+import json
+from pathlib import Path
+
+from datasets import Dataset
+
+
+def load(**_):
+    lines = Path(__file__).with_name("docs.jsonl").read_text().splitlines()
+    return {"test": Dataset.from_list([json.loads(line) for line in lines])}
+"""
+_HEAD = """
+custom_dataset: !function toy_docs.load
+test_split: test
+doc_to_text: "{{question}}"
+"""
+_CHOICE = """
+task: toy_choice
+output_type: multiple_choice
+doc_to_target: gold
+doc_to_choice: "{{choices}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+_ANSWER = """
+task: toy_answer
+output_type: generate_until
+doc_to_target: "{{choices[0]}}"
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+generation_kwargs: {until: ["@@"], max_gen_toks: 4, do_sample: false}
+"""
+
+
+def write_tasks(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    docs = [
+        {"question": f"{i} and {i} is", "choices": ["one", "two", "ten"], "gold": i % 3}
+        for i in range(NUM_DOCS)
+    ]
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (folder / "toy_docs.py").write_text(_LOADER)
+    (folder / "toy_choice.yaml").write_text(_CHOICE + _HEAD)
+    (folder / "toy_answer.yaml").write_text(_ANSWER + _HEAD)
+    return folder
+
+
+def write_sweep(folder: Path, **fields: Any) -> Path:
+    """Write `folder/sweep.yaml` over the toy tasks, which lie beside the folder."""
+    tasks = folder.parent / "tasks"
+    if not tasks.is_dir():
+        write_tasks(tasks)
+    folder.mkdir(exist_ok=True)
+    sweep = {"tasks": ["toy_choice"], "include_path": str(tasks), **fields}
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep, sort_keys=False))
+    return path
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the finished runs by configuration hash."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
+    by_hash = {record["configuration_hash"]: record for record in found}
+    assert len(by_hash) == len(found), "one configuration was written twice"
+    return by_hash
+
+
+def figures(folder: Path) -> dict[str, dict[str, Any]]:
+    """The same without what a rerun need not repeat."""
+    found = records(folder)
+    return {
+        key: {k: v for k, v in record.items() if k != "environment"}
+        for key, record in found.items()
+    }

@@ -1,0 +1,107 @@
+"""A live run of a real model and the replay of its own trace give the same figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from lm_eval_moecache.config import read_config
+from lm_eval_moecache.core.replay import replay
+from lm_eval_moecache.core.trace_import import load_trace
+from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.policy import load_policy, policy_names
+from lm_eval_moecache.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.report.metrics import task_metrics
+
+
+def _lossless() -> list[dict[str, str]]:
+    """Every lossless composition, and every eviction and prefetch algorithm beside plain ones."""
+    settings: list[dict[str, str]] = []
+    for name in policy_names():
+        try:
+            if load_policy(name).is_lossless:
+                settings.append({"policy": name})
+        except ValueError:
+            continue  # it needs an artefact made by `moecache profile`
+    for axis in ("eviction", "prefetch"):
+        for name in algorithm_names(axis):
+            if not find_algorithm(axis, name).is_offline:
+                settings.append({"policy": "on_demand", axis: name})
+    return settings
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Callable[[str], Path]) -> MoECacheLM:
+    return MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", batch_size=2)
+
+
+def _instance(kind: str, arguments: tuple[Any, ...], number: int) -> Instance:
+    return Instance(kind, {}, arguments, number, metadata=("task", number, 1))
+
+
+def _run(lm: MoECacheLM) -> None:
+    asked: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+    prompts = ["One, two,", "Count the apples: 3"]
+    lm.generate_until(
+        [_instance("generate_until", (p, asked), i) for i, p in enumerate(prompts)], True
+    )
+    pairs = [("It is", " a"), ("It is", " b"), ("A longer context", " with more")]
+    lm.loglikelihood([_instance("loglikelihood", p, i) for i, p in enumerate(pairs)], True)
+
+
+@pytest.mark.parametrize("capacity", ["20%", "4/layer"])
+@pytest.mark.parametrize("chosen", _lossless(), ids=lambda c: "-".join(c.values()))
+def test_a_live_run_equals_the_replay_of_its_trace(
+    lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str], capacity: str
+) -> None:
+    try:
+        config = read_config({**chosen, "capacity": capacity, "trace": str(tmp_path), "seed": 5})
+        lm.install(config)
+    except ValueError as error:
+        pytest.skip(str(error))
+    _run(lm)
+    path = lm.finish_trace()
+    assert path is not None
+    again = replay(load_trace(str(path), logits=True, predicted=True), lm.engine.setting)
+    assert again.ledger.passes == lm.engine.ledger.passes
+    totals = task_metrics(again.ledger.requests, again.peak_cache_bytes)
+    assert totals == lm.report()["totals"]
+
+
+def test_cache_reset_replays_exactly_too(lm: MoECacheLM, tmp_path: Path) -> None:
+    lm.install(read_config({"trace": str(tmp_path), "cache_reset": "request", "capacity": "40%"}))
+    _run(lm)
+    path = lm.finish_trace()
+    again = replay(load_trace(str(path), predicted=True), lm.engine.setting, cache_reset="request")
+    assert again.ledger.passes == lm.engine.ledger.passes
+
+
+def test_a_scanned_text_is_recorded_as_decode_passes(lm: MoECacheLM, tmp_path: Path) -> None:
+    chosen = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
+    lm.install(read_config({**chosen, "trace": str(tmp_path)}))
+    _run(lm)
+    again = replay(load_trace(str(lm.finish_trace())), lm.engine.setting)
+    live, found = lm.engine.ledger.passes, again.ledger.passes
+    assert [(p.misses, p.bytes_moved, p.evictions) for p in found] == [
+        (p.misses, p.bytes_moved, p.evictions) for p in live
+    ]
+    # Layers go first in the scan and tokens in the replay: the same sums in another order.
+    assert [p.duration_s for p in found] == pytest.approx([p.duration_s for p in live])
+
+
+def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Path) -> None:
+    lm.install(read_config({"policy": "on_demand", "trace": str(tmp_path)}))
+    _run(lm)
+    assert lm.finish_trace() is not None and lm.finish_trace() is None
+    with pytest.raises(ValueError, match="has been closed"):
+        _run(lm)
+    lm.install(read_config({"policy": "on_demand"}))
+
+
+def test_an_offline_algorithm_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ValueError, match="eviction='belady' needs to know the future"):
+        read_config({"policy": "on_demand", "eviction": "belady"})
