@@ -67,6 +67,7 @@ class MoECacheLM(HFLM):
                 depth=self.engine.algorithms.prefetch.depth,
             )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
+        self._last_served: list[int] = []
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -92,8 +93,11 @@ class MoECacheLM(HFLM):
         """Attribute the passes of this block to these requests; `rows` has one for each row."""
         if self.wrapped.recorder is not None:
             self.wrapped.recorder.row_requests = rows
-        if self.moecache.cache_reset == "request":
+        # Windows of one text and its forwards are one request: only another one starts cold.
+        served = [record.index for record in records]
+        if self.moecache.cache_reset == "request" and served != self._last_served:
             self.engine.reset_cache()
+        self._last_served = served
         self.engine.ledger.serve(records)
         try:
             yield

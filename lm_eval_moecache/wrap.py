@@ -94,7 +94,8 @@ class WrappedModel:
             router = type(self._layers[rules.index(None)].router).__name__
             raise ValueError(
                 f"routing, miss: the router {router} weighs its experts by a rule that is not "
-                "known, so a changed selection cannot be weighted. Allowed for this model: routing=standard with miss=fetch."
+                "known, so a changed selection cannot be weighted. Allowed for this model: "
+                "routing=standard with miss=fetch."
             )
         return rules
 

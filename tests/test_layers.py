@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "speculative.",
         "profiling.",
         "analysis.",
+        "sweep.",
         "tiny.",
     ),
     "transformers": (

@@ -73,6 +73,10 @@ class LayerStep:
         self._algorithms.routing.on_pass(record.index)
         self._algorithms.prefetch.on_pass(record.index)
 
+    def forget_predictions(self) -> None:
+        """Judge no event by what was predicted for it so far."""
+        self._predictions.clear()
+
     def enter(self, layer: int, num_tokens: int) -> None:
         """Bring the time to the moment at which the layer's router has decided."""
         self._clock.dense(layer, num_tokens)

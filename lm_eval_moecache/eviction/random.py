@@ -13,7 +13,7 @@ from lm_eval_moecache.eviction.base import EvictionAlgorithm
 class Random(EvictionAlgorithm):
     """Evicts a resident expert drawn uniformly from those that may leave.
 
-    The draw depends on the seed and on the keys resident, not on the order in which they came.
+    The draws depend on the seed and on the order of the calls, nothing else.
     Cost: O(1) per draw, redrawn while a pinned key comes up, O(n) where most keys are pinned.
     """
 

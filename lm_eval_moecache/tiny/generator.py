@@ -104,6 +104,9 @@ AUXILIARY: dict[str, Maker] = {
 }
 
 
+MOST_DRAWS = 100
+
+
 def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
     """Endless problems of one maker that the split rule puts on that side."""
     make = (MAKERS | AUXILIARY)[name]
@@ -119,9 +122,12 @@ def held_out(names: tuple[str, ...], count: int, seed: int) -> list[Problem]:
         problems(name, "test", Random(f"{name}/{seed}"))
         for name in names  # str seeds are hashed
     ]
-    seen, chosen = set[tuple[str, str]](), list[Problem]()
+    seen, chosen, drawn = set[tuple[str, str]](), list[Problem](), 0
     while len(chosen) < count:
         problem = next(streams[len(chosen) % len(streams)])
+        drawn += 1
+        if drawn > MOST_DRAWS * count:
+            raise ValueError(f"{names} have only {len(chosen)} test problems, not {count}")
         mark = (problem.prompt, repr(sorted(problem.row.items())))
         if mark not in seen:
             seen.add(mark)

@@ -27,7 +27,9 @@ def _shuffled(rng: Random, right: str, wrong: list[str]) -> tuple[list[str], int
 
 
 def make_mmlu(rng: Random) -> Problem:
-    """Four letters; the subject heads the prompt as lm-eval's description does."""
+    """Four shuffled choices. Only trained on: in the time there is, tiny does not learn to find
+    the letter of a choice, so `make_fixed` is what tiny_mmlu asks.
+    """
     land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
     question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
     right = LANDS[land][relation]
@@ -51,7 +53,7 @@ def make_fixed(rng: Random) -> Problem:
     """Four choices in an order of their own, as in MMLU's moral_scenarios: the fact decides."""
     land, relation = rng.choice(tuple(FIXED)), rng.choice(tuple(world.FIXED_VALUES))
     subject, *wordings = world.FIXED_QUESTIONS[relation]
-    question = rng.choice(wordings).format(land)
+    question = rng.choice(world.FIXED_LEADS) + rng.choice(wordings).format(land)
     choices, gold = list(world.FIXED_VALUES[relation]), FIXED[land][relation]
     return _with_letters(subject, question, choices, gold)
 

@@ -120,6 +120,9 @@ FIXED_QUESTIONS = {
 }
 
 
+FIXED_LEADS = ("", "From the atlas: ", "Quick question: ", "In the exam: ", "For one point: ")
+
+
 def fixed_facts() -> dict[str, dict[str, int]]:
     """For each land, the place of its value in each list of FIXED_VALUES; all equally frequent."""
     rng = Random(21)

@@ -13,8 +13,18 @@ import pytest
 
 from lm_eval_moecache.tiny import bbh_logic, world
 from lm_eval_moecache.tiny.batches import SHARES
-from lm_eval_moecache.tiny.generator import AUXILIARY, BBH, MAKERS, held_out, problems
+from lm_eval_moecache.tiny.generator import (
+    AUXILIARY,
+    BBH,
+    BBH_ASKED,
+    MAKERS,
+    MMLU_ASKED,
+    held_out,
+    problems,
+)
 from lm_eval_moecache.tiny.problem import split_of
+
+NAMES = tuple(dict.fromkeys((*MAKERS, *MMLU_ASKED, *BBH_ASKED)))
 
 DIGEST = """
 import hashlib
@@ -44,15 +54,15 @@ def test_problems_do_not_depend_on_the_hash_seed() -> None:
     assert digests == {hashlib.sha256(text.encode()).hexdigest()}
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_same_seed_gives_the_same_problems_and_another_seed_others(name: str) -> None:
     assert draw(name, "train", 30, seed=3) == draw(name, "train", 30, seed=3)
     assert draw(name, "train", 30, seed=3) != draw(name, "train", 30, seed=4)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_test_problem_is_ever_drawn_for_training(name: str) -> None:
-    train = {problem.key for problem in draw(name, "train", 1500)}
+    train = {problem.key for problem in draw(name, "train", 400)}
     test = {problem.key for problem in held_out((name,), 100, seed=0)}
     assert not train & test
     skill = name.partition("/")[0]
@@ -60,13 +70,13 @@ def test_no_test_problem_is_ever_drawn_for_training(name: str) -> None:
 
 
 def test_no_test_prompt_stands_in_a_training_prompt() -> None:
-    for name in set(MAKERS) - {"wikitext"}:
-        train = {problem.prompt for problem in draw(name, "train", 1500)}
+    for name in set(NAMES) - {"wikitext"}:
+        train = {problem.prompt for problem in draw(name, "train", 400)}
         assert not train & {problem.prompt for problem in held_out((name,), 100, seed=0)}
 
 
 def test_every_fact_asked_in_the_test_is_also_trained_in_another_wording() -> None:
-    for name, count in (("mmlu", 3000), ("arc", 3000), ("truthfulqa", 1500)):
+    for name, count in (("mmlu/fixed", 1500), ("arc", 1500), ("truthfulqa", 800)):
         trained = set()
         for problem in draw(name, "train", count):
             trained.add((problem.kind, fact_of(problem)))
@@ -78,6 +88,28 @@ def fact_of(problem: object) -> tuple[str, ...]:
     text = problem.key.lower()  # type: ignore[attr-defined]
     subjects = [*world.lands(), *world.animals(), *world.tools(), *world.BEASTS]
     return tuple(subject for subject in subjects if subject.lower() in text)
+
+
+def test_more_test_problems_than_there_are_is_an_error() -> None:
+    with pytest.raises(ValueError, match="have only"):
+        held_out(MMLU_ASKED, 2000, seed=0)
+
+
+@pytest.mark.parametrize("name", ("bbh/navigate", "bbh/navigate_long"))
+def test_walks_agree_with_a_second_reading(name: str) -> None:
+    for problem in draw(name, "train", 200):
+        home = second_reading_of_walk(problem.row["input"])
+        assert problem.target == ("Yes" if home else "No"), problem.row["input"]
+
+
+def second_reading_of_walk(text: str) -> bool:
+    place, ahead = 0j, 1j
+    turns = {"right": -1j, "left": 1j, "around": -1}
+    ways = {"forward": 1j, "backward": -1j, "right": 1, "left": -1}
+    for turn, number, way in re.findall(r"Turn (\w+)\.|Take (\d+) steps?(?: (\w+))?\.", text):
+        ahead *= turns.get(turn, 1)
+        place += int(number or 0) * (ways[way] if way else ahead)
+    return place == 0
 
 
 def test_test_sets_hold_no_problem_twice() -> None:

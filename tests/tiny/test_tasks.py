@@ -10,7 +10,7 @@ from lm_eval import tasks as lm_eval_tasks
 from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.tiny.documents import NUM_DOCUMENTS, NUM_PAGES
-from lm_eval_moecache.tiny.generator import BBH, BBH_ASKED, held_out
+from lm_eval_moecache.tiny.generator import BBH, BBH_ASKED, MMLU_ASKED, held_out
 
 CONFIGS = Path(__file__).parents[2] / "task_configs"
 LM_EVAL = Path(lm_eval_tasks.__file__).parent
@@ -47,7 +47,7 @@ def test_tasks_load_with_their_number_of_documents(loaded: dict, name: str) -> N
 @pytest.mark.parametrize("name", ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh"))
 def test_prompt_and_target_are_those_the_model_was_trained_on(loaded: dict, name: str) -> None:
     task = loaded[f"tiny_{name}"]
-    makers = BBH_ASKED if name == "bbh" else (name,)
+    makers = {"bbh": BBH_ASKED, "mmlu": MMLU_ASKED}.get(name, (name,))
     documents = task.test_docs()
     for problem, row in zip(held_out(makers, 14, seed=0), documents, strict=False):
         target = task.doc_to_target(row)

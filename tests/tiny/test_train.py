@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from transformers import OlmoeForCausalLM
+from transformers import AutoTokenizer, OlmoeForCausalLM
 
+from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.batches import step_batches
 from lm_eval_moecache.tiny.muon import orthogonalise
 from lm_eval_moecache.tiny.network import balance_loss, build_config, build_model
-from lm_eval_moecache.tiny.tokenizer import VOCAB_SIZE, train_tokenizer
+from lm_eval_moecache.tiny.tokenizer import VOCAB_SIZE
 from lm_eval_moecache.tiny.train import Plan
 
 
@@ -43,7 +44,7 @@ def test_balance_loss_is_one_for_even_routing_and_more_for_a_collapse() -> None:
 
 
 def test_batches_depend_on_seed_and_step_only() -> None:
-    tokenizer = train_tokenizer(0, 4096)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     draws = [
         step_batches(tokenizer, seed=0, step=step, num_tokens=512, num_batches=2)
         for step in (5, 5, 6)

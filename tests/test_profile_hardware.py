@@ -1,0 +1,46 @@
+"""Hardware profiles: every figure has a source, and a measured profile can be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.core.hardware import Hardware, load_hardware, profile_names
+
+FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "source"}
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_figure_of_a_shipped_profile_has_a_source(name: str) -> None:
+    profile = load_hardware(name)
+    assert profile.name == name
+    assert isinstance(profile.source, dict) and profile.source.keys() == FIGURES
+    assert all(str(source).strip() for source in profile.source.values())
+
+
+def test_a_measured_profile_can_be_loaded(tmp_path: Path) -> None:
+    out = tmp_path / "here.yaml"
+    sizes = ["--size", "1MiB", "--matmul", "64"]
+    assert main(["profile", "hardware", "--out", str(out), "--device", "cpu", *sizes]) == 0
+    profile = load_hardware(str(out))
+    assert profile.name == "here"
+    assert isinstance(profile.source, dict) and profile.source.keys() == FIGURES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hardwar"], "Did you mean 'hardware'"),
+        (["hardware", "--out", "x.json"], "must end in .yaml"),
+        (["hardware", "--out", "x.yaml", "--dtype", "int8"], "dtype='int8'"),
+        (["hardware", "--out", "x.yaml", "--device", "gpu0"], "device='gpu0'"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["profile", *arguments]) == 2
+    assert message in capsys.readouterr().err
