@@ -16,6 +16,8 @@ from lm_eval_moecache.tiny import (
 )
 from lm_eval_moecache.tiny.problem import Problem, Split
 
+MOST_DRAWS = 20
+
 Maker = Callable[[Random], Problem]
 
 Asking = Callable[[Random], tuple[str, str]]
@@ -54,8 +56,8 @@ BBH: dict[str, tuple[str, Asking]] = {
 }
 
 
-# What tiny_bbh asks. The other three kinds are in the early training only and stay near chance:
-# their long prompts cost more tokens than two CPU cores get through in an hour.
+# What tiny_mmlu and tiny_bbh ask. The kinds whose options are shuffled among letters are in the
+# training only, and stay near chance: that takes more tokens than two CPU cores read in an hour.
 MMLU_ASKED = ("mmlu/fixed",)
 BBH_ASKED = (
     "bbh/boolean_expressions",
@@ -104,9 +106,6 @@ AUXILIARY: dict[str, Maker] = {
 }
 
 
-MOST_DRAWS = 100
-
-
 def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
     """Endless problems of one maker that the split rule puts on that side."""
     make = (MAKERS | AUXILIARY)[name]
@@ -118,10 +117,7 @@ def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
 
 def held_out(names: tuple[str, ...], count: int, seed: int) -> list[Problem]:
     """`count` different test problems, the makers in `names` taking turns."""
-    streams = [
-        problems(name, "test", Random(f"{name}/{seed}"))
-        for name in names  # str seeds are hashed
-    ]
+    streams = [problems(name, "test", Random(f"{name}/{seed}")) for name in names]
     seen, chosen, drawn = set[tuple[str, str]](), list[Problem](), 0
     while len(chosen) < count:
         problem = next(streams[len(chosen) % len(streams)])
