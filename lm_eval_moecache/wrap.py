@@ -172,7 +172,7 @@ class WrappedModel:
         assert record is not None or self._scanning, "a router was called outside a pass"
         index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
         event = Event(index, layer, phase, self._num_tokens, [])
-        one = self._num_tokens == 1 and self.recorder is None
+        one = self._num_tokens == 1 and self._valid is None and self.recorder is None
         if one and not (self._scanning or engine.wants_weights):
             event.keys = _keys_of_one_token(layer * engine.geometry.num_experts, output)
         else:

@@ -1,4 +1,4 @@
-"""BBH-style logic problems: boolean expressions, webs of lies, navigation, counting objects.
+"""BBH-style logic problems: boolean expressions, webs of lies, counting objects.
 
 Sentences follow the public task descriptions; no row of the benchmark is used. Sizes run from
 the smallest problem up to the benchmark's own, so the model meets a curriculum. The split holds

@@ -15,62 +15,59 @@ INTRODUCTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A scene: its opening, its objects, and how order and rank are said, lowest rank first."""
+    """A scene: its opening, and how order and rank are said, lowest rank first."""
 
     opening: str
-    objects: list[str]
-    article: bool
     before: str
     after: str
     ranks: tuple[str, str, str]
+    article: bool = True
 
 
-def _settings(rng: Random) -> tuple[Setting, ...]:
-    sides = ("is the leftmost", "is the second from the left", "is the rightmost")
+SIDES = ("is the leftmost", "is the second from the left", "is the rightmost")
+SETTINGS = (
+    Setting(
+        opening="On a branch, there are three birds:",
+        before="is to the left of",
+        after="is to the right of",
+        ranks=SIDES,
+    ),
+    Setting(
+        opening="On a shelf, there are three books:",
+        before="is to the left of",
+        after="is to the right of",
+        ranks=SIDES,
+    ),
+    Setting(
+        opening="In an antique car show, there are three vehicles:",
+        before="is older than",
+        after="is newer than",
+        ranks=("is the oldest", "is the second-newest", "is the newest"),
+    ),
+    Setting(
+        opening="A fruit stand sells three fruits:",
+        before="are less expensive than",
+        after="are more expensive than",
+        ranks=("are the cheapest", "are the second-most expensive", "are the most expensive"),
+        article=False,
+    ),
+    Setting(
+        opening="In a golf tournament, there were three golfers:",
+        before="finished below",
+        after="finished above",
+        ranks=("finished last", "finished second", "finished first"),
+        article=False,
+    ),
+)
+
+
+def _scene(rng: Random) -> tuple[Setting, list[str]]:
+    """A setting and its three objects."""
     books = [f"{color} book" for color in rng.sample(COLORS, 3)]
-    left, right = "is to the left of", "is to the right of"
-    return (
-        Setting(
-            opening="On a branch, there are three birds:",
-            objects=rng.sample(BIRDS, 3),
-            article=True,
-            before=left,
-            after=right,
-            ranks=sides,
-        ),
-        Setting(
-            opening="On a shelf, there are three books:",
-            objects=books,
-            article=True,
-            before=left,
-            after=right,
-            ranks=sides,
-        ),
-        Setting(
-            opening="In an antique car show, there are three vehicles:",
-            objects=rng.sample(VEHICLES, 3),
-            article=True,
-            before="is older than",
-            after="is newer than",
-            ranks=("is the oldest", "is the second-newest", "is the newest"),
-        ),
-        Setting(
-            opening="A fruit stand sells three fruits:",
-            objects=rng.sample(STAND_FRUITS, 3),
-            article=False,
-            before="are less expensive than",
-            after="are more expensive than",
-            ranks=("are the cheapest", "are the second-most expensive", "are the most expensive"),
-        ),
-        Setting(
-            opening="In a golf tournament, there were three golfers:",
-            objects=rng.sample(GOLFERS, 3),
-            article=False,
-            before="finished below",
-            after="finished above",
-            ranks=("finished last", "finished second", "finished first"),
-        ),
+    birds, vehicles, fruits, golfers = (
+        rng.sample(pool, 3) for pool in (BIRDS, VEHICLES, STAND_FRUITS, GOLFERS)
     )
+    return rng.choice(list(zip(SETTINGS, (birds, books, vehicles, fruits, golfers), strict=True)))
 
 
 def _clues(rng: Random, setting: Setting, named: list[str], order: list[int]) -> list[str]:
@@ -98,10 +95,10 @@ def _clues(rng: Random, setting: Setting, named: list[str], order: list[int]) ->
 
 
 def logical_deduction(rng: Random) -> tuple[str, str]:
-    setting = rng.choice(_settings(rng))
+    setting, objects = _scene(rng)
     golfers = setting.ranks[0].startswith("finished")
-    named = [name if golfers else f"The {name}" for name in setting.objects]
-    listed = setting.objects
+    named = [name if golfers else f"The {name}" for name in objects]
+    listed = objects
     if setting.article:
         listed = [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in listed]
     order = rng.sample(range(3), 3)

@@ -1,7 +1,8 @@
 """Multiple-choice questions on the closed world, in the forms of MMLU, ARC and TruthfulQA.
 
 The split holds out the wording: a (fact, question template) pair is in train or in test, so every
-fact is learned, and the test asks it in a sentence, with a draw of distractors, never trained on.
+fact is learned, and the test asks it in a sentence never trained on. It tests recall, not facts
+the model has not seen.
 """
 
 from __future__ import annotations

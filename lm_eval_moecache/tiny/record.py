@@ -90,4 +90,5 @@ def write_folder(
         curve.write_csv(part / "loss.csv")
         (part / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
         for file in sorted(part.iterdir()):
+            file.chmod(0o644)  # safetensors writes for the owner only
             os.replace(file, out / file.name)
