@@ -1,7 +1,7 @@
 """Router adapters: the weights a model family gives to a chosen set of experts.
 
 A changed selection is weighted from the router's unmodified logits by the family's own rule.
-There are four rules among the models of transformers' experts interface; which one a router
+There are five rules among the models of transformers' experts interface; which one a router
 follows is found by asking it, so that no list of model names has to be kept.
 
 Shapes: T tokens, E experts, K experts per token.
@@ -82,12 +82,13 @@ class SparseMixer(WeightingRule):
 
 def detect_rule(router: nn.Module, hidden_dim: int) -> WeightingRule | None:
     """Find the rule that reproduces this router's weights on random input, or None."""
-    parameter = next(router.parameters())
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(32, hidden_dim, generator=generator)
     try:
-        with torch.no_grad():
-            output: Any = router.forward(hidden.to(parameter.device, parameter.dtype))
+        # Logits spread about 1 keep softmax from underflow and sigmoids from their flat ends, where
+        # rules could not be told apart. A constant input scale changes the spread, not the rule.
+        spread = float(_ask(router, hidden)[0].float().std())
+        output = _ask(router, hidden / max(spread, 1e-6))
     except TypeError:
         return None
     logits_TE, weights_TK, experts_TK = (t.float() for t in output[:3])
@@ -101,6 +102,20 @@ def detect_rule(router: nn.Module, hidden_dim: int) -> WeightingRule | None:
         scale = float(ratio.median())
         # bf16 keeps 8 bits of a weight, hence the tolerance.
         if torch.allclose(ratio, torch.full_like(ratio, scale), rtol=0.02):
-            rule.scale = round(scale, 2)
+            rule.scale = _exact_scale(router, scale)
             return rule
     return None
+
+
+def _ask(router: nn.Module, hidden: Tensor) -> Any:
+    parameter = next(router.parameters())
+    with torch.no_grad():
+        return router.forward(hidden.to(parameter.device, parameter.dtype))
+
+
+def _exact_scale(router: nn.Module, seen: float) -> float:
+    """Return the router's own scaling factor where that explains what was seen, else this."""
+    own = getattr(router, "routed_scaling_factor", None)
+    if isinstance(own, int | float) and abs(seen / own - 1) < 0.02:
+        return float(own)
+    return 1.0 if abs(seen - 1) < 0.02 else float(f"{seen:.4g}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -41,6 +42,8 @@ class MoECacheLM(HFLM):
 
     def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
         config, theirs = check_arguments(pretrained, arguments)
+        # HFLM's own default is "cuda", whether there is one or not.
+        theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
         super().__init__(pretrained=model_path(pretrained), **theirs)
         self._moe_layers = find_moe_layers(self.model)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 
 from lm_eval_moecache.config import TINY, Config, read_config, split_arguments
-from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.tiny import MODEL_DIR
 
@@ -28,11 +28,14 @@ def preflight(
     ours, theirs = split_arguments(arguments, host_keys)
     config = read_config(ours)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
-    geometry = _geometry(pretrained, theirs)
+    skeleton = _skeleton(pretrained, theirs)
+    layers = find_moe_layers(skeleton)
+    geometry = describe(skeleton, layers, pretrained)
     parse_capacity(config.capacity, geometry)
-    for axis in AXES:
-        # Built to be thrown away: their constructors check the parameters' ranges.
-        getattr(config.policy, axis).build(geometry, config.seed)
+    # Built to be thrown away: their constructors check the parameters' ranges.
+    built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
+    if config.trace is not None or built["routing"].depth or built["prefetch"].depth:
+        _check_routers_can_be_asked(layers)
     return config, theirs
 
 
@@ -40,8 +43,8 @@ def model_path(pretrained: str) -> str:
     return str(MODEL_DIR) if pretrained == TINY else pretrained
 
 
-def _geometry(pretrained: str, theirs: Mapping[str, Any]) -> Geometry:
-    """Measure the model as built without weights."""
+def _skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
+    """Build the model without weights."""
     config = transformers.AutoConfig.from_pretrained(
         model_path(pretrained),
         revision=str(theirs.get("revision", "main")),
@@ -51,8 +54,21 @@ def _geometry(pretrained: str, theirs: Mapping[str, Any]) -> Geometry:
     if not isinstance(dtype, torch.dtype):
         dtype = getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return describe(skeleton, find_moe_layers(skeleton), pretrained)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
+    """Refuse gate predictions where a router's decision needs more than the hidden states."""
+    for layer in layers:
+        router = type(layer.router)
+        parameters = list(inspect.signature(router.forward).parameters.values())[2:]
+        needed = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+        if needed:
+            raise ValueError(
+                f"prefetch, routing, trace: the router {router.__name__} needs "
+                f"{', '.join(needed)} beside the hidden states, so a later layer's gate cannot be "
+                "asked ahead of time. Allowed for this model: prefetch=none and no trace."
+            )
 
 
 def _check_batch_size(config: Config, batch_size: str) -> None:

@@ -197,8 +197,9 @@ class WrappedModel:
 
         Rounded to float16, which is what a routing trace keeps: a replay sees the same numbers.
         """
+        router = self._layers[layer].router
         with torch.no_grad():
-            logits = self._layers[layer].router.forward(hidden)[0]
+            logits = router.forward(hidden.to(next(router.parameters()).device))[0]
         rounded: FloatArray = self._rows(logits.to(torch.float16).float())
         return rounded
 

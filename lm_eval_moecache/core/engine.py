@@ -191,6 +191,10 @@ class Engine:
             pool.land(key)
         for pool in self.pools:
             pool.clear()
+        # What a reset throws out, the policy did not evict.
+        moved, busy_s, *_ = self._before
+        *_, evictions, lifetime_tokens = self._totals()
+        self._before = (moved, busy_s, evictions, lifetime_tokens)
 
     def check_integrity(self) -> None:
         """Assert the conservation laws of caches, link and ledger."""
