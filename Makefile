@@ -6,10 +6,11 @@ DEMO_OUTPUT ?= output/demo
 
 .PHONY: demo test lint clean
 
+# One thread: tiny is too small for a second to help, and threads that wait for each other are slow.
 demo:
 	$(PYTHON) -m venv --clear $(DEMO_VENV)
 	$(DEMO_VENV)/bin/python -m pip install --quiet -c constraints.txt .
-	$(DEMO_VENV)/bin/lm_eval run --model moecache --model_args policy=specmd,capacity=25% \
+	OMP_NUM_THREADS=1 $(DEMO_VENV)/bin/lm_eval run --model moecache --model_args policy=specmd,capacity=25% \
 		--tasks moecache_offline --include_path task_configs --limit 40 --output_path $(DEMO_OUTPUT)
 
 test: $(VENV)/.installed

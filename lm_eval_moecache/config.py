@@ -75,7 +75,13 @@ def split_arguments(
 
 
 def read_config(given: Mapping[str, Any]) -> Config:
-    """Check our arguments and fill in the defaults. Raises ValueError before any model is read."""
+    """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
+
+    lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
+    means that the key is not given.
+    """
+    named = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
+    given = {k: v for k, v in named.items() if v is not None}
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
     policy = load_policy(str(given.get("policy", "specmd")), overrides)
     for axis in AXES:
@@ -94,8 +100,8 @@ def read_config(given: Mapping[str, Any]) -> Config:
         _check_scan(policy, capacity)
     bandwidth = given.get("bandwidth")
     seed = given.get("seed", 0)
-    if not isinstance(seed, int):
-        raise ValueError(f"seed={seed!r} must be a whole number.")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
     return Config(
         policy=policy,
         capacity=capacity,

@@ -29,6 +29,7 @@ from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.preflight import model_path, preflight
 from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.report.metrics import request_metrics, task_metrics
+from lm_eval_moecache.report.no_effect import settings_without_effect
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.wrap import WrappedModel
 
@@ -249,6 +250,7 @@ class MoECacheLM(HFLM):
             "cache_reset": config.cache_reset,
             "seed": config.seed,
             "model": dataclasses.asdict(self.geometry),
+            "warnings": settings_without_effect(by_task, config.policy.phases, config.scoring),
             "totals": task_metrics(engine.ledger.requests, peak),
             "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
         }

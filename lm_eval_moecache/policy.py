@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,13 @@ def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
     class_path = given.pop("class_path", None)
     name = str(class_path if class_path is not None else given.pop("name"))
     algorithm = import_class(axis, name) if class_path else find_algorithm(axis, name)
-    given |= given.pop("init_args", {})
+    inner = given.pop("init_args", {})
+    if not isinstance(inner, Mapping):
+        raise ValueError(
+            f"{axis}.init_args={inner!r} must be a mapping of {axis}={name}'s parameters."
+        )
+    # An override stands beside `init_args`, and goes before it.
+    given = {**inner, **given}
     known = parameters_of(algorithm)
     for key in given:
         if mangle(key) not in known:
@@ -211,6 +218,11 @@ def _validated(
     """Check types by the constructor's hints and fill in the defaults."""
     known = parameters_of(algorithm)
     values = {n: given.get(n, p.default) for n, p in known.items()}
+    for key, value in values.items():
+        if value is Parameter.empty:
+            raise ValueError(
+                f"{axis}.{unmangle(key)} must be given: {axis}={name} has no default for it."
+            )
     if not given:
         return values
     # Imported where a parameter is to be checked: it is the slowest import of a replay.
@@ -218,7 +230,12 @@ def _validated(
 
     parser = ArgumentParser(exit_on_error=False)
     for key in given:
-        parser.add_argument(f"--{key}", type=known[key].annotation, default=known[key].default)
+        annotation, default = known[key].annotation, known[key].default
+        parser.add_argument(
+            f"--{key}",
+            type=Any if annotation is Parameter.empty else annotation,
+            default=None if default is Parameter.empty else default,
+        )
     try:
         checked = parser.parse_object(dict(given))
     except (ArgumentError, ValueError, TypeError) as error:

@@ -73,4 +73,8 @@ def import_class(axis: str, class_path: str) -> type[Any]:
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:
     """Return the constructor parameters that a user may set."""
     signature = inspect.signature(algorithm, eval_str=True)
-    return {n: p for n, p in signature.parameters.items() if n not in _NOT_PARAMETERS}
+    return {
+        n: p
+        for n, p in signature.parameters.items()
+        if n not in _NOT_PARAMETERS and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }

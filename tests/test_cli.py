@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lm_eval_moecache.cli.eval import completed
 from lm_eval_moecache.cli.main import command_names, main
+from lm_eval_moecache.paths import task_configs_dir
 from lm_eval_moecache.policy import policy_names
 from lm_eval_moecache.registry import AXES, algorithm_names
 
@@ -52,6 +54,15 @@ def test_policies_of_one_axis(capsys: Captured) -> None:
     assert "Compositions" not in text
 
 
+def test_policies_of_one_axis_as_json(capsys: Captured) -> None:
+    assert main(["policies", "--axis", "eviction", "--json"]) == 0
+    listing = json.loads(capsys.readouterr().out)
+    assert {"task_configs", "compositions", "algorithms"} <= set(listing)
+    assert list(listing["algorithms"]) == ["eviction"]
+    names = [algorithm["name"] for algorithm in listing["algorithms"]["eviction"]]
+    assert names == algorithm_names("eviction")
+
+
 def test_options_may_come_from_a_file(capsys: Captured, tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text("axis: miss\n")
@@ -85,3 +96,66 @@ def test_an_unknown_option_is_an_error(capsys: Captured) -> None:
         main(["policies", "--jsno"])
     assert caught.value.code == 2
     assert "--jsno" in capsys.readouterr().err
+
+
+MODEL = ["--model", "moecache"]
+TASKS = ["--include_path", str(task_configs_dir())]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        (["--tasks", "tiny_arc"], [*TASKS, *MODEL]),
+        (["--model_args", "pretrained=tiny", "policy=specmd"], [*TASKS, *MODEL]),
+        (["--model", "hf"], TASKS),
+        (["--model=hf"], TASKS),
+        (["-M", "hf"], TASKS),
+        (["-Mhf"], TASKS),
+        (["--include_path", "mine"], MODEL),
+        (["--include_path=mine", "--model", "hf"], []),
+        (["--config", "nowhere.yaml"], [*TASKS, *MODEL]),
+    ],
+    ids=str,
+)
+def test_eval_adds_what_the_arguments_do_not_name(arguments: list[str], added: list[str]) -> None:
+    assert completed(arguments) == [*arguments, *added]
+
+
+@pytest.mark.parametrize("form", ["--config FILE", "--config=FILE", "-C FILE", "-CFILE"])
+@pytest.mark.parametrize(
+    ("text", "added"),
+    [
+        ("model: hf\ninclude_path: mine\n", []),
+        ("model: hf\n", TASKS),
+        ("include_path: mine\n", MODEL),
+        ("tasks: [tiny_arc]\nmodel:\n", [*TASKS, *MODEL]),
+        ("- a\n- list\n", [*TASKS, *MODEL]),
+        ("model: [unclosed", [*TASKS, *MODEL]),
+    ],
+)
+def test_eval_does_not_override_its_config_file(
+    tmp_path: Path, form: str, text: str, added: list[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    arguments = form.replace("FILE", str(path)).split()
+    assert completed(arguments) == [*arguments, *added]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["locality", "--seeds", "5"], "seeds=5 has no effect on analyze locality"),
+        (["sensitivity", "--capacity", "4/layer"], "capacity='4/layer' has no effect"),
+        (["sensitivity", "--layer", "0"], "layer=0 has no effect on analyze sensitivity"),
+        (["sensitivity", "--lambda", "0.5"], "lambda=0.5 has no effect"),
+        (["sensitivity", "--seeds", "0"], "seeds=0 must be 1 or more"),
+        (["locality", "--capacity", "25%"], "capacity='25%' is one cache for all layers"),
+    ],
+    ids=str,
+)
+def test_analyze_refuses_options_without_effect(
+    capsys: Captured, arguments: list[str], said: str
+) -> None:
+    assert main(["analyze", *arguments, "--pretrained", "nowhere"]) == 2
+    assert said in capsys.readouterr().err

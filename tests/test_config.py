@@ -9,11 +9,15 @@ import pytest
 import transformers
 import yaml
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import simple_parse_args_string
 
-from lm_eval_moecache.config import read_config, split_arguments
+from lm_eval_moecache.config import KEYS, read_config, split_arguments
+from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.registry import AXES
 from tests.conftest import Checkpoint
+from tests.core.scripted import OldestFirst, make_geometry
 from tests.models import byte_tokenizer
 
 
@@ -61,7 +65,13 @@ def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
         ({"scoring": "serial"}, ["scoring='serial'", "parallel"]),
         ({"phases": "decoding"}, ["phases='decoding'", "Did you mean 'decode'?", "all"]),
         ({"policy": "specmd", "phases": "decode"}, ["phases='decode' has no effect"]),
-        ({"seed": "x"}, ["seed='x'"]),
+        ({"seed": "x"}, ["seed='x'", "0 or more"]),
+        ({"seed": -1}, ["seed=-1", "0 or more"]),
+        ({"seed": True}, ["seed=True"]),
+        ({"seed": 1.0}, ["seed=1.0"]),
+        ({"eviction": None}, ["eviction='none'", "lru"]),
+        ({"bandwidth": 5}, ["bandwidth='5' has no unit", "'5GB/s'"]),
+        ({"bandwidth": "5XB/s"}, ["bandwidth='5XB/s'", "GiB"]),
         ({"batch_size": "auto"}, ["batch_size='auto'", "whole number"]),
         ({"batch_size": "auto:4"}, ["batch_size="]),
         ({"policy": "nowhere/mine.yaml"}, ["policy='nowhere/mine.yaml'", "no such file"]),
@@ -120,6 +130,10 @@ def test_parameters_the_algorithm_does_not_use_or_cannot_read_are_refused(
             ["prefetch.overfetch=0", "above 0"],
         ),
         ({"prefetch": "next_gate", "prefetch.depth": 0}, ["prefetch.depth=0", "1 or more"]),
+        (
+            {"prefetch": "next_gate", "prefetch.depth": 99},
+            ["prefetch.depth=99", "reaches past the last of the"],
+        ),
     ],
     ids=str,
 )
@@ -264,6 +278,83 @@ def test_an_outside_algorithm_is_taken_by_its_class_path(tmp_path: Path) -> None
     policy = load_policy(str(path))
     assert policy.name == "mine"
     assert policy.as_dict()["eviction"] == mine
+
+
+class Sized(OldestFirst):
+    """An outside algorithm with a parameter that has no default, and one that has no type."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        size: int,
+        slack=0,
+        seed: int = 0,
+        **more: Any,
+    ) -> None:
+        super().__init__(geometry)
+        self.size, self.slack = size, slack
+
+
+SIZED = "tests.test_config.Sized"
+
+
+def sized(folder: Path, **fields: Any) -> str:
+    """Write a policy with `Sized` for its eviction and return its path."""
+    path = folder / "mine.yaml"
+    eviction = {"class_path": SIZED, **fields}
+    path.write_text(yaml.safe_dump({**GOOD_POLICY, "eviction": eviction}))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", [{"size": 3}, {"init_args": {"size": 3}}], ids=str)
+def test_a_required_parameter_reaches_the_outside_algorithm(
+    tmp_path: Path, form: dict[str, Any]
+) -> None:
+    policy = load_policy(sized(tmp_path, **form))
+    assert policy.as_dict()["eviction"] == {"class_path": SIZED, "size": 3, "slack": 0}
+    built = policy.eviction.build(make_geometry(), 0)
+    assert (built.size, built.slack) == (3, 0)
+
+
+def test_an_override_goes_before_init_args(tmp_path: Path) -> None:
+    path = sized(tmp_path, init_args={"size": 3})
+    policy = load_policy(path, {"eviction.size": 4, "eviction.slack": 2})
+    assert policy.as_dict()["eviction"] == {"class_path": SIZED, "size": 4, "slack": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({}, ["eviction.size must be given", SIZED]),
+        ({"slack": 1}, ["eviction.size must be given"]),
+        ({"size": "big"}, ["eviction.size='big'", "does not fit"]),
+        ({"size": 3, "more": 1}, ["eviction.more=1", "is not used"]),
+        ({"init_args": 3}, ["eviction.init_args=3 must be a mapping"]),
+        ({"init_args": None}, ["eviction.init_args=None must be a mapping"]),
+    ],
+    ids=str,
+)
+def test_an_outside_algorithm_given_wrongly_is_refused(
+    tmp_path: Path, fields: dict[str, Any], parts: list[str]
+) -> None:
+    says(refusal(policy=sized(tmp_path, **fields)), *parts)
+
+
+def test_none_as_the_harness_reads_it_is_the_name_of_no_prefetching() -> None:
+    given = simple_parse_args_string("policy=specmd,prefetch=none")
+    assert given["prefetch"] is None
+    assert read_config(given).policy.prefetch.name == "none"
+
+
+@pytest.mark.parametrize("key", [k for k in KEYS if k not in AXES])
+def test_none_for_another_key_is_not_given(key: str) -> None:
+    assert read_config({key: None}) == read_config({})
+
+
+def test_none_for_a_parameter_is_not_given() -> None:
+    given = {"policy": "on_demand", "eviction": "least_stale"}
+    assert read_config({**given, "eviction.order": None}) == read_config(given)
 
 
 def test_replacing_an_algorithm_drops_the_parameters_of_the_old_one() -> None:

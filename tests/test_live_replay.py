@@ -80,6 +80,41 @@ def test_cache_reset_replays_exactly_too(lm: MoECacheLM, tmp_path: Path) -> None
     assert again.ledger.passes == lm.engine.ledger.passes
 
 
+@pytest.mark.parametrize(
+    "chosen", [{"capacity": "40%"}, {"policy": "on_demand", "capacity": "4/layer"}]
+)
+@pytest.mark.parametrize("scoring", ["parallel", "scan"])
+def test_the_windows_of_one_text_replay_as_one_request(
+    lm: MoECacheLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: dict[str, str],
+    scoring: str,
+) -> None:
+    setting = {**chosen, "trace": str(tmp_path), "cache_reset": "request", "scoring": scoring}
+    try:
+        lm.install(read_config(setting))
+    except ValueError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(lm, "_max_length", 24)
+    texts = [
+        "One text of three windows, counted in bytes: 1, 2, 3, 4, 5.",
+        "A short one.",
+        "A" * 70,
+    ]
+    asked = [_instance("loglikelihood_rolling", (text,), i) for i, text in enumerate(texts)]
+    lm.loglikelihood_rolling(asked, True)
+    _run(lm)
+    assert max(len(request.passes) for request in lm.engine.ledger.requests[:3]) > 1
+    path = lm.finish_trace()
+    again = replay(load_trace(str(path), predicted=True), lm.engine.setting, cache_reset="request")
+    live, found = lm.engine.ledger.passes, again.ledger.passes
+    assert [(p.misses, p.late, p.bytes_moved, p.evictions) for p in found] == [
+        (p.misses, p.late, p.bytes_moved, p.evictions) for p in live
+    ]
+    assert scoring == "scan" or found == live
+
+
 def test_a_scanned_text_is_recorded_as_decode_passes(lm: MoECacheLM, tmp_path: Path) -> None:
     chosen = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
     lm.install(read_config({**chosen, "trace": str(tmp_path)}))

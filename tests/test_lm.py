@@ -96,6 +96,24 @@ def test_a_request_that_a_task_repeats_is_measured_each_time(lm: MoECacheLM) -> 
     assert len({id(p) for r in records for p in r.passes}) == len(lm.engine.ledger.passes)
 
 
+@pytest.mark.parametrize(
+    ("ours", "warned"),
+    [
+        ({"policy": "pruning", "phases": "decode"}, ["phases=decode", "choice"]),
+        ({"scoring": "scan", "capacity": "2/layer"}, ["scoring=scan", "gen"]),
+    ],
+    ids=["phases", "scoring"],
+)
+def test_a_setting_without_effect_on_a_task_is_in_the_report(
+    lm: MoECacheLM, ours: dict[str, Any], warned: list[str]
+) -> None:
+    install(lm, **ours)
+    lm.generate_until(generations(1), disable_tqdm=True)
+    lm.loglikelihood(choices(), disable_tqdm=True)
+    (warning,) = lm.report()["warnings"]
+    assert all(word in warning for word in warned)
+
+
 def test_padding_of_a_batch_is_nobodys_token(lm: MoECacheLM) -> None:
     install(lm, batch_size=3)
     requests = generations(3)

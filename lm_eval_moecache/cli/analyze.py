@@ -9,9 +9,15 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.core.sizes import is_per_layer
 from lm_eval_moecache.errors import unknown
 
 ANALYSES = ("locality", "sensitivity")
+# The options that one analysis alone looks at, and their defaults.
+_OWN: dict[str, dict[str, Any]] = {
+    "locality": {"capacity": "8/layer", "layer": 0, "lambda_": 0.5},
+    "sensitivity": {"seeds": 3},
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -20,17 +26,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--text", help="a plain text file (default for tiny: its held-out pages)")
     parser.add_argument("--max_tokens", type=int, default=4096, help="how much of the text to read")
     parser.add_argument("--out", help="folder for the JSON, the table and the pictures")
-    parser.add_argument("--seeds", type=int, default=3, help="sensitivity: draws per swapped rank")
-    parser.add_argument("--capacity", default="8/layer", help="locality: the cache of each layer")
-    parser.add_argument("--layer", type=int, default=0, help="locality: the MoE layer to draw")
     parser.add_argument(
-        "--lambda", dest="lambda_", type=float, default=0.5, help="locality: of cache_prior"
+        "--seeds", type=int | None, help="sensitivity: draws per swapped rank (default: 3)"
+    )
+    parser.add_argument(
+        "--capacity", type=str | None, help="locality: the cache of each layer (default: 8/layer)"
+    )
+    parser.add_argument(
+        "--layer", type=int | None, help="locality: the MoE layer to draw (default: 0)"
+    )
+    parser.add_argument(
+        "--lambda",
+        dest="lambda_",
+        type=float | None,
+        help="locality: of cache_prior (default: 0.5)",
     )
 
 
 def run(arguments: Namespace) -> int:
     if arguments.analysis not in ANALYSES:
         raise unknown("analysis", arguments.analysis, ANALYSES)
+    _settle(arguments)
     # Imported late: they bring torch, and a misspelt analysis should not wait for it.
     from lm_eval_moecache.analysis.subject import Subject, read_text
 
@@ -45,6 +61,27 @@ def run(arguments: Namespace) -> int:
     if arguments.out:
         _write(Path(arguments.out), arguments.analysis, {"model": subject.name, "rows": rows})
     return 0
+
+
+def _settle(arguments: Namespace) -> None:
+    """Fill in the defaults of this analysis; refuse the options of the other one."""
+    for analysis, options in _OWN.items():
+        for key, default in options.items():
+            value = getattr(arguments, key)
+            if analysis == arguments.analysis:
+                setattr(arguments, key, default if value is None else value)
+            elif value is not None:
+                raise ValueError(
+                    f"{key.strip('_')}={value!r} has no effect on analyze {arguments.analysis}: "
+                    f"it belongs to analyze {analysis}. Leave it out."
+                )
+    if arguments.analysis == "sensitivity" and arguments.seeds < 1:
+        raise ValueError(f"seeds={arguments.seeds} must be 1 or more.")
+    if arguments.analysis == "locality" and not is_per_layer(arguments.capacity):
+        raise ValueError(
+            f"capacity={arguments.capacity!r} is one cache for all layers, but analyze locality "
+            "looks at a cache per layer. Allowed: like '8/layer'."
+        )
 
 
 def _sensitivity(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:

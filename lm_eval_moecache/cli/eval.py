@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
 
 from lm_eval_moecache.paths import task_configs_dir
 
 
 def run_raw(argv: list[str]) -> int:
-    """Hand everything to lm-eval; our task folder is added unless the user names one."""
+    """Hand everything to lm-eval; our model and task folder are added unless the user names one."""
     from lm_eval.__main__ import cli_evaluate
 
     from lm_eval_moecache.plugin import register
 
     register()
-    arguments = list(argv)
-    if not any(a.split("=")[0] == "--include_path" for a in arguments):
-        arguments += ["--include_path", str(task_configs_dir())]
-    if not any(a.split("=")[0] in ("--model", "-M", "-h", "--help") for a in arguments):
-        arguments += ["--model", "moecache"]
-    sys.argv = ["lm_eval", "run", *arguments]
+    sys.argv = ["lm_eval", "run", *completed(argv)]
     cli_evaluate()
     return 0
+
+
+def completed(argv: Sequence[str]) -> list[str]:
+    """Add `--include_path` and `--model` where neither the arguments nor their file name them."""
+    # Only looks for these few options: lm-eval itself parses and checks them all.
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--config", "-C", nargs="?")
+    parser.add_argument("--include_path", nargs="?")
+    parser.add_argument("--model", "-M", nargs="?")
+    found, _ = parser.parse_known_args(argv)
+    named = {key for key, value in vars(found).items() if value is not None}
+    if found.config is not None:
+        named |= _keys_of(Path(found.config))
+    arguments = list(argv)
+    for key, default in (("include_path", str(task_configs_dir())), ("model", "moecache")):
+        if key not in named:
+            arguments += [f"--{key}", default]
+    return arguments
+
+
+def _keys_of(path: Path) -> set[str]:
+    """Return the keys that a config file sets; what is wrong with the file, lm-eval will say."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return set()
+    return {k for k, v in data.items() if v is not None} if isinstance(data, dict) else set()

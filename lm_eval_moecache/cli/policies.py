@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -20,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    listing = collect()
+    listing = collect(AXES if arguments.axis is None else (arguments.axis,))
     if arguments.json:
         sys.stdout.write(json.dumps(listing, indent=2) + "\n")
     else:
@@ -28,14 +29,14 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def collect() -> dict[str, Any]:
-    """Return everything the folders hold, in the form `--json` prints."""
+def collect(axes: Sequence[str] = AXES) -> dict[str, Any]:
+    """Return what the folders hold (algorithms of these axes only), in the form `--json` prints."""
     return {
         "task_configs": str(task_configs_dir()),
         "hardware": profile_names(),
         "compositions": [load_policy(name).as_dict() for name in policy_names()],
         "algorithms": {
-            axis: [_algorithm(axis, name) for name in algorithm_names(axis)] for axis in AXES
+            axis: [_algorithm(axis, name) for name in algorithm_names(axis)] for axis in axes
         },
     }
 

@@ -1,10 +1,16 @@
-"""Run routing traces through the emulated cache without a model: any policy, any capacity."""
+"""Run routing traces through the emulated cache without a model: any policy, any capacity.
+
+The policy is `on_demand` unless another is chosen, and not `specmd` as in a live run: any trace can
+be replayed with it, while specmd's prefetcher needs predictions, which only .parquet traces hold;
+and it is what the two bounds, LRU and Belady, are made of.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,6 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.core.hardware import load_hardware
 from lm_eval_moecache.core.sizes import parse_bytes
+from lm_eval_moecache.errors import unknown
 from lm_eval_moecache.policy import load_policy
 from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
@@ -20,9 +27,7 @@ from lm_eval_moecache.report.replay_table import as_json, as_table
 
 def run_raw(argv: list[str]) -> int:
     """Replay; `--AXIS.PARAMETER=VALUE` is taken out first, as no parser knows all parameters."""
-    rest, parameters = _split_parameters(argv)
-    arguments = _parser().parse_args(rest)
-    overrides = _overrides(arguments, parameters)
+    arguments, overrides = _read_options(argv)
     setting = SweepSetting(
         policy=load_policy(arguments.policy, overrides),
         capacities=[c.strip() for c in str(arguments.capacity).split(",")],
@@ -43,7 +48,7 @@ def run_raw(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
+def _parser(needs_traces: bool = True) -> ArgumentParser:
     parser = ArgumentParser(
         prog="moecache replay",
         description=__doc__,
@@ -51,8 +56,15 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="read options from a YAML file")
     parser.add_argument("--json", action="store_true", help="print machine-readable output")
-    parser.add_argument("traces", nargs="+", type=str, help="trace files: .parquet, .csv, .jsonl")
-    parser.add_argument("--policy", type=str, default="on_demand", help="composition, or YAML")
+    parser.add_argument(
+        "traces",
+        nargs="+" if needs_traces else "*",
+        type=str,
+        help="trace files: .parquet, .csv, .jsonl",
+    )
+    parser.add_argument(
+        "--policy", type=str, default="on_demand", help="composition, or YAML (default: on_demand)"
+    )
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=str | None, help=f"replace the policy's {axis}")
     parser.add_argument("--phases", type=str | None, help="all, or decode, for lossy algorithms")
@@ -79,7 +91,94 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _read_options(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
+    """Return the options, and what they change in the policy.
+
+    The options of `--config` files come before those of the command line; who names an algorithm
+    drops the parameters that were given to it before.
+    """
+    files, words = _split_configs(argv)
+    traces: list[str] = []
+    rest: list[str] = []
+    parameters: dict[str, Any] = {}
+    layers = []
+    for file in files:
+        options = _read_file(file)
+        traces = _as_list(options.pop("traces", traces))
+        layers.append(_split_options(options))
+    for plain, new in [*layers, _split_parameters(words)]:
+        named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
+        kept = {k: v for k, v in parameters.items() if k.partition(".")[0] not in named}
+        parameters = kept | new
+        rest += plain
+    arguments = _parser(needs_traces=not traces).parse_args(rest)
+    arguments.traces = arguments.traces or traces
+    given = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
+    return arguments, given | parameters
+
+
+def _split_configs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take every `--config FILE` out of the words."""
+    files: list[str] = []
+    rest: list[str] = []
+    queue = list(argv)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            rest.append(word)
+            continue
+        if not equals:
+            if not queue:
+                raise ValueError("--config needs a file: --config FILE.")
+            value = queue.pop(0)
+        files.append(value)
+    return files, rest
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    """Read a `--config` file; an axis may be a mapping, as in a policy's file."""
+    try:
+        found = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"config={file!r} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"config={file!r} must hold a mapping of options.")
+    known = set(vars(_parser().get_defaults())) - {"config"}
+    options: dict[str, Any] = {}
+    for key, value in found.items():
+        axis, dot, _ = str(key).partition(".")
+        if key not in known and not (dot and axis in AXES):
+            raise unknown(f"config file {Path(file).name}: option", key, known)
+        if key in AXES and isinstance(value, dict):
+            inner = dict(value)
+            options[key] = inner.pop("name", None)
+            options |= {f"{key}.{parameter}": chosen for parameter, chosen in inner.items()}
+        else:
+            options[key] = value
+    return options
+
+
+def _split_options(options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Do for the options of a file what `_split_parameters` does for words."""
+    words: list[str] = []
+    for key, value in options.items():
+        if "." in key or value is None:
+            continue
+        if key == "json":
+            words += ["--json"] if value else []
+        else:
+            text = ",".join(map(str, _as_list(value)))
+            words.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
+    return words, {key: value for key, value in options.items() if "." in key}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _split_parameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take `--AXIS.PARAMETER=VALUE` out of the words."""
     rest: list[str] = []
     parameters: dict[str, Any] = {}
     queue = list(argv)
@@ -98,11 +197,6 @@ def _split_parameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         except yaml.YAMLError as error:
             raise ValueError(f"{word}: {value!r} is not a value: {error}") from error
     return rest, parameters
-
-
-def _overrides(arguments: Namespace, parameters: dict[str, Any]) -> dict[str, Any]:
-    given = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
-    return given | parameters
 
 
 def _expert_bytes(text: str | None) -> int | None:

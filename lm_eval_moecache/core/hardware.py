@@ -53,7 +53,14 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     hardware = _read(path)
     if bandwidth is None:
         return hardware
-    return replace(hardware, link_bytes_per_s=parse_bandwidth(bandwidth))
+    source = hardware.source
+    if not isinstance(source, dict):
+        source = {"profile": source} if source else {}
+    return replace(
+        hardware,
+        link_bytes_per_s=parse_bandwidth(bandwidth),
+        source={**source, "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}"},
+    )
 
 
 def _read(path: Path) -> Hardware:

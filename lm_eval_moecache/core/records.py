@@ -193,5 +193,7 @@ def near_mask(layer: int, num_experts: int, resident: Container[int]) -> BoolArr
 
 def softmax(logits: FloatArray) -> FloatArray:
     """Row-wise softmax of [tokens, experts]."""
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True), dtype=np.float32)
+    # The methods `max` and `sum` are these, behind a wrapper that costs as much for one token.
+    scores = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
+    scores /= np.add.reduce(scores, axis=-1, keepdims=True)
+    return np.asarray(scores, dtype=np.float32)

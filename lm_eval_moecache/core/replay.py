@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import PHASES, Event, FloatArray
-from lm_eval_moecache.core.trace import Predicted, Trace
+from lm_eval_moecache.core.trace import Halves, Trace
 
 _CHUNK_PASSES = 256
 
@@ -43,11 +43,12 @@ def replay(
     _check_needs(trace, needs)
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers
+    cold = _cold_passes(trace, waiting) if cache_reset == "request" else frozenset()
     for first in range(0, trace.num_passes, _CHUNK_PASSES):
         last = min(first + _CHUNK_PASSES, trace.num_passes)
         events = _events(trace, needs, first * num_layers, last * num_layers)
         for pass_index in range(first, last):
-            if cache_reset == "request" and trace.starts_sequence(pass_index):
+            if pass_index in cold:
                 engine.reset_cache()
             engine.ledger.serve(waiting[pass_index])
             _run_pass(engine, events, num_layers)
@@ -97,14 +98,36 @@ def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
     return waiting
 
 
+def _cold_passes(trace: Trace, waiting: Sequence[Sequence[RequestRecord]]) -> Set[int]:
+    """Return the passes before which `cache_reset=request` empties the cache.
+
+    As in a live run, the windows of one text are one request: a sequence starts cold only where
+    it serves other requests than the sequence before. Whom a later pass of a generation serves
+    does not count, as it leaves out the rows that have ended.
+    """
+    cold: set[int] = set()
+    before: frozenset[int] = frozenset()
+    for pass_index, records in enumerate(waiting):
+        if trace.starts_sequence(pass_index):
+            served = frozenset(record.index for record in records)
+            if served != before:
+                cold.add(pass_index)
+            before = served
+    return cold
+
+
 def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event]:
     """Build the events of a range as a live router hook does."""
     columns, num_layers = trace.columns, trace.geometry.num_layers
+    num_experts = trace.geometry.num_experts
     rows: list[int] = trace.row_bounds[first : last + 1].tolist()
     bounds: list[int] = trace.key_bounds[first : last + 1].tolist()
     keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
     base = bounds[0]
     phases: list[int] = columns.phase[np.asarray(rows[:-1])].tolist()
+    offsets: list[int] = []
+    if needs.depth and trace.predicted is not None:
+        offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
     for place in range(last - first):
         row, stop = rows[place], rows[place + 1]
         pass_index, layer = divmod(first + place, num_layers)
@@ -121,22 +144,19 @@ def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event
                 event.weights = columns.weights[row:stop]
         if needs.logits and trace.logits is not None:
             event.logits = trace.logits[row:stop].astype(np.float32)
-        if needs.depth and trace.predicted is not None:
-            logits = _predictions(trace.predicted, row, stop, needs.depth, trace)
-            for ahead, values in enumerate(logits, start=layer + 1):
-                event.predicted[ahead] = values
+        if offsets and trace.predicted is not None:
+            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
+            event.predicted = _predictions(values, event, needs.depth, num_experts)
         yield event
 
 
 def _predictions(
-    predicted: Predicted, row: int, stop: int, depth: int, trace: Trace
-) -> Sequence[FloatArray]:
-    """Return [tokens, experts] logits for each of the next `depth` layers."""
-    num_experts = trace.geometry.num_experts
-    begin, end = int(predicted.offsets[row]), int(predicted.offsets[stop])
-    values = predicted.values[begin:end].reshape(stop - row, -1)
-    reach = min(depth * num_experts, values.shape[1])
-    return [
-        values[:, start : start + num_experts].astype(np.float32)
-        for start in range(0, reach, num_experts)
-    ]
+    values: Halves, event: Event, depth: int, num_experts: int
+) -> dict[int, FloatArray]:
+    """Return [tokens, experts] logits for each of the next `depth` layers, by layer."""
+    by_token = values.reshape(event.num_tokens, -1)
+    reach = min(depth * num_experts, by_token.shape[1])
+    return {
+        event.layer + 1 + ahead: by_token[:, start : start + num_experts].astype(np.float32)
+        for ahead, start in enumerate(range(0, reach, num_experts))
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -20,27 +21,46 @@ _UNITS = {
     "tib": 2**40,
 }
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
 CAPACITY_FORMS = "a share ('5%'), a size ('2GiB'), a number of experts ('51'), or '30/layer'"
 
 
 def parse_bytes(text: str, key: str) -> int:
     """Read `2GiB` or `500MB`; kB, MB, GB are powers of 1000 and KiB, MiB, GiB of 1024."""
-    match = _NUMBER.fullmatch(str(text))
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(
-            f"{key}={text!r} is not a size. Allowed: a number with one of B, kB, MB, GB, TB "
-            "(powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)."
-        )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = _size(text)
+    if size is None:
+        raise ValueError(f"{key}={text!r} is not a size. Allowed: a number with one of {_SIZES}.")
+    return size
 
 
 def parse_bandwidth(text: str, key: str = "bandwidth") -> float:
-    """Read `5GB/s` as bytes per second; it must be positive."""
-    body = str(text).strip()
-    rate = parse_bytes(body[:-2] if body.endswith("/s") else body, key)
+    """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
+    body = str(text).strip().removesuffix("/s")
+    if _bare_number(body) is not None:
+        raise ValueError(f"{key}={text!r} has no unit. Allowed: bytes per second, like '5GB/s'.")
+    rate = _size(body)
+    if rate is None:
+        raise ValueError(
+            f"{key}={text!r} is not a bandwidth. Allowed: a number with one of {_SIZES} "
+            "per second, like '5GB/s'."
+        )
     if rate <= 0:
         raise ValueError(f"{key}={text!r} must be above 0, for example '5GB/s'.")
     return float(rate)
+
+
+def _size(text: str) -> int | None:
+    match = _NUMBER.fullmatch(str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        return None
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    return int(size) if math.isfinite(size) else None
+
+
+def _bare_number(text: str) -> float | None:
+    """Return the number where that is all there is: no unit."""
+    match = _NUMBER.fullmatch(text)
+    return None if match is None or match[2] else float(match[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +86,11 @@ def is_per_layer(text: object) -> bool:
 def check_capacity(text: object) -> None:
     """Refuse what no model could make a capacity, before any model is looked at."""
     body = str(text).strip()
+    number = _bare_number(body)
     try:
-        if body.endswith("%"):
+        if number is not None:
+            valid = number > 0 and number.is_integer()
+        elif body.endswith("%"):
             valid = 0 < float(body[:-1]) <= 100
         elif is_per_layer(body):
             valid = int(body[: -len("/layer")]) > 0
@@ -85,11 +108,14 @@ def check_capacity(text: object) -> None:
 def parse_capacity(text: object, geometry: Geometry) -> Capacity:
     """Turn `5%`, `2GiB`, `51` or `30/layer` into bytes for this model.
 
-    A plain number counts experts of the largest layer. Raises ValueError where the form is
-    wrong or the result cannot hold even one expert.
+    A plain number counts experts of the largest layer, also where the harness made a float of it
+    (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even one expert.
     """
     check_capacity(text)
     body = str(text).strip()
+    number = _bare_number(body)
+    if number is not None:
+        body = str(int(number))
     if is_per_layer(body):
         slots = int(body[: -len("/layer")])
         if slots > geometry.num_experts:
@@ -103,8 +129,8 @@ def parse_capacity(text: object, geometry: Geometry) -> Capacity:
         return Capacity(text=body, bytes_by_partition=(sizes[0],))
     if body.endswith("%"):
         total = int(geometry.total_expert_bytes * float(body[:-1]) / 100)
-    elif re.fullmatch(r"[0-9]+", body):
-        total = int(body) * geometry.max_expert_bytes
+    elif number is not None:
+        total = int(number) * geometry.max_expert_bytes
     else:
         total = parse_bytes(body, "capacity")
     if total < geometry.max_expert_bytes:

@@ -84,7 +84,7 @@ class Trace:
         return (len(self.row_bounds) - 1) // self.geometry.num_layers
 
     def starts_sequence(self, pass_index: int) -> bool:
-        """Whether a text begins here: what `cache_reset=request` empties the cache for."""
+        """Whether a text, or a window of one, begins here."""
         event = pass_index * self.geometry.num_layers
         first, last = self.row_bounds[event], self.row_bounds[event + 1]
         return bool((self.columns.token[first:last] == 0).any())

@@ -76,10 +76,13 @@ class LeastStale(EvictionAlgorithm):
 
     def on_predicted(self, key: int) -> None:
         layer = key // self.geometry.num_experts
-        rank = self._stale[layer].pop(key, None)
+        stale = self._stale[layer]
+        rank = stale.pop(key, None)
         if rank is not None:
             self._current[layer][key] = rank
-            self._refresh_masks(layer)
+            self._current_mask |= 1 << layer
+            if not stale:
+                self._stale_mask &= ~(1 << layer)
 
     def on_evict(self, key: int) -> None:
         layer = key // self.geometry.num_experts

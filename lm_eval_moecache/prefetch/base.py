@@ -62,8 +62,8 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
     else:
         experts = np.flatnonzero(wanted.any(axis=0))
         mass = (scores * wanted).sum(axis=0)[experts]
-    keys = experts[np.argsort(-mass, kind="stable")] + layer * scores.shape[-1]
-    return list(keys.tolist())
+    keys: list[int] = (experts[(-mass).argsort(kind="stable")] + layer * scores.shape[-1]).tolist()
+    return keys
 
 
 def activations(event: Event, num_experts: int) -> IntArray:

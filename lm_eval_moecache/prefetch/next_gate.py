@@ -32,6 +32,12 @@ class NextGate(PrefetchAlgorithm):
             raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
         if not depth >= 1:
             raise ValueError(f"prefetch.depth={depth} must be 1 or more.")
+        # A model of one MoE layer has no next one: nothing is ever predicted there.
+        if depth >= geometry.num_layers > 1:
+            raise ValueError(
+                f"prefetch.depth={depth} reaches past the last of the {geometry.num_layers} MoE "
+                f"layers of this model. Allowed: 1 to {geometry.num_layers - 1}."
+            )
         self.depth = depth
         self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
 

@@ -11,7 +11,6 @@ from lm_eval_moecache.core.records import Event, FloatArray, Geometry, softmax
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass
 
 _BINS = 4096
-_BLOCKS = 64
 
 
 class Score(PrefetchAlgorithm):
@@ -23,6 +22,11 @@ class Score(PrefetchAlgorithm):
     rules out one token's experts alone (80% of 64 would always leave 13).
     `scope=history`: the percentile of all scores predicted so far for that layer;
     `scope=token`: of the one token's scores, a fixed share. Cost: one gate, charged to the clock.
+
+    The history is a histogram of bins of 1/4096, and the percentile is rounded down to a bin. That
+    is fine beside the usual scores, but coarse where most are tiny: with a router so sure of its
+    choice, or so many experts, that the percentile lies below 1/4096, the bar is 0 and every expert
+    is proposed. `scope=token` has no such limit.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.4; Zhu et al. 2025"
@@ -41,11 +45,7 @@ class Score(PrefetchAlgorithm):
             raise ValueError(f"prefetch.percentile={percentile} must lie between 0 and 100.")
         self.percentile = percentile
         self.scope = scope
-        layers = range(geometry.num_layers)
-        # Per layer, the scores seen in each bin, and in each block of bins: the block that holds
-        # the percentile is found first, which is several times faster than summing all bins.
-        self._histogram = [np.zeros((_BLOCKS, _BINS // _BLOCKS), dtype=np.int64) for _ in layers]
-        self._blocks = [np.zeros(_BLOCKS, dtype=np.int64) for _ in layers]
+        self._history = [_History(percentile / 100) for _ in range(geometry.num_layers)]
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
@@ -56,18 +56,39 @@ class Score(PrefetchAlgorithm):
                     scores, self.percentile, axis=-1, keepdims=True
                 )
             else:
-                bar = self._running_percentile(layer, scores)
+                bar = self._history[layer].add(scores)
             keys += by_mass(layer, scores > bar, scores)
         return keys
 
-    def _running_percentile(self, layer: int, scores: np.ndarray) -> float:
-        """Percentile over every score seen for this layer, to 1/4096 of the score range."""
-        histogram, blocks = self._histogram[layer], self._blocks[layer]
-        bins = np.minimum((scores.ravel() * _BINS).astype(np.int64), _BINS - 1)
-        np.add.at(histogram.reshape(-1), bins, 1)
-        np.add.at(blocks, bins // (_BINS // _BLOCKS), 1)
-        cumulated = blocks.cumsum()
-        rank = self.percentile / 100 * cumulated[-1]
-        block = int(cumulated.searchsorted(rank))
-        inside = histogram[block].cumsum() + (cumulated[block] - blocks[block])
-        return float(block * (_BINS // _BLOCKS) + inside.searchsorted(rank)) / _BINS
+
+class _History:
+    """The scores seen for one layer, counted in bins, and a pointer to the bin of the quantile.
+
+    A new event moves the quantile a little, so stepping the pointer costs less than summing bins.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        # The last bin counts the scores of exactly 1, which belong to the one before.
+        self._counts = np.zeros(_BINS + 1, dtype=np.int64)
+        self._count_of = self._counts.item
+        self._total = 0
+        self._bin = 0
+        self._below = 0
+        """How many scores lie in bins before `_bin`."""
+
+    def add(self, scores: FloatArray) -> float:
+        """Take in an event's scores; return the first bin up to which the share of all lies."""
+        bins = (scores.ravel() * _BINS).astype(np.int64)
+        np.add.at(self._counts, bins, 1)
+        count_of, place = self._count_of, self._bin
+        self._total += bins.size
+        below = self._below + int(np.count_nonzero(bins < place))
+        rank = self._share * self._total
+        while place < _BINS - 1 and (upto := below + count_of(place)) < rank:
+            below, place = upto, place + 1
+        while place > 0 and below >= rank:
+            place -= 1
+            below -= count_of(place)
+        self._bin, self._below = place, below
+        return place / _BINS

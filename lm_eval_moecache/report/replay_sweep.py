@@ -12,10 +12,10 @@ from lm_eval_moecache.core.engine import Setting
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.replay import replay
-from lm_eval_moecache.core.sizes import Capacity, parse_capacity
+from lm_eval_moecache.core.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.core.trace import Trace
 from lm_eval_moecache.core.trace_import import load_trace
-from lm_eval_moecache.policy import Policy, load_policy
+from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.report.metrics import task_metrics
 
@@ -60,14 +60,17 @@ class Row:
 def run_sweep(
     files: Sequence[str], setting: SweepSetting, *, show_progress: bool = False
 ) -> list[Row]:
-    """Replay each trace at each capacity, in the order given."""
+    """Replay each trace at each capacity, in the order given.
+
+    Raises ValueError for a setting that a live run refuses, too, before any trace is read.
+    """
+    _check(setting)
     rows = []
     for file in files:
-        depth = _depth(setting.policy)
         trace = load_trace(
             file,
             logits=_uses_logits(setting.policy),
-            predicted=depth,
+            predicted=_uses_predictions(setting.policy),
             expert_bytes=setting.expert_bytes,
         )
         capacities = [_capacity(text, trace) for text in setting.capacities]
@@ -128,6 +131,14 @@ def _run(
     )
 
 
+def _check(setting: SweepSetting) -> None:
+    for text in setting.capacities:
+        check_capacity(text)
+        check_cache_form(setting.policy, is_per_layer(text))
+    if setting.seed is not None and setting.seed < 0:
+        raise ValueError(f"seed={setting.seed} must be a whole number of 0 or more.")
+
+
 def _axes(policy: Policy) -> list[Any]:
     return [getattr(policy, axis).as_dict() for axis in AXES]
 
@@ -152,6 +163,6 @@ def _uses_logits(policy: Policy) -> bool:
     return any(axis.algorithm.uses_logits for axis in axes)
 
 
-def _depth(policy: Policy) -> bool:
+def _uses_predictions(policy: Policy) -> bool:
     """Whether the predictions of a trace have to be read: only then is it worth the memory."""
-    return bool(policy.prefetch.algorithm.is_active)
+    return bool(policy.routing.algorithm.depth or policy.prefetch.algorithm.is_active)

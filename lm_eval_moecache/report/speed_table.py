@@ -21,24 +21,35 @@ _COLUMNS = (
     ("Stall ms/tok", "stall_ms_per_token", False, "{:.3f}"),
     ("MB moved", "bytes_moved", False, "{:.1f}"),
 )
+_AXES = ("routing", "prefetch", "eviction", "miss")
+# The title names these settings where they are not at their defaults.
+_DEFAULTS = {"phases": "all", "scoring": "parallel", "cache_reset": "never"}
 
 
 def speed_table(report: Mapping[str, Any]) -> str:
-    """Render `config.moecache` as a Markdown table, one row a task and one for all of them."""
+    """Render `config.moecache` as a Markdown table, one row a task and one for all of them.
+
+    The title says under what; a line below warns of each setting that did nothing.
+    """
     writer = MarkdownTableWriter()
     writer.headers = ["Task", *(header for header, *_ in _COLUMNS)]
     rows = [*report["tasks"].items(), ("**all**", report["totals"])]
     writer.value_matrix = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
-    policy = report["policy"]
-    title = (
-        f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in _AXES)}), "
-        f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes, "
-        f"hardware: {report['hardware']['name']}, clock: {report['clock']}"
-    )
-    return f"{title}\n{writer.dumps()}"
+    warnings = [f"Warning: {text}" for text in report["warnings"]]
+    return "\n".join([_title(report), writer.dumps(), *warnings])
 
 
-_AXES = ("routing", "prefetch", "eviction", "miss")
+def _title(report: Mapping[str, Any]) -> str:
+    policy, hardware = report["policy"], report["hardware"]
+    parts = [
+        f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in _AXES)})",
+        f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes",
+        f"hardware: {hardware['name']} at {hardware['link_bytes_per_s'] / 1e9:g} GB/s",
+        f"clock: {report['clock']}",
+    ]
+    settings = {**report, "phases": policy["phases"]}
+    parts += [f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings[k] != usual]
+    return ", ".join(parts)
 
 
 def _choice(axis: Mapping[str, Any]) -> str:

@@ -70,6 +70,29 @@ def test_cache_reset_begins_every_request_cold(tmp_path: Path) -> None:
     assert later[1] > later[0]
 
 
+def test_cache_reset_keeps_the_cache_between_the_windows_of_one_text(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    trace = load_trace(str(path))
+    windows = tuple(range(trace.num_passes))
+    one = replace(trace, requests=(replace(trace.requests[0], passes=windows),))
+    setting = traces.setting("on_demand", "100%")
+    kept, reset = replay(one, setting), replay(one, setting, cache_reset="request")
+    assert sum(one.starts_sequence(p) for p in windows) == 3
+    assert reset.ledger.passes == kept.ledger.passes
+
+
+def test_cache_reset_leaves_the_cache_where_a_row_of_a_batch_ends(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    trace = load_trace(str(path))
+    first = trace.requests[0]
+    assert first.passes == tuple(range(6))
+    ended = replace(first, passes=first.passes[:2])
+    batched = replace(trace, requests=(first, ended, *trace.requests[1:]))
+    setting = traces.setting("on_demand", "100%")
+    alone, both = (replay(t, setting, cache_reset="request") for t in (trace, batched))
+    assert both.ledger.passes == alone.ledger.passes
+
+
 @pytest.mark.parametrize("axis", [{"eviction": "belady"}, {"prefetch": "oracle"}])
 def test_what_needs_the_future_is_refused_outside_a_replay(axis: dict[str, object]) -> None:
     setting = traces.setting("on_demand", "50%", 0, **axis)
@@ -184,6 +207,16 @@ def test_a_policy_that_changes_routing_is_marked_open_loop(
     assert json.loads(capsys.readouterr().out)["runs"][0]["open_loop"]
 
 
+def test_predictions_are_read_for_a_routing_that_looks_ahead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = traces.record(tmp_path)
+    arguments = ["--routing", "pre_gated", "--prefetch", "none", "--json"]
+    assert main(["replay", str(path), *arguments]) == 0, capsys.readouterr().err
+    metrics = json.loads(capsys.readouterr().out)["runs"][0]["metrics"]
+    assert metrics["routing_fidelity"] < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -193,6 +226,8 @@ def test_a_policy_that_changes_routing_is_marked_open_loop(
         (["--hardware", "h20"], "Did you mean 'h200'"),
         (["--expert_bytes", "1MiB"], "says itself how large"),
         (["--plot", "x.gif"], r"plot='x.gif'"),
+        (["--seed", "-1"], "seed=-1 must be"),
+        (["--eviction", "fld", "--capacity", "25%,4/layer"], "chooses between layers"),
     ],
 )
 def test_what_the_command_cannot_do_is_said_in_one_line(

@@ -8,6 +8,7 @@ from lm_eval_moecache.report.speed_table import speed_table
 
 POLICY = {
     "name": "mine",
+    "phases": "all",
     "routing": {"name": "standard"},
     "prefetch": {"class_path": "my_package.Mine", "depth": 2},
     "eviction": {"name": "lru"},
@@ -22,17 +23,22 @@ METRICS: dict[str, Any] = {
 }
 
 
+REPORT: dict[str, Any] = {
+    "policy": POLICY,
+    "capacity": "5%",
+    "capacity_bytes": 1234,
+    "hardware": {"name": "a100-5gbps", "link_bytes_per_s": 2.5e9},
+    "clock": "virtual",
+    "scoring": "parallel",
+    "cache_reset": "never",
+    "warnings": [],
+    "totals": METRICS,
+    "tasks": {"gsm8k": METRICS, "mmlu": METRICS},
+}
+
+
 def test_each_task_has_its_row_and_the_title_says_under_what() -> None:
-    report = {
-        "policy": POLICY,
-        "capacity": "5%",
-        "capacity_bytes": 1234,
-        "hardware": {"name": "a100-5gbps"},
-        "clock": "virtual",
-        "totals": METRICS,
-        "tasks": {"gsm8k": METRICS, "mmlu": METRICS},
-    }
-    title, header, _, *rows = speed_table(report).strip().split("\n")
+    title, header, _, *rows = speed_table(REPORT).strip().split("\n")
     assert "(mine: standard + my_package.Mine + lru + fetch)" in title
     assert "capacity: 5% = 1234 bytes" in title
     names = [cell.strip() for cell in header.strip("|").split("|")]
@@ -44,3 +50,22 @@ def test_each_task_has_its_row_and_the_title_says_under_what() -> None:
     assert float(first["MB moved"]) == 1.5
     assert first["tok/s"] == ""
     assert first["TPOT ms"] == ""
+
+
+def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() -> None:
+    title = speed_table(REPORT).split("\n")[0]
+    assert "hardware: a100-5gbps at 2.5 GB/s" in title
+    assert not any(word in title for word in ("scoring", "phases", "cache_reset"))
+    changed = {
+        "scoring": "scan",
+        "cache_reset": "request",
+        "policy": {**POLICY, "phases": "decode"},
+    }
+    title = speed_table({**REPORT, **changed}).split("\n")[0]
+    assert title.endswith("phases: decode, scoring: scan, cache_reset: request")
+
+
+def test_warnings_stand_below_the_table() -> None:
+    *_, row, empty, last = speed_table({**REPORT, "warnings": ["a knob did nothing"]}).split("\n")
+    assert row.startswith("|")
+    assert (empty, last) == ("", "Warning: a knob did nothing")

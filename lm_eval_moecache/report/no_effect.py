@@ -1,0 +1,39 @@
+"""Warns of settings that turned out to do nothing on the tasks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lm_eval_moecache.core.ledger import RequestRecord
+from lm_eval_moecache.core.records import PREFILL
+from lm_eval_moecache.report.metrics import GENERATE
+
+
+def settings_without_effect(
+    by_task: Mapping[str, Sequence[RequestRecord]], phases: str, scoring: str
+) -> list[str]:
+    """Return a sentence for each setting that did nothing on some task, naming the tasks.
+
+    `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
+    """
+    warnings = []
+    if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
+        warnings.append(
+            f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
+            "lossy algorithms did nothing there. Use phases=all, or scoring=scan with a cache per "
+            "layer."
+        )
+    if scoring == "scan" and (idle := [t for t in by_task if not _has_scored(by_task[t])]):
+        warnings.append(
+            f"scoring=scan: no text was scored in {', '.join(sorted(idle))}, so it had no effect "
+            "there."
+        )
+    return warnings
+
+
+def _has_decoded(requests: Sequence[RequestRecord]) -> bool:
+    return any(p.phase != PREFILL for request in requests for p in request.passes)
+
+
+def _has_scored(requests: Sequence[RequestRecord]) -> bool:
+    return any(request.kind != GENERATE for request in requests)
