@@ -1,0 +1,45 @@
+"""What the README says is what the repository does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from lm_eval_moecache.cli.main import command_names
+from lm_eval_moecache.config import KEYS
+from lm_eval_moecache.tiny import MODEL_DIR
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_table_is_the_one_of_the_first_run() -> None:
+    report = json.loads((ROOT / "results/first_run/results.json").read_text())["config"]["moecache"]
+    rows = dict(re.findall(r"^\|(tiny_\w+)\s*\|\s*(.*)\|$", README, re.MULTILINE))
+    assert set(rows) == set(report["tasks"])
+    for task, row in rows.items():
+        cells = [cell.strip() for cell in row.split("|")]
+        assert cells[0] == str(report["tasks"][task]["requests"])
+        assert float(cells[1]) == round(report["tasks"][task]["ttft_ms"]["mean"], 3)
+        assert float(cells[4]) == round(report["tasks"][task]["hit_rate"], 4)
+
+
+def test_the_readme_lists_every_key_and_command() -> None:
+    for key in KEYS:
+        assert f"`{key}`" in README, key
+    for command in command_names():
+        assert f"`{command}" in README or f"moecache {command}" in README, command
+
+
+def test_the_readmes_first_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^make (\w+)$", README, re.MULTILINE)
+    assert commands[:2] == ["demo", "test"]
+    for target in commands:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readmes_parameter_count_is_that_of_the_shipped_model() -> None:
+    trained = json.loads((MODEL_DIR / "training.json").read_text())
+    assert f"{trained['num_parameters'] / 1e6:.1f} million parameters" in README
