@@ -13,10 +13,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval_moecache.config import read_config
 from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.records import Geometry
-from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.core.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.policy import load_policy, policy_names
+from lm_eval_moecache.policy import check_cache_form, load_policy, policy_names
 from lm_eval_moecache.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.harness import answers
@@ -24,7 +24,18 @@ from tests.models import FAMILIES, random_model
 
 LOSSLESS = [name for name in policy_names() if load_policy(name).is_lossless]
 CAPACITIES = ("100%", "25%", "1", "2/layer")
-COMBINATIONS = list(product(LOSSLESS, CAPACITIES))
+
+
+def _goes_together(policy: str, capacity: str) -> bool:
+    """Evictions between layers are refused with a cache per layer."""
+    try:
+        check_cache_form(load_policy(policy), is_per_layer(capacity))
+    except ValueError:
+        return False
+    return True
+
+
+COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if _goes_together(*pair)]
 LM_ARGUMENTS: dict[str, Any] = {"device": "cpu", "max_length": 48}
 
 

@@ -101,6 +101,7 @@ def draw(maps: Mapping[str, SelectionMap], title: str, path: str, tokens: int = 
         missed = sum(row.count(MISS) for row in shown)
         panel.set_title(f"{name}: {missed / needed:.1%} misses in MoE layer {found.layer}")
         panel.set_ylabel("expert")
+        panel.grid(False)
     axes[-1].set_xlabel("token")
     names = (("hit", 2), ("miss", 3), ("cached, not needed", 1))
     figure.legend(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,30 @@ class Reading:
 class Subject:
     """A loaded model and its text as windows of tokens; every `read` starts with a cold cache."""
 
-    def __init__(self, pretrained: str, text: str, max_tokens: int, window: int = 512) -> None:
+    def __init__(
+        self, pretrained: str, texts: Sequence[str], max_tokens: int, window: int = 512
+    ) -> None:
         path = model_path(pretrained)
         self.name = pretrained
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         self.layers: list[MoELayer] = find_moe_layers(self.model)
         self.geometry = describe(self.model, self.layers, pretrained)
-        tokens = self.tokenizer(text, return_tensors="pt").input_ids[0, :max_tokens]
-        if len(tokens) < 2:
+        self.windows = self._windows(texts, max_tokens, window)
+        if not self.windows:
             raise ValueError("text: an analysis needs at least two tokens of text.")
-        self.windows = [w for w in tokens.split(window) if len(w) > 1]
+
+    def _windows(self, texts: Sequence[str], max_tokens: int, window: int) -> list[torch.Tensor]:
+        """Cut each text on its own, behind a prefix token as lm-eval does for perplexity."""
+        prefix = self.tokenizer.bos_token_id
+        prefix = self.tokenizer.eos_token_id if prefix is None else prefix
+        windows: list[torch.Tensor] = []
+        for text in texts:
+            tokens = self.tokenizer(text, add_special_tokens=False).input_ids[:max_tokens]
+            max_tokens -= len(tokens)
+            whole = torch.tensor([*([] if prefix is None else [prefix]), *tokens])
+            windows += [p for p in torch.split(whole, window) if len(p) > 1]
+        return windows
 
     def read(
         self,
@@ -84,13 +97,13 @@ class Subject:
         return total / count
 
 
-def read_text(pretrained: str, path: str | None) -> str:
-    """Return the text to analyse; `tiny` has its own held-out pages where none is named."""
+def read_texts(pretrained: str, path: str | None) -> list[str]:
+    """Return the texts to analyse; `tiny` has its own held-out pages where none is named."""
     if path is not None:
         file = Path(path)
         if not file.is_file():
             raise ValueError(f"text={path!r}: there is no such file.")
-        return file.read_text()
+        return [file.read_text()]
     if pretrained != TINY:
         raise ValueError(
             f"text: pretrained={pretrained!r} needs a text to read. Allowed: --text FILE with "
@@ -98,4 +111,4 @@ def read_text(pretrained: str, path: str | None) -> str:
         )
     from lm_eval_moecache.tiny.documents import wikitext
 
-    return "\n\n".join(wikitext()["test"]["page"])
+    return list(wikitext()["test"]["page"])

@@ -48,10 +48,10 @@ def run(arguments: Namespace) -> int:
         raise unknown("analysis", arguments.analysis, ANALYSES)
     _settle(arguments)
     # Imported late: they bring torch, and a misspelt analysis should not wait for it.
-    from lm_eval_moecache.analysis.subject import Subject, read_text
+    from lm_eval_moecache.analysis.subject import Subject, read_texts
 
-    text = read_text(arguments.pretrained, arguments.text)
-    subject = Subject(arguments.pretrained, text, arguments.max_tokens)
+    texts = read_texts(arguments.pretrained, arguments.text)
+    subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
     analysis = _sensitivity if arguments.analysis == "sensitivity" else _locality
     rows = analysis(subject, arguments)
     if arguments.json:

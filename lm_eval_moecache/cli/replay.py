@@ -56,12 +56,8 @@ def _parser(needs_traces: bool = True) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="read options from a YAML file")
     parser.add_argument("--json", action="store_true", help="print machine-readable output")
-    parser.add_argument(
-        "traces",
-        nargs="+" if needs_traces else "*",
-        type=str,
-        help="trace files: .parquet, .csv, .jsonl",
-    )
+    count = "+" if needs_traces else "*"
+    parser.add_argument("traces", nargs=count, type=str, help="trace files: .parquet, .csv, .jsonl")
     parser.add_argument(
         "--policy", type=str, default="on_demand", help="composition, or YAML (default: on_demand)"
     )

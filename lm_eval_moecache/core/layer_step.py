@@ -246,21 +246,21 @@ class LayerStep:
 
     def _submit(self, event: Event, gate_s: float) -> float:
         """Queue what the prefetcher proposes; return when its prediction was ready."""
-        geometry, prefetch = self._geometry, self._algorithms.prefetch
+        num_experts, link = self._geometry.num_experts, self._link
         ready_s = gate_s + self._clock.gates(len(event.predicted))
-        predictions: dict[int, set[int]] = {}
-        for key in prefetch.propose(event):
-            layer = key // geometry.num_experts
-            predictions.setdefault(layer, set()).add(key)
-            cache = self._caches[layer]
+        layer = -1
+        for key in self._algorithms.prefetch.propose(event):
+            if key // num_experts != layer:
+                layer = key // num_experts
+                wanted = self._predictions.setdefault(layer, set())
+                cache = self._caches[layer]
+                pass_index = event.pass_index + (layer <= event.layer)
+                due = pass_index * self._geometry.num_layers + layer
+            wanted.add(key)
             if key in cache.resident:
                 cache.eviction.on_predicted(key)
-            elif not self._link.is_pending(key):
-                ahead = 0 if layer > event.layer else 1
-                due = (event.pass_index + ahead) * geometry.num_layers + layer
-                self._link.submit(key, due, ready_s)
-        for layer, keys in predictions.items():
-            self._predictions.setdefault(layer, set()).update(keys)
+            elif not link.is_pending(key):
+                link.submit(key, due, ready_s)
         return ready_s
 
     def _drain(self, now: float, pinned: Set[int], layer: int) -> None:

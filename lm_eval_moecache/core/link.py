@@ -74,11 +74,15 @@ class Link:
 
     def cancel_due(self, due: int) -> int:
         """Drop the queued prefetches of events up to `due`; return how many."""
-        dropped = 0
-        while self._heap and (self._heap[0][0] <= due or not self._is_live(self._heap[0])):
-            entry = heapq.heappop(self._heap)
-            if self._is_live(entry):
-                del self._queued[entry[2]]
+        heap, queued, dropped = self._heap, self._queued, 0
+        while heap:
+            event, sequence, key = heap[0]
+            is_live = key in queued and queued[key][0] == sequence
+            if is_live and event > due:
+                break
+            heapq.heappop(heap)
+            if is_live:
+                del queued[key]
                 dropped += 1
         return dropped
 
