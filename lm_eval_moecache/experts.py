@@ -19,7 +19,7 @@ def experts_forward(
     The router hook has already decided what `index_TK` and `weights_TK` are.
     """
     store: InPlaceStore = getattr(module, STORE_ATTRIBUTE)
-    return store.forward(module, hidden_TD, index_TK, weights_TK)
+    return store.run(module, hidden_TD, index_TK, weights_TK)
 
 
 def register_experts_function() -> None:

@@ -17,24 +17,30 @@ class InPlaceStore:
     are, so residency is bookkeeping, and the arithmetic is bit for bit the unwrapped model's.
     """
 
-    def __init__(self, implementation: str | None) -> None:
+    def __init__(self, implementation: str | None, device_type: str) -> None:
         self._implementation = implementation or "eager"
-        self.decoding = False
-        """Whether the pass is a decode step of generation: transformers changes kernels there."""
+        self._device_type = device_type
+        self.run: Kernel = self._kernel(decoding=False)
+        """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
 
-    def forward(
-        self, experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
-        return self._kernel(experts, hidden_TD)(experts, hidden_TD, index_TK, weights_TK)
+    def begin_pass(self, *, decoding: bool) -> None:
+        """Choose the kernel of a pass; transformers changes kernels for decode steps."""
+        self.run = self._kernel(decoding)
 
-    def _kernel(self, experts: nn.Module, hidden_TD: Tensor) -> Kernel:
+    def _kernel(self, decoding: bool) -> Kernel:
         name = self._implementation
         if name == "eager":
-            # The decorator of the experts interface keeps the class' own loop under __wrapped__.
-            own: Kernel = type(experts).forward.__wrapped__  # type: ignore[attr-defined]
-            return own
-        if self.decoding and name == "grouped_mm" and hidden_TD.device.type != "cpu":
+            return _own_loop
+        if decoding and name == "grouped_mm" and self._device_type != "cpu":
             # `GenerationMixin._optimize_model_for_decode` does so for the unwrapped model.
             name = "batched_mm"
         kernel: Kernel = ALL_EXPERTS_FUNCTIONS[name]
         return kernel
+
+
+def _own_loop(
+    experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Run the class' own loop, which the decorator of the experts interface keeps."""
+    own: Kernel = type(experts).forward.__wrapped__  # type: ignore[attr-defined]
+    return own(experts, hidden_TD, index_TK, weights_TK)

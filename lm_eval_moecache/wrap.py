@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,11 @@ class WrappedModel:
         self._valid: npt_bool | None = None
         self._num_tokens = 0
         self._depth = engine.depth
+        self._wants_weights = engine.wants_weights
+        self._wants_logits = engine.wants_logits
+        self._is_sorted = [_sorts_its_choice(layer.router) for layer in layers]
         self._before = model.get_experts_implementation()
-        self._store = InPlaceStore(_implementation(model))
+        self._store = InPlaceStore(_implementation(model), model.device.type)
         register_experts_function()
         model.set_experts_implementation(IMPLEMENTATION)
         for layer in layers:
@@ -112,7 +116,7 @@ class WrappedModel:
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
         if not self._num_tokens:
             return
-        self._store.decoding = phase == DECODE
+        self._store.begin_pass(decoding=phase == DECODE)
         self._scanning = self.scan_scoring and phase == PREFILL
         index = len(self.engine.ledger.passes)
         if self._scanning:
@@ -173,8 +177,10 @@ class WrappedModel:
         index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
         event = Event(index, layer, phase, self._num_tokens, [])
         one = self._num_tokens == 1 and self._valid is None and self.recorder is None
-        if one and not (self._scanning or engine.wants_weights):
-            event.keys = _keys_of_one_token(layer * engine.geometry.num_experts, output)
+        if one and not (self._scanning or self._wants_weights):
+            base = layer * engine.geometry.num_experts
+            experts = self._experts_of_one_token(layer, output)
+            event.keys = [base + expert for expert in experts]
         else:
             experts_TK = self._rows(output[2]).astype(np.int64)
             weights_TK = self._rows(output[1].float())
@@ -182,15 +188,27 @@ class WrappedModel:
             event.experts = np.take_along_axis(experts_TK, order, -1)
             event.weights = np.take_along_axis(weights_TK, order, -1)
             event.keys = unique_in_order(layer, engine.geometry.num_experts, event.experts)
-        if engine.wants_logits:
+        if self._wants_logits:
             # Where results cannot change, what algorithms see is what a trace keeps, as below.
             seen = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
             event.logits = self._rows(seen.float())
-        for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
-            event.predicted[ahead] = self._predict(ahead, hidden)
+        if self._depth:
+            for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
+                event.predicted[ahead] = self._predict(ahead, hidden)
         if self.recorder is not None:
             self.recorder.add(event, output[0], self._rows, lambda a: self._predict(a, hidden))
         return event
+
+    def _experts_of_one_token(self, layer: int, output: Any) -> list[int]:
+        """Return one token's experts, heaviest first."""
+        experts: list[Any] = output[2].tolist()
+        while isinstance(experts[0], list):
+            experts = experts[0]
+        if not self._is_sorted[layer]:
+            weights: list[float] = output[1].flatten().tolist()
+            order = sorted(range(len(experts)), key=lambda k: -weights[k])
+            experts = [experts[k] for k in order]
+        return experts
 
     def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
         """Ask a later layer's gate about this layer's input; its own hooks do not fire.
@@ -241,13 +259,12 @@ class WrappedModel:
 npt_bool = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def _keys_of_one_token(base: int, output: Any) -> list[int]:
-    """Return one token's keys, heaviest first; routers may leave their top-k unsorted."""
-    experts: list[int] = output[2].flatten().tolist()
-    weights: list[float] = output[1].flatten().tolist()
-    if weights != sorted(weights, reverse=True):
-        experts = [e for _, e in sorted(zip(weights, experts, strict=True), key=lambda we: -we[0])]
-    return [base + expert for expert in experts]
+def _sorts_its_choice(router: nn.Module) -> bool:
+    """Whether a router's top-k comes heaviest first: torch's default, which some switch off."""
+    try:
+        return "sorted=False" not in inspect.getsource(type(router))
+    except (OSError, TypeError):
+        return False
 
 
 def _implementation(model: Any) -> str | None:

@@ -10,7 +10,7 @@ from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import VirtualClock
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
-from lm_eval_moecache.core.layer_step import Algorithms, Execute, LayerStep
+from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
 from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
 from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
@@ -90,6 +90,9 @@ class Engine:
             if future is not None:
                 algorithm.prepare(future)
         self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+        # Called once a layer and token: bound here, so that no call goes through two functions.
+        self.enter = self._step.enter
+        self.run = self._step.run
         self._before = (0, 0.0, 0, 0)
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
@@ -122,12 +125,6 @@ class Engine:
         self._step.begin_pass(record)
         self.record = record
         return record
-
-    def enter(self, layer: int, num_tokens: int) -> None:
-        self._step.enter(layer, num_tokens)
-
-    def run(self, event: Event, execute: Execute | None = None) -> Selection | None:
-        return self._step.run(event, execute)
 
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Show every event to `observer` once its experts are known and before anything moves."""

@@ -63,6 +63,7 @@ class LayerStep:
         self._clock = clock
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
+        self._prefetches = algorithms.prefetch.is_active
         self._predictions: dict[int, set[int]] = {}
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
@@ -80,7 +81,7 @@ class LayerStep:
     def enter(self, layer: int, num_tokens: int) -> None:
         """Bring the time to the moment at which the layer's router has decided."""
         self._clock.dense(layer, num_tokens)
-        if self._link.active:
+        if self._prefetches and self._link.active:
             self._drain(self._clock.now, _NOTHING, layer)
 
     def run(self, event: Event, execute: Execute | None = None) -> Selection | None:
@@ -91,7 +92,7 @@ class LayerStep:
         """
         cache, link = self._caches[event.layer], self._link
         asked = spell_out(event, self._geometry.num_experts) if self._may_change else None
-        selection = self._route(event, cache)
+        selection = self._route(event, cache) if self._may_change else None
         absent = [key for key in event.keys if key not in cache.resident]
         self._count(event, cache, absent)
         if self.observer is not None:
@@ -103,18 +104,18 @@ class LayerStep:
             self._judge(asked, selection)
         gate_s = ready_s = self._clock.now
         remaining = event.keys
-        prefetches = self._algorithms.prefetch.is_active
+        prefetches = self._prefetches
         pinned = set(event.keys) if absent or prefetches else _NOTHING
         demands = [Fetch(key) for key in absent] if fetches is None else fetches
         if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
-        if link.active:
+        if prefetches and link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
             self._clock.wait_until(self._submit(event, gate_s))
         self._execute(event, remaining, execute)
-        if link.active:
+        if prefetches and link.active:
             self._drain(self._clock.now, pinned, event.layer)
         cache.eviction.on_event(event)
         return selection
@@ -175,7 +176,7 @@ class LayerStep:
         record.token_requests += event.num_tokens * self._geometry.top_k
         if absent:
             missed = absent
-            if link.active:
+            if self._prefetches and link.active:
                 missed = [key for key in absent if not link.is_pending(key)]
                 record.late += len(absent) - len(missed)
             record.misses += len(missed)
@@ -183,6 +184,8 @@ class LayerStep:
             record.token_misses += token_miss_count(
                 event.experts, self._geometry.num_experts, absent
             )
+        if not self._prefetches:
+            return
         if cache.unused_prefetches:
             fresh = cache.unused_prefetches.intersection(event.keys)
             record.prefetch_hits += len(fresh)
