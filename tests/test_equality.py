@@ -17,6 +17,7 @@ from lm_eval_moecache.core.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.policy import check_cache_form, load_policy, policy_names
+from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.harness import answers
@@ -154,6 +155,19 @@ def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> Non
 def hf_answers(path: str, batch_size: int, dtype: str) -> Any:
     lm = HFLM(pretrained=path, batch_size=batch_size, dtype=dtype, **LM_ARGUMENTS)
     return answers(lm)
+
+
+def test_answers_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -> None:
+    expected = hf_answers(str(MODEL_DIR), 1, "bfloat16")
+    lm: MoECacheLM | None = None
+    for policy, capacity in COMBINATIONS:
+        ours = {"policy": policy, "capacity": capacity}
+        if lm is None:
+            lm = MoECacheLM(**LM_ARGUMENTS, batch_size=1, dtype="bfloat16", **ours)
+        else:
+            lm.install(read_config(ours))
+        assert answers(lm) == expected, f"{policy} at {capacity}"
+        lm.engine.check_integrity()
 
 
 # Each family takes its own seventh of the compositions and capacities; together they take all.
