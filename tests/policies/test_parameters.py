@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -57,11 +57,15 @@ def contexts(axis: str, name: str) -> Iterator[tuple[dict[str, Any], str]]:
             yield {**partners, "prefetch": "next_gate"}, capacity
 
 
+Figures = Callable[[dict[str, Any], str], list[object]]
+
+
 def figures(choice: dict[str, Any], capacity: str) -> list[object]:
     return run(policy_of(choice), GEOMETRY, capacity, num_requests=4).figures
 
 
-def moves(axis: str, name: str, parameter: str) -> bool:
+def moves(axis: str, name: str, parameter: str, figures: Figures = figures) -> bool:
+    """Look for a value of the parameter that changes what `figures` gives."""
     key = f"{axis}.{unmangle(parameter)}"
     found = parameters_of(find_algorithm(axis, name))[parameter]
     values = [*EXTRA.get((axis, name, parameter), ()), *alternatives(found)]

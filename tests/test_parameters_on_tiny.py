@@ -1,0 +1,66 @@
+"""No knob is dead on the shipped model: the sweep of `tests/policies`, run live on `tiny`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.registry import find_algorithm
+from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.wrap import WrappedModel
+from tests.policies.streams import policy_of
+from tests.policies.test_parameters import CASES, moves
+
+# Offline algorithms need a trace; tests/core sweeps those in replays.
+LIVE = [case for case in CASES if not getattr(find_algorithm(*case[:2]), "is_offline", False)]
+
+
+@functools.cache
+def tiny() -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(MODEL_DIR), dtype=torch.bfloat16).eval()
+
+
+@functools.cache
+def measured(choice: str, capacity: str) -> tuple[object, ...]:
+    """Read four prompts and decode after each; return every count, every time and the tokens."""
+    model = tiny()
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "tiny")
+    setting = Setting(
+        policy=policy_of(json.loads(choice)),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=load_hardware("a100-5gbps"),
+    )
+    wrapped = WrappedModel(model, layers, Engine(geometry, setting))
+    generator = torch.Generator().manual_seed(0)
+    produced = []
+    try:
+        for _ in range(4):
+            prompt = torch.randint(10, 2000, (1, 12), generator=generator)
+            output = model.generate(
+                prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0
+            )
+            produced.append(tuple(output[0].tolist()))
+    finally:
+        wrapped.unwrap()
+    passes = tuple(dataclasses.astuple(record) for record in wrapped.engine.ledger.passes)
+    return (*passes, *produced)
+
+
+def figures(choice: dict[str, Any], capacity: str) -> list[object]:
+    return list(measured(json.dumps(choice, sort_keys=True), capacity))
+
+
+@pytest.mark.parametrize(("axis", "name", "parameter"), LIVE)
+def test_a_parameter_moves_some_figure_on_tiny(axis: str, name: str, parameter: str) -> None:
+    assert moves(axis, name, parameter, figures), f"{axis}.{parameter} of {name} moves nothing"
