@@ -8,11 +8,19 @@ from typing import Any
 STYLE = {
     "svg.hashsalt": "moecache",
     "svg.fonttype": "none",
-    "font.size": 9,
+    "font.size": 10,
     "axes.grid": True,
     "grid.alpha": 0.3,
-    "figure.constrained_layout.use": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
 }
+_UNDATED: dict[str, dict[str, None]] = {
+    ".svg": {"Date": None, "Creator": None},
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+}
+_PANELS = {"figure.constrained_layout.use": True, "font.size": 9}
 
 
 def pyplot() -> Any:
@@ -30,19 +38,18 @@ def pyplot() -> Any:
 def new_figure(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
     """Return a figure and its row or column of axes."""
     plt = pyplot()
-    with plt.rc_context(STYLE):
+    with plt.rc_context({**STYLE, **_PANELS}):
         figure, axes = plt.subplots(
-            rows, columns, figsize=(4.5 * columns + 1, 2.6 * rows + 0.8), squeeze=False
+            rows, columns, figsize=(4.5 * columns + 1.5, 2.6 * rows + 1.2), squeeze=False
         )
     return figure, list(axes.flat)
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Write an SVG or PNG, by the ending of its name."""
+    """Write an SVG, PNG or PDF, by the ending of its name."""
     plt = pyplot()
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None, "Creator": None} if target.suffix == ".svg" else {"Software": None}
     with plt.rc_context(STYLE):
-        figure.savefig(target, dpi=150, metadata=metadata)
+        figure.savefig(target, dpi=150, metadata=_UNDATED[target.suffix])
     plt.close(figure)

@@ -5,26 +5,16 @@ The same runs give the same files to the byte, on one version of matplotlib.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.report.columns import METRICS, accuracy, find_score, metric_value, setting
+from lm_eval_moecache.report.figure import STYLE, pyplot, save
 from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
 
-_STYLE = {
-    "svg.hashsalt": "moecache",
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
 _MARKERS = "osD^vP*X<>"
 _MEGABYTE = 1e6
 
@@ -55,18 +45,18 @@ def write_plots(
     `task` draws that task's score instead of the mean accuracy; `group` is the setting that
     gives a run its colour and its curve.
     """
-    plt = _pyplot()
+    plt = pyplot()
     quality = _quality(runs, task)
     written: list[Path] = []
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         for axis in ABSCISSAS:
             if _drawable(runs, axis, quality):
                 figure = _tradeoff(plt, runs, axis, quality, group)
-                written += _save(plt, figure, folder, f"{quality.name}_{axis.name}")
+                written += _save(figure, folder, f"{quality.name}_{axis.name}")
         for ordinate in (quality, *(_metric_axis(name) for name in CURVES)):
             if _num_capacities(runs) > 1 and _drawable(runs, ABSCISSAS[2], ordinate):
                 figure = _curves(plt, runs, ordinate, group)
-                written += _save(plt, figure, folder, f"capacity_{ordinate.name}")
+                written += _save(figure, folder, f"capacity_{ordinate.name}")
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
@@ -181,21 +171,8 @@ def _legend(axes: Any) -> None:
         axes.legend()
 
 
-def _save(plt: Any, figure: Any, folder: Path, name: str) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
+def _save(figure: Any, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
-    figure.savefig(paths[1], dpi=150, metadata={"Software": None})
-    plt.close(figure)
+    for path in paths:
+        save(figure, path)
     return paths
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ValueError(
-            f"plots need matplotlib, which is not installed ({error}). "
-            "Install it with: pip install 'lm-eval-moecache[plots]'."
-        ) from error

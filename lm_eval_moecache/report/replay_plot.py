@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm_eval_moecache.report.figure import new_figure, save
 from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
 
 _SUFFIXES = (".svg", ".png", ".pdf")
@@ -18,14 +19,7 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
             f"plot={file!r}: the suffix {path.suffix!r} is not known. Allowed: "
             f"{', '.join(_SUFFIXES)}."
         )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "plot: matplotlib is not installed. Install lm-eval-moecache[plots]."
-        ) from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure()
     for trace in dict.fromkeys(row.trace for row in rows):
         own = [row for row in rows if row.trace == trace]
         own.sort(key=lambda row: row.capacity.total_bytes)
@@ -43,6 +37,5 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
     axes.set_xlabel("capacity [MiB]" if rows[0].has_sizes else "capacity [experts]")
     axes.set_ylabel("miss rate")
     axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path)
+    save(figure, path)
