@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.records import Geometry
 
-# Kernels launched per layer and pass. Eager transformers launches 52 before an OLMoE block's experts
-# and 16 in them (benchmarks/kernels.py); engines fuse norms, casts and rotary embedding, and the
-# device profiles stand for such an engine. A gate used as a predictor is a product, a cast and a
-# softmax.
+# Kernels launched per layer and pass. Eager transformers launches 52 before the experts of an OLMoE
+# layer and 16 in them (benchmarks/kernels.py); engines fuse norms, casts and rotary embedding, and
+# the device profiles stand for such an engine. A gate used as a predictor is a product, a cast and
+# a softmax.
 DENSE_KERNELS = 30
 EXPERT_KERNELS = 15
 GATE_KERNELS = 3
