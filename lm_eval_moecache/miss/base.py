@@ -43,6 +43,8 @@ class MissAlgorithm(ABC):
 
     source: ClassVar[str]
     """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
     is_lossless: ClassVar[bool] = False
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False

@@ -21,6 +21,8 @@ class PrefetchAlgorithm(ABC):
 
     source: ClassVar[str]
     """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
     is_active: ClassVar[bool] = True
     """Whether it ever proposes anything."""
     uses_logits: ClassVar[bool] = False

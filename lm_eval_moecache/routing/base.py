@@ -20,6 +20,8 @@ class RoutingAlgorithm(ABC):
 
     source: ClassVar[str]
     """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
