@@ -180,7 +180,7 @@ class Engine:
     def reset_cache(self) -> None:
         """Start cold: empty the caches and forget what waits on the link (`cache_reset`)."""
         self.link.clear()
-        self._step.forget_predictions()
+        self._step.queue.forget()
         if self.link.inflight is not None:
             key = self.link.land()
             self.clock.wait_until(self.link.busy_until)
