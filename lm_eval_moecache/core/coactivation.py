@@ -94,6 +94,58 @@ def buddy_lists(q: Counts, alpha: float, k_max: int) -> IntArray:
     return np.where(is_buddy, order, NO_BUDDY)[:, :width].astype(np.int64)
 
 
+class BuddyProfile:
+    """What a buddy artefact knows, turned into thresholds and lists."""
+
+    def __init__(self, artefact: Artefact) -> None:
+        """Raise ValueError for a profile whose lists would rest on no evidence."""
+        check_profile(artefact)
+        self._arrays, self._settings = artefact.arrays, artefact.made_from
+        self._num_layers, self._num_experts = artefact.num_layers, artefact.num_experts
+
+    def thresholds(self, tau: float, scale: str, temperature: float) -> Counts:
+        """Return the entropy [L] up to which a token is left alone: tau, or its percentile."""
+        limit = 100 if scale == "percentile" else 1
+        if not 0 <= tau <= limit:
+            raise ValueError(f"miss.tau={tau} must lie between 0 and {limit} (tau_scale={scale}).")
+        if scale == "absolute":
+            return np.full(self._num_layers, tau)
+        entropies = [
+            activating_entropy(top_k_shares(logits, temperature))
+            for logits in self._arrays[TOP_LOGITS]
+        ]
+        return np.percentile(np.stack(entropies).astype(np.float64), tau, axis=-1)
+
+    def buddies(
+        self, measure: str, alpha: float | list[float] | None, k_max: int | None, rank: int | None
+    ) -> tuple[Counts, npt.NDArray[np.bool_]]:
+        """Return q [L, E, E], and which experts j are among the first `rank` buddies of i."""
+        alphas = self._alphas(alpha)
+        k_max = int(self._settings["k_max"]) if k_max is None else k_max
+        for name, value in (("k_max", k_max), ("H", rank)):
+            if value is not None and value < 1:
+                raise ValueError(f"miss.{name}={value} must be 1 or more.")
+        q = np.stack(
+            [conditional(c, self._settings["smoothing"]) for c in self._arrays[MEASURES[measure]]]
+        )
+        is_buddy = np.zeros(q.shape, dtype=bool)
+        for layer, share in enumerate(alphas):
+            lists = buddy_lists(q[layer], share, k_max)[:, :rank]
+            pivots, places = (lists != NO_BUDDY).nonzero()
+            is_buddy[layer, pivots, lists[pivots, places]] = True
+        return q, is_buddy
+
+    def _alphas(self, alpha: float | list[float] | None) -> list[float]:
+        given = self._settings["alpha"] if alpha is None else alpha
+        alphas = given if isinstance(given, list) else [given] * self._num_layers
+        if len(alphas) != self._num_layers or not all(0 < a <= 1 for a in alphas):
+            raise ValueError(
+                f"miss.alpha={given} must be above 0 and at most 1: one number, or "
+                f"{self._num_layers}, one for each MoE layer."
+            )
+        return [float(a) for a in alphas]
+
+
 def check_profile(artefact: Artefact) -> None:
     """Raise ValueError for a buddy profile whose lists would rest on no evidence."""
     layers, experts = artefact.num_layers, artefact.num_experts
