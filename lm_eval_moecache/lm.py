@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import sys
 from bisect import bisect_left
@@ -28,8 +27,8 @@ from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.preflight import model_path, preflight
 from lm_eval_moecache.recording import Recorder
-from lm_eval_moecache.report.metrics import request_metrics, task_metrics
-from lm_eval_moecache.report.no_effect import settings_without_effect
+from lm_eval_moecache.report.metrics import request_metrics
+from lm_eval_moecache.report.run_report import run_report
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.wrap import WrappedModel
 
@@ -234,26 +233,7 @@ class MoECacheLM(HFLM):
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
-        engine, config = self.engine, self.moecache
-        by_task: dict[str, list[RequestRecord]] = {}
-        for request in engine.ledger.requests:
-            by_task.setdefault(request.task, []).append(request)
-        peak = engine.peak_cache_bytes
-        capacity = engine.setting.capacity
-        return {
-            "policy": config.policy.as_dict(),
-            "capacity": capacity.text,
-            "capacity_bytes": capacity.total_bytes,
-            "hardware": dataclasses.asdict(config.hardware),
-            "clock": config.clock,
-            "scoring": config.scoring,
-            "cache_reset": config.cache_reset,
-            "seed": config.seed,
-            "model": dataclasses.asdict(self.geometry),
-            "warnings": settings_without_effect(by_task, config.policy.phases, config.scoring),
-            "totals": task_metrics(engine.ledger.requests, peak),
-            "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
-        }
+        return run_report(self.engine, self.moecache)
 
 
 class RecordedStr(str):

@@ -55,6 +55,11 @@ class Policy:
     def is_lossless(self) -> bool:
         return bool(self.routing.algorithm.is_lossless and self.miss.algorithm.is_lossless)
 
+    @property
+    def draws(self) -> bool:
+        """Whether some choice depends on the seed."""
+        return any(getattr(self, axis).algorithm.draws for axis in AXES)
+
     def as_dict(self) -> dict[str, Any]:
         axes = {axis: getattr(self, axis).as_dict() for axis in AXES}
         return {"name": self.name, "source": self.source, "phases": self.phases, **axes}

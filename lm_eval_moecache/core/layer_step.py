@@ -14,6 +14,7 @@ from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.prefetch_queue import PrefetchQueue
 from lm_eval_moecache.core.records import (
     DROPPED,
     PREFILL,
@@ -64,7 +65,7 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
-        self._predictions: dict[int, set[int]] = {}
+        self.queue = PrefetchQueue(geometry, caches, link, algorithms.prefetch)
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
         """Shown each event after its routing and before anything moves."""
@@ -74,15 +75,11 @@ class LayerStep:
         self._algorithms.routing.on_pass(record.index)
         self._algorithms.prefetch.on_pass(record.index)
 
-    def forget_predictions(self) -> None:
-        """Judge no event by what was predicted for it so far."""
-        self._predictions.clear()
-
     def enter(self, layer: int, num_tokens: int) -> None:
         """Bring the time to the moment at which the layer's router has decided."""
         self._clock.dense(layer, num_tokens)
         if self._prefetches and self._link.active:
-            self._drain(self._clock.now, _NOTHING, layer)
+            self.queue.drain(self._clock.now, _NOTHING, layer)
 
     def run(self, event: Event, execute: Execute | None = None) -> Selection | None:
         """Serve one event from lookup to the end of its last expert; `enter` comes before.
@@ -90,7 +87,21 @@ class LayerStep:
         Returns the changed selection, or None where the router's is executed. `execute` is called
         with the keys of each wave once they are all resident, and may use them until it returns.
         """
-        cache, link = self._caches[event.layer], self._link
+        selection, demands = self._decide(event)
+        self._serve(event, demands, execute)
+        return selection
+
+    def settle(self) -> None:
+        """Empty the link: forget what waits for it, let what moves on it land."""
+        self._link.clear()
+        self.queue.forget()
+        if self._link.inflight is not None:
+            self._clock.wait_until(self._link.busy_until)
+            self.queue.land()
+
+    def _decide(self, event: Event) -> tuple[Selection | None, Sequence[Fetch]]:
+        """Look up an event's experts: the changed selection, and what has to be brought near."""
+        cache = self._caches[event.layer]
         asked = spell_out(event, self._geometry.num_experts) if self._may_change else None
         selection = self._route(event, cache) if self._may_change else None
         absent = [key for key in event.keys if key not in cache.resident]
@@ -102,23 +113,27 @@ class LayerStep:
             fetches, selection = self._resolve(event, cache, absent, selection)
         if selection is not None and asked is not None:
             self._judge(asked, selection)
+        return selection, [Fetch(key) for key in absent] if fetches is None else fetches
+
+    def _serve(self, event: Event, demands: Sequence[Fetch], execute: Execute | None) -> None:
+        """Bring near what is demanded, execute the event, and let prefetches go on."""
+        cache, link, prefetches = self._caches[event.layer], self._link, self._prefetches
         gate_s = ready_s = self._clock.now
         remaining = event.keys
-        prefetches = self._prefetches
-        pinned = set(event.keys) if absent or prefetches else _NOTHING
-        demands = [Fetch(key) for key in absent] if fetches is None else fetches
+        pinned = set(event.keys) if demands or prefetches else _NOTHING
         if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
-            self._clock.wait_until(self._submit(event, gate_s))
+            ready_s = gate_s + self._clock.gates(len(event.predicted))
+            self.queue.submit(event, ready_s)
+            self._clock.wait_until(ready_s)
         self._execute(event, remaining, execute)
         if prefetches and link.active:
-            self._drain(self._clock.now, pinned, event.layer)
+            self.queue.drain(self._clock.now, pinned, event.layer)
         cache.eviction.on_event(event)
-        return selection
 
     def _is_lossy_here(self, is_lossless: bool, event: Event) -> bool:
         if is_lossless:
@@ -190,11 +205,7 @@ class LayerStep:
             fresh = cache.unused_prefetches.intersection(event.keys)
             record.prefetch_hits += len(fresh)
             cache.unused_prefetches -= fresh
-        predicted = self._predictions.pop(event.layer, None)
-        if predicted is not None:
-            record.predicted += len(predicted)
-            record.predicted_right += len(predicted.intersection(event.keys))
-            record.predictable += len(event.keys)
+        self.queue.judge(event, record)
 
     def _load(
         self,
@@ -216,7 +227,7 @@ class LayerStep:
                 ready_s = link.busy_until
             # Off the list: a wave may execute and evict it before its turn comes.
             fetches = [fetch for fetch in fetches if fetch.key != link.inflight]
-            self._land()
+            self.queue.land()
             cache.unused_prefetches -= pinned
         for fetch in fetches:
             key = fetch.key
@@ -246,53 +257,3 @@ class LayerStep:
             wave = np.asarray(keys) - event.layer * self._geometry.num_experts
             assignments = int(np.isin(event.experts, wave).sum())
         self._clock.experts(event.layer, len(keys), assignments)
-
-    def _submit(self, event: Event, gate_s: float) -> float:
-        """Queue what the prefetcher proposes; return when its prediction was ready."""
-        num_experts, link = self._geometry.num_experts, self._link
-        ready_s = gate_s + self._clock.gates(len(event.predicted))
-        layer = -1
-        for key in self._algorithms.prefetch.propose(event):
-            if key // num_experts != layer:
-                layer = key // num_experts
-                wanted = self._predictions.setdefault(layer, set())
-                cache = self._caches[layer]
-                pass_index = event.pass_index + (layer <= event.layer)
-                due = pass_index * self._geometry.num_layers + layer
-            wanted.add(key)
-            if key in cache.resident:
-                cache.eviction.on_predicted(key)
-            elif not link.is_pending(key):
-                link.submit(key, due, ready_s)
-        return ready_s
-
-    def _drain(self, now: float, pinned: Set[int], layer: int) -> None:
-        """Let the link work through its prefetches up to `now`.
-
-        A transfer that could start at `now` itself is left: a demand at this instant goes first.
-        """
-        link = self._link
-        while True:
-            if link.inflight is not None:
-                if link.busy_until > now:
-                    return
-                self._land()
-            head = link.peek()
-            if head is None or head[1] >= now:
-                return
-            key, start_s = head
-            cache = self._caches[key // self._geometry.num_experts]
-            nbytes = cache.size_of(key)
-            if key in cache.resident:
-                link.withdraw(key)
-            elif cache.make_room(nbytes, pinned, layer):
-                cache.reserve(key)
-                link.start(key, nbytes, start_s)
-            else:
-                # Everything else is in use until `now`.
-                link.postpone(key, now)
-                return
-
-    def _land(self) -> None:
-        key = self._link.land()
-        self._caches[key // self._geometry.num_experts].land(key)

@@ -36,6 +36,11 @@ def parse_bytes(text: str, key: str) -> int:
 def parse_bandwidth(text: str, key: str = "bandwidth") -> float:
     """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
     body = str(text).strip().removesuffix("/s")
+    if re.search(r"[0-9\s][kKMGT]i?b$", body):
+        raise ValueError(
+            f"{key}={text!r} reads as bits per second. Allowed: bytes per second, with a capital "
+            f"B, like '{body[:-1]}B/s' for bytes, or an eighth of the number for bits."
+        )
     if _bare_number(body) is not None:
         raise ValueError(f"{key}={text!r} has no unit. Allowed: bytes per second, like '5GB/s'.")
     rate = _size(body)

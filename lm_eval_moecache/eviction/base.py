@@ -23,6 +23,8 @@ class EvictionAlgorithm(ABC):
 
     source: ClassVar[str]
     """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
     uses_weights: ClassVar[bool] = False
     """Whether `Event.experts` and `Event.weights` are needed in every pass."""
     is_offline: ClassVar[bool] = False

@@ -18,6 +18,7 @@ class Random(EvictionAlgorithm):
     """
 
     source: ClassVar[str] = "the usual uninformed baseline"
+    draws: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)

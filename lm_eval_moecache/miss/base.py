@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.core.artefact import Artefact
 from lm_eval_moecache.core.records import (
     DROPPED,
     BoolArray,
@@ -43,10 +44,16 @@ class MissAlgorithm(ABC):
 
     source: ClassVar[str]
     """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
     is_lossless: ClassVar[bool] = False
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
     """Whether `Event.weights` and `Event.logits` are needed."""
+    artefact_kind: ClassVar[str | None] = None
+    """The kind of artefact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    artefact: Artefact | None = None
+    """The artefact it was built with: the wrapped model checks that it is the model's own."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""

@@ -23,6 +23,7 @@ class SubstituteRandom(MissAlgorithm):
     """
 
     source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"
+    draws: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.core.artefact import Artefact
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.records import DROPPED, Event, FloatArray, Geometry, IntArray
 
@@ -21,6 +22,8 @@ class PrefetchAlgorithm(ABC):
 
     source: ClassVar[str]
     """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
     is_active: ClassVar[bool] = True
     """Whether it ever proposes anything."""
     uses_logits: ClassVar[bool] = False
@@ -29,6 +32,10 @@ class PrefetchAlgorithm(ABC):
     """Whether it needs the future, so that only a replay can run it."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
+    artefact_kind: ClassVar[str | None] = None
+    """The kind of artefact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    artefact: Artefact | None = None
+    """The artefact it was built with: the wrapped model checks that it is the model's own."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""

@@ -10,13 +10,23 @@ from lm_eval_moecache.report.metrics import GENERATE
 
 
 def settings_without_effect(
-    by_task: Mapping[str, Sequence[RequestRecord]], phases: str, scoring: str
+    by_task: Mapping[str, Sequence[RequestRecord]],
+    phases: str,
+    scoring: str,
+    *,
+    idle_seed: int = 0,
 ) -> list[str]:
-    """Return a sentence for each setting that did nothing on some task, naming the tasks.
+    """Return a sentence for each setting that did nothing, naming the tasks where that depends.
 
     `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
+    `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn.
     """
     warnings = []
+    if idle_seed:
+        warnings.append(
+            f"seed={idle_seed}: no algorithm of this policy draws at random, so the figures are "
+            "those of any other seed."
+        )
     if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
         warnings.append(
             f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "

@@ -23,6 +23,7 @@ class SwapRank(RoutingAlgorithm):
     """
 
     source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (right)"
+    draws: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, *, seed: int = 0, rank: int = 1) -> None:
         super().__init__(geometry, seed=seed)

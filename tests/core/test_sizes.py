@@ -165,3 +165,9 @@ def test_geometry_refuses_what_does_not_fit_together() -> None:
             expert_bytes=((1,), (1,)),
             dense_bytes=(1,),
         )
+
+
+@pytest.mark.parametrize("text", ["40Gb/s", "40 Gb/s", "800Mb", "1Gib/s", "9kb/s"])
+def test_bits_per_second_are_not_taken_for_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"reads as bits per second.*capital B"):
+        parse_bandwidth(text)

@@ -85,6 +85,11 @@ class Contract:
                 assert record.hits + record.late + record.misses == record.requests
                 assert 0 <= record.unfaithful <= record.executed <= record.token_requests
 
+    def test_the_seed_matters_only_where_it_says_so(self) -> None:
+        """`draws` decides whether a seed without effect is warned of."""
+        figures = [run(self.policy(), GEOMETRY, "60%", seed=seed).figures for seed in range(4)]
+        assert any(other != figures[0] for other in figures[1:]) == self.algorithm.draws
+
     def test_a_run_leaves_the_events_it_was_given_alone(self) -> None:
         before = copy.deepcopy(PASSES)
         run(self.policy(), GEOMETRY)

@@ -39,6 +39,11 @@ def test_scan_says_which_tasks_scored_no_text() -> None:
     assert "mmlu" not in warning
 
 
+def test_a_seed_that_nothing_draws_from_is_said() -> None:
+    (warning,) = settings_without_effect(TASKS, "all", "parallel", idle_seed=3)
+    assert "seed=3" in warning
+
+
 @pytest.mark.parametrize(
     ("tasks", "phases", "scoring"),
     [

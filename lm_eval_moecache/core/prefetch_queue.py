@@ -1,0 +1,89 @@
+"""Prefetches on their way: proposed, waiting for the link, moving, landing, and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from lm_eval_moecache.core.cache import ExpertCache
+from lm_eval_moecache.core.ledger import PassRecord
+from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.records import Event, Geometry
+from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
+
+
+class PrefetchQueue:
+    """Moves what the prefetcher proposes over the link, as far as time and the caches allow."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        caches: Sequence[ExpertCache],
+        link: Link,
+        algorithm: PrefetchAlgorithm,
+    ) -> None:
+        self._num_layers = geometry.num_layers
+        self._num_experts = geometry.num_experts
+        self._caches = caches
+        self._link = link
+        self._algorithm = algorithm
+        self._predictions: dict[int, set[int]] = {}
+
+    def forget(self) -> None:
+        """Judge no event by what was predicted for it so far."""
+        self._predictions.clear()
+
+    def judge(self, event: Event, record: PassRecord) -> None:
+        """Count what was predicted for an event, and how much of it the event needs."""
+        predicted = self._predictions.pop(event.layer, None)
+        if predicted is not None:
+            record.predicted += len(predicted)
+            record.predicted_right += len(predicted.intersection(event.keys))
+            record.predictable += len(event.keys)
+
+    def submit(self, event: Event, ready_s: float) -> None:
+        """Queue what the prefetcher proposes at an event, known from `ready_s` on."""
+        num_experts, link = self._num_experts, self._link
+        layer = -1
+        for key in self._algorithm.propose(event):
+            if key // num_experts != layer:
+                layer = key // num_experts
+                wanted = self._predictions.setdefault(layer, set())
+                cache = self._caches[layer]
+                pass_index = event.pass_index + (layer <= event.layer)
+                due = pass_index * self._num_layers + layer
+            wanted.add(key)
+            if key in cache.resident:
+                cache.eviction.on_predicted(key)
+            elif not link.is_pending(key):
+                link.submit(key, due, ready_s)
+
+    def drain(self, now: float, pinned: Set[int], layer: int) -> None:
+        """Let the link work through its prefetches up to `now`.
+
+        A transfer that could start at `now` itself is left: a demand at this instant goes first.
+        """
+        link = self._link
+        while True:
+            if link.inflight is not None:
+                if link.busy_until > now:
+                    return
+                self.land()
+            head = link.peek()
+            if head is None or head[1] >= now:
+                return
+            key, start_s = head
+            cache = self._caches[key // self._num_experts]
+            nbytes = cache.size_of(key)
+            if key in cache.resident:
+                link.withdraw(key)
+            elif cache.make_room(nbytes, pinned, layer):
+                cache.reserve(key)
+                link.start(key, nbytes, start_s)
+            else:
+                # Everything else is in use until `now`.
+                link.postpone(key, now)
+                return
+
+    def land(self) -> None:
+        key = self._link.land()
+        self._caches[key // self._num_experts].land(key)

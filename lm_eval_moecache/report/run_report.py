@@ -1,0 +1,40 @@
+"""The report of one run: its full setting and its figures, `config.moecache` in a results JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lm_eval_moecache.config import Config
+from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.ledger import RequestRecord
+from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.report.no_effect import settings_without_effect
+
+
+def run_report(engine: Engine, config: Config) -> dict[str, Any]:
+    """Return the setting, and the metrics of all requests served so far, by task and in total."""
+    requests = engine.ledger.requests
+    by_task: dict[str, list[RequestRecord]] = {}
+    for request in requests:
+        by_task.setdefault(request.task, []).append(request)
+    peak, capacity = engine.peak_cache_bytes, engine.setting.capacity
+    return {
+        "policy": config.policy.as_dict(),
+        "capacity": capacity.text,
+        "capacity_bytes": capacity.total_bytes,
+        "hardware": dataclasses.asdict(config.hardware),
+        "clock": config.clock,
+        "scoring": config.scoring,
+        "cache_reset": config.cache_reset,
+        "seed": config.seed,
+        "model": dataclasses.asdict(engine.geometry),
+        "warnings": settings_without_effect(
+            by_task,
+            config.policy.phases,
+            config.scoring,
+            idle_seed=0 if config.policy.draws else config.seed,
+        ),
+        "totals": task_metrics(requests, peak),
+        "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
+    }
