@@ -241,23 +241,3 @@ def test_other_executors_give_the_same_figures(
     near = write_sweep(tmp_path / "near", base=base, grid=cells, name="x")
     assert run(near) == 0
     assert figures(far.parent) == figures(near.parent)
-
-
-def test_compare_passes_on_a_rerun_and_fails_when_a_policy_turns_lossy(
-    tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy = tmp_path / "mine.yaml"
-    text = "routing: standard\nprefetch: none\neviction: lru\nmiss: {}\n"
-    policy.write_text(text.format("fetch"))
-    fields = {"base": {**base, "policy": str(policy), "capacity": "25%"}, "tasks": "toy_answer"}
-    for name in ("baseline", "rerun"):
-        assert run(write_sweep(tmp_path / name, **fields)) == 0
-    capsys.readouterr()
-    assert main(["compare", str(tmp_path / "baseline"), str(tmp_path / "rerun")]) == 0
-    assert capsys.readouterr().out.startswith("pass")
-    smaller = {**fields, "base": {**fields["base"], "capacity": "15%"}}  # type: ignore[dict-item]
-    assert run(write_sweep(tmp_path / "smaller", **smaller)) == 0
-    capsys.readouterr()
-    arguments = [str(tmp_path / "baseline"), str(tmp_path / "smaller"), "--ignore=capacity"]
-    assert main(["compare", *arguments]) == 1
-    assert "worse    toy_answer" in capsys.readouterr().out
