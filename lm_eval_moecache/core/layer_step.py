@@ -14,7 +14,7 @@ from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
-from lm_eval_moecache.core.prefetch_queue import PrefetchQueue
+from lm_eval_moecache.core.prefetch_queue import Chooser, PrefetchQueue
 from lm_eval_moecache.core.records import (
     DROPPED,
     PREFILL,
@@ -23,6 +23,7 @@ from lm_eval_moecache.core.records import (
     Geometry,
     IntArray,
     Selection,
+    num_assignments,
     softmax,
     spell_out,
     token_miss_count,
@@ -65,6 +66,7 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
+        self._ladder = len(geometry.precision) > 1
         self.queue = PrefetchQueue(geometry, caches, link, algorithms.prefetch)
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
@@ -109,8 +111,13 @@ class LayerStep:
         if self.observer is not None:
             self.observer(event)
         fetches: Sequence[Fetch] | None = None
-        if absent and self._is_lossy_here(self._algorithms.miss.is_lossless, event):
-            fetches, selection = self._resolve(event, cache, absent, selection)
+        miss = self._algorithms.miss
+        if self._is_lossy_here(miss.is_lossless, event):
+            if absent or (self._ladder and miss.upgrade):
+                fetches, selection = self._resolve(event, cache, absent, selection)
+        elif self._ladder:
+            # Where lossy algorithms stand aside, what they left at a lower rung is not enough.
+            absent = [key for key in event.keys if cache.resident.get(key, 1) > 0]
         if selection is not None and asked is not None:
             self._judge(asked, selection)
         return selection, [Fetch(key) for key in absent] if fetches is None else fetches
@@ -128,7 +135,7 @@ class LayerStep:
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
             ready_s = gate_s + self._clock.gates(len(event.predicted))
-            self.queue.submit(event, ready_s)
+            self.queue.submit(event, ready_s, self._chooser(event))
             self._clock.wait_until(ready_s)
         self._execute(event, remaining, execute)
         if prefetches and link.active:
@@ -139,6 +146,12 @@ class LayerStep:
         if is_lossless:
             return False
         return not (self._algorithms.decode_only and event.phase == PREFILL)
+
+    def _chooser(self, event: Event) -> Chooser | None:
+        miss = self._algorithms.miss
+        if not (self._ladder and self._is_lossy_here(miss.is_lossless, event)):
+            return None
+        return miss.prefetch_rungs
 
     def _route(self, event: Event, cache: ExpertCache) -> Selection | None:
         routing = self._algorithms.routing
@@ -226,9 +239,14 @@ class LayerStep:
             if link.inflight in pinned:
                 ready_s = link.busy_until
             # Off the list: a wave may execute and evict it before its turn comes.
-            fetches = [fetch for fetch in fetches if fetch.key != link.inflight]
+            fetches = [f for f in fetches if f.key != link.inflight or self._is_worse(f)]
             self.queue.land()
             cache.unused_prefetches -= pinned
+        if self._ladder:
+            # A copy that is not good enough is of no use to this event: its room is free at once.
+            for fetch in fetches:
+                if fetch.key in cache.resident:
+                    cache.let_go(fetch.key)
         for fetch in fetches:
             key = fetch.key
             if link.active and link.is_pending(key):
@@ -246,14 +264,29 @@ class LayerStep:
             cache.insert(key, fetch.rung)
         return ready_s, remaining
 
+    def _is_worse(self, fetch: Fetch) -> bool:
+        """Whether what is arriving has a lower rung than the event demands."""
+        arriving = self._caches[fetch.key // self._geometry.num_experts].arriving
+        return arriving[fetch.key] > fetch.rung
+
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:
             execute(keys)
-        if event.experts is None:
-            assignments = len(keys)
-        elif len(keys) == len(event.keys):
-            assignments = int((event.experts >= 0).sum())
+        if self._ladder:
+            self._execute_by_rung(event, keys)
         else:
-            wave = np.asarray(keys) - event.layer * self._geometry.num_experts
-            assignments = int(np.isin(event.experts, wave).sum())
-        self._clock.experts(event.layer, len(keys), assignments)
+            assignments = num_assignments(event, keys, self._geometry.num_experts)
+            self._clock.experts(event.layer, len(keys), assignments)
+
+    def _execute_by_rung(self, event: Event, keys: list[int]) -> None:
+        resident = self._caches[event.layer].resident
+        event.rungs = event.rungs or {}
+        by_rung: dict[int, list[int]] = {}
+        for key in keys:
+            event.rungs[key] = resident[key]
+            by_rung.setdefault(resident[key], []).append(key)
+        for rung, own in sorted(by_rung.items()):
+            assignments = num_assignments(event, own, self._geometry.num_experts)
+            self._clock.experts(event.layer, len(own), assignments, rung)
+            if rung:
+                self._record.low_precision += assignments
