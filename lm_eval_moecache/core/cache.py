@@ -93,7 +93,7 @@ class ExpertCache:
             self._evict(key)
 
     def check_integrity(self) -> None:
-        """Assert the conservation laws: bytes add up, and loads - evictions - replaced = residents."""
+        """Assert the conservation laws: bytes add up, and so do loads and departures."""
         held = sum(self.size_of(k, r) for k, r in (self.resident | self.arriving).items())
         assert held == self.used_bytes <= self.capacity_bytes, (
             f"bytes held {held}, counted {self.used_bytes}, capacity {self.capacity_bytes}"

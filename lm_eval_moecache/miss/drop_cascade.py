@@ -1,4 +1,4 @@
-"""Drop-cascade: the precision of an absent expert falls with its importance, and then it is left."""
+"""Drop-cascade: an absent expert's precision falls with its importance, and the last are left."""
 
 from __future__ import annotations
 
