@@ -68,6 +68,7 @@ class MoECacheLM(HFLM):
                 self.geometry,
                 seed=config.seed,
                 depth=self.engine.algorithms.prefetch.depth,
+                predicted_by=self.engine.predictor_digest,
             )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []

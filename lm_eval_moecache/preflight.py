@@ -34,7 +34,8 @@ def preflight(
     parse_capacity(config.capacity, geometry)
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    if config.trace is not None or built["routing"].depth or built["prefetch"].depth:
+    asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
+    if asks_gates and not built["prefetch"].uses_predictor:
         _check_routers_can_be_asked(layers)
     return config, theirs
 

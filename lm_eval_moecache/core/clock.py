@@ -34,6 +34,10 @@ class Clock(ABC):
         """Return the seconds that applying `num_gates` further gates as predictors takes."""
 
     @abstractmethod
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        """Return the seconds that a small network beside the model takes for a pass's tokens."""
+
+    @abstractmethod
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
         """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
 
@@ -48,6 +52,7 @@ class VirtualClock(Clock):
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
         self.now = 0.0
+        self._hardware = hardware
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
         self._dense = tuple(
             (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
@@ -78,6 +83,12 @@ class VirtualClock(Clock):
 
     def gates(self, num_gates: int) -> float:
         return num_gates * self._gate_s
+
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        hardware = self._hardware
+        flop_s = 2 * num_weights * num_tokens / hardware.peak_flops
+        read_s = nbytes / hardware.memory_bytes_per_s
+        return max(flop_s, read_s) + num_kernels * hardware.kernel_overhead_s
 
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
         if not num_experts:

@@ -13,6 +13,7 @@ from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
 from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.predictor import digest_of
 from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
 from lm_eval_moecache.core.sizes import Capacity
 from lm_eval_moecache.eviction.base import EvictionAlgorithm
@@ -112,6 +113,14 @@ class Engine:
     def depth(self) -> int:
         """How many layers ahead the gates have to be asked at each event."""
         return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
+
+    @property
+    def predictor_digest(self) -> str:
+        """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
+        prefetch = self.algorithms.prefetch
+        if not prefetch.uses_predictor or prefetch.artefact is None:
+            return ""
+        return digest_of(prefetch.artefact)
 
     @property
     def peak_cache_bytes(self) -> int:
