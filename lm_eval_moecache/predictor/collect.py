@@ -23,12 +23,18 @@ MAX_PROMPT_TOKENS = 2048
 
 
 class Watch:
-    """Keeps each router's input and logits of the decode steps, while it is entered."""
+    """Keeps each router's input and logits of the decode steps, while it is entered.
+
+    `prompts` says for each step which prompt it belongs to, counting prefills: that of a batch of
+    one. Batches are told apart by whoever asked for them.
+    """
 
     def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:
         self._model, self._layers = model, layers
         self._handles: list[Any] = []
         self._decoding = False
+        self._prompt = -1
+        self.prompts: list[int] = []
         self.hidden: list[list[Tensor]] = [[] for _ in layers]
         self.logits: list[list[Tensor]] = [[] for _ in layers]
 
@@ -36,6 +42,10 @@ class Watch:
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             past = kwargs.get("past_key_values")
             self._decoding = past is not None and past.get_seq_length() > 0
+            if self._decoding:
+                self.prompts.append(self._prompt)
+            else:
+                self._prompt += 1
 
         def keep(layer: int) -> Any:
             def hook(router: Any, args: Any, output: Any) -> None:
@@ -49,6 +59,14 @@ class Watch:
         for index, layer in enumerate(self._layers):
             self._handles.append(layer.router.register_forward_hook(keep(index)))
         return self
+
+    def write(self, path: Path) -> None:
+        """Write what batches of one prompt gave as one shard."""
+        hidden, logits = (
+            np.stack([torch.cat(layer).numpy() for layer in kept])
+            for kept in (self.hidden, self.logits)
+        )
+        write_shard(path, hidden, logits, np.asarray(self.prompts, dtype=np.int64))
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:

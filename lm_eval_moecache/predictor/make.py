@@ -112,9 +112,7 @@ def _judge(
 ) -> Made:
     network, top_k = PredictorNetwork(artefact), artefact.top_k
     judged = judge(samples, network, layers, num_chosen=top_k, known=known, held_out=held_out)
-    found = [
-        {**row, **how} for row, how in zip(layer_rows(judged, top_k), rows, strict=True)
-    ]
+    found = [{**row, **how} for row, how in zip(layer_rows(judged, top_k), rows, strict=True)]
     return Made(artefact=artefact, layers=found, certainty=certainty_rows(judged, top_k))
 
 

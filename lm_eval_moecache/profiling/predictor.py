@@ -41,7 +41,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--halve_every", type=int, default=5, help="epochs until it is halved")
     parser.add_argument("--batch_size", type=int, default=32, help="tokens of a training step")
     parser.add_argument("--max_epochs", type=int, default=30, help="most epochs")
-    parser.add_argument("--patience", type=int, default=5, help="epochs without gain until it stops")
+    parser.add_argument(
+        "--patience", type=int, default=5, help="epochs without gain until it stops"
+    )
     parser.add_argument("--seed", type=int, default=42, help="of the 80/20 split and the training")
     parser.add_argument("--work", type=str | None, help="folder for what is kept until the end")
 
@@ -51,17 +53,18 @@ def run(arguments: Namespace) -> int:
     _check(arguments)
     prompts, data = _collect(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.predictor import make
+    from lm_eval_moecache.predictor.make import make
+    from lm_eval_moecache.predictor.train import Recipe
 
     recipe = {name: getattr(arguments, name) for name in _RECIPE}
     work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
-    found = make.make(
+    found = make(
         arguments.pretrained,
         prompts,
         work,
         num_tokens=arguments.tokens,
         prompts_per_batch=arguments.prompts_per_batch,
-        recipe=make.Recipe(**recipe),
+        recipe=Recipe(**recipe),
     )
     found.write(arguments.out, data)
     if arguments.work is None:
@@ -83,7 +86,9 @@ def _check(arguments: Namespace) -> None:
     if not arguments.learning_rate > 0:
         raise ValueError(f"learning_rate={arguments.learning_rate} must be above 0.")
     if not (arguments.tasks or arguments.data) and arguments.pretrained != TINY:
-        raise ValueError("tasks, data: give --tasks, --data or both: only tiny has its own prompts.")
+        raise ValueError(
+            "tasks, data: give --tasks, --data or both: only tiny has its own prompts."
+        )
 
 
 def _collect(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:

@@ -7,7 +7,15 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.core.records import DECODE, Event, FloatArray, Geometry, IntArray, Selection
+from lm_eval_moecache.core.records import (
+    DECODE,
+    BoolArray,
+    Event,
+    FloatArray,
+    Geometry,
+    IntArray,
+    Selection,
+)
 from lm_eval_moecache.routing.base import RoutingAlgorithm
 
 
@@ -23,9 +31,10 @@ class Commit(RoutingAlgorithm):
     OWA (section 4.1), so the predictor's do by default; `router` is the other reading, and the
     one for sigmoid routers, as a predictor's logits are right up to a constant only.
     `weights=owa`: where trigger_min to trigger_max of a token's experts were predicted rightly,
-    eq. 5 and 6 adjust the weights. Cost: O(E log E) per token.
+    eq. 5 and 6 adjust the weights. `tokens=mispredicted` executes predictions only where not one
+    was right, the analysis of Table 1: it needs the router's choice. Cost: O(E log E) per token.
 
-    Parameters: scores; weights; alpha1, alpha2 (1.0, "neutral"; the paper's range is 1.0 to
+    Parameters: scores; weights; tokens; alpha1, alpha2 (1.0, "neutral"; the paper's range is 1.0 to
     1.4); trigger_min, trigger_max (top_k - 2 and top_k - 1, which is what the paper's models have).
     """
 
@@ -42,6 +51,7 @@ class Commit(RoutingAlgorithm):
         seed: int = 0,
         scores: Literal["predicted", "router"] = "predicted",
         weights: Literal["plain", "owa"] = "plain",
+        tokens: Literal["all", "mispredicted"] = "all",
         alpha1: float | None = None,
         alpha2: float | None = None,
         trigger_min: int | None = None,
@@ -55,7 +65,12 @@ class Commit(RoutingAlgorithm):
                 raise ValueError(f"routing.{name}={value} has no effect with weights='plain'.")
             if name.startswith("alpha") and value is not None and not value > 0:
                 raise ValueError(f"routing.{name}={value} must be above 0.")
-        self.scores, self.weights = scores, weights
+        if weights == "owa" and tokens == "mispredicted":
+            raise ValueError(
+                "routing.tokens='mispredicted' does not go with routing.weights='owa': OWA is for "
+                "predictions that are right in part."
+            )
+        self.scores, self.weights, self.tokens = scores, weights, tokens
         self.alpha1 = 1.0 if alpha1 is None else alpha1
         self.alpha2 = 1.0 if alpha2 is None else alpha2
         top_k = geometry.top_k
@@ -80,20 +95,28 @@ class Commit(RoutingAlgorithm):
         if event.layer == 0 and event.phase != DECODE:
             return None
         best = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
-        if (self.scores, self.weights) == ("router", "plain"):
-            return Selection(best)
+        weights = self._weigh(event, decided, best)
+        if self.tokens == "mispredicted":
+            assert event.experts is not None
+            wrong = ~_right(best, event.experts).any(axis=-1, keepdims=True)
+            best = np.where(wrong, best, event.experts)
+            weights = None if weights is None else np.where(wrong, weights, np.float32(np.nan))
+        return Selection(best, weights=weights)
+
+    def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
+        """Return the weights [tokens, top_k], or None for the router's own by the family's rule."""
         assert event.logits is not None
+        if (self.scores, self.weights) == ("router", "plain"):
+            return None
         plain = event.weigh(decided if self.scores == "predicted" else event.logits, best)
-        return Selection(
-            best, weights=plain if self.weights == "plain" else self._owa(event, best, plain)
-        )
+        return plain if self.weights == "plain" else self._owa(event, best, plain)
 
     def _owa(self, event: Event, best: IntArray, plain: FloatArray) -> FloatArray:
         """Adjust the weights [tokens, top_k] of the executed experts by eq. 5 and 6."""
         assert event.experts is not None and event.weights is not None
         true = np.zeros((event.num_tokens, self.geometry.num_experts))
         np.put_along_axis(true, event.experts, event.weights, axis=-1)
-        right = (best[:, :, None] == event.experts[:, None, :]).any(axis=-1)
+        right = _right(best, event.experts)
         own = np.take_along_axis(true, best, axis=-1) * right
         total = true.sum(axis=-1, keepdims=True)
         # A token of which nothing was right divides by nothing, and is not triggered.
@@ -103,3 +126,8 @@ class Commit(RoutingAlgorithm):
         count = right.sum(axis=-1, keepdims=True)
         triggered = (count >= self.trigger_min) & (count <= self.trigger_max)
         return np.where(triggered, scaled * self.alpha2, plain).astype(np.float32)
+
+
+def _right(best: IntArray, experts: IntArray) -> BoolArray:
+    """Mark which predicted experts [tokens, top_k] the router chose as well."""
+    return np.asarray((best[:, :, None] == experts[:, None, :]).any(axis=-1))

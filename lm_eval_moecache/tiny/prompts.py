@@ -14,7 +14,9 @@ def training_prompts(count: int, seed: int = 0) -> list[str]:
     """Return up to `count` different prompts of each kind; some kinds have fewer."""
     found: list[str] = []
     for kind in KINDS:
-        drawn = islice(problems(kind, "train", Random(f"prompts/{kind}/{seed}")), MOST_DRAWS * count)
+        drawn = islice(
+            problems(kind, "train", Random(f"prompts/{kind}/{seed}")), MOST_DRAWS * count
+        )
         seen: dict[str, None] = {}
         for problem in drawn:
             seen.setdefault(problem.prompt)
