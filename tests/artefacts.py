@@ -58,10 +58,14 @@ def buddies(geometry: Geometry, seed: int = 0) -> Made:
 
 
 def predictor(geometry: Geometry, seed: int = 0, hidden: int = 6, loss: str = "kl") -> Made:
-    """Draw the weights of a predictor; an odd seed gives twice as wide numbers."""
+    """Draw the weights of a predictor.
+
+    Streams have their own predictions and see its cost only, so an odd seed and the second loss
+    give numbers twice as wide.
+    """
     rng = np.random.default_rng(seed)
     wanted = shapes(geometry.num_layers, geometry.num_experts, hidden)
-    kind = np.float32 if seed % 2 else np.float16
+    kind = np.float32 if seed % 2 or loss != "kl" else np.float16
     arrays = {name: rng.normal(size=shape).astype(kind) for name, shape in wanted.items()}
     return arrays, {"loss": loss}
 
