@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "analysis.",
         "sweep.",
         "tiny.",
+        "wall.",
     ),
     "transformers": (
         "experts",
@@ -50,6 +51,7 @@ MAY_IMPORT = {
         "profiling.",
         "analysis.",
         "tiny.",
+        "wall.",
     ),
     "lm_eval": ("lm", "plugin", "tasks", "cli.eval", "sweep.", "speculative.", "tiny."),
 }
