@@ -54,6 +54,7 @@ def wrap_wall(
     pools: type[SlotPools] = SlotPools,
     tier: Tier | None = None,
     throttle_bytes_per_s: float | None = None,
+    changes: dict[str, str] | None = None,
     **options: Any,
 ) -> WrappedModel:
     """Put a model on the CPU behind the wall clock."""
@@ -64,7 +65,7 @@ def wrap_wall(
     mover = pools(
         parameters, geometry, size, tier or RamTier(parameters), torch.device("cpu"), **options
     )
-    config = read_config({"policy": policy, "capacity": capacity})
+    config = read_config({"policy": policy, "capacity": capacity, **(changes or {})})
     setting = Setting(
         policy=config.policy,
         capacity=size,
