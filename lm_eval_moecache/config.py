@@ -101,11 +101,7 @@ def read_config(given: Mapping[str, Any]) -> Config:
     capacity = str(given.get("capacity", "25%"))
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    choices = {}
-    for key, allowed in _CHOICES.items():
-        choices[key] = str(given.get(key, allowed[0]))
-        if choices[key] not in allowed:
-            raise unknown(key, choices[key], allowed)
+    choices = _choose(given)
     if choices["scoring"] == "scan":
         _check_scan(policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
@@ -126,6 +122,15 @@ def read_config(given: Mapping[str, Any]) -> Config:
         trace=_trace_folder(given.get("trace")),
         **choices,
     )
+
+
+def _choose(given: Mapping[str, Any]) -> dict[str, str]:
+    choices = {}
+    for key, allowed in _CHOICES.items():
+        choices[key] = str(given.get(key, allowed[0]))
+        if choices[key] not in allowed:
+            raise unknown(key, choices[key], allowed)
+    return choices
 
 
 def _trace_folder(folder: object) -> str | None:
