@@ -34,7 +34,7 @@ from lm_eval_moecache.experts import (
 from lm_eval_moecache.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.predictor.network import network_of
 from lm_eval_moecache.recording import Recorder
-from lm_eval_moecache.store import InPlaceStore
+from lm_eval_moecache.store import InPlaceStore, Store
 
 
 class WrappedModel:
@@ -44,7 +44,9 @@ class WrappedModel:
     attribute on each experts module. `unwrap` takes all of it back.
     """
 
-    def __init__(self, model: Any, layers: list[MoELayer], engine: Engine) -> None:
+    def __init__(
+        self, model: Any, layers: list[MoELayer], engine: Engine, store: Store | None = None
+    ) -> None:
         self.model = model
         self.engine = engine
         self.valid_rows: list[int] | None = None
@@ -71,11 +73,13 @@ class WrappedModel:
         self._wants_logits = engine.wants_logits
         self._is_sorted = [_sorts_its_choice(layer.router) for layer in layers]
         self._before = model.get_experts_implementation()
-        self._store = InPlaceStore(_implementation(model), model.device.type)
+        if store is None:
+            store = InPlaceStore(implementation_of(model), model.device.type)
+        self._store = store
         register_experts_function()
         model.set_experts_implementation(IMPLEMENTATION)
-        for layer in layers:
-            setattr(layer.experts, STORE_ATTRIBUTE, self._store)
+        for index, layer in enumerate(layers):
+            setattr(layer.experts, STORE_ATTRIBUTE, store.at(index))
         self._handles = [
             model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             model.register_forward_hook(self._end_pass),
@@ -94,6 +98,7 @@ class WrappedModel:
             if hasattr(layer.experts, STORE_ATTRIBUTE):
                 delattr(layer.experts, STORE_ATTRIBUTE)
         self.model.set_experts_implementation(self._before)
+        self.engine.close()
 
     def _check_artefacts(self) -> None:
         """Refuse what an algorithm learned from another model's routers."""
@@ -280,7 +285,7 @@ def _sorts_its_choice(router: nn.Module) -> bool:
         return False
 
 
-def _implementation(model: Any) -> str | None:
+def implementation_of(model: Any) -> str | None:
     """Return the experts implementation the model's MoE layers use now."""
     config = getattr(model.config, "text_config", model.config)
     name: str | None = config._experts_implementation

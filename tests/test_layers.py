@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "analysis.",
         "sweep.",
         "tiny.",
+        "wall.",
     ),
     "transformers": (
         "experts",
@@ -52,6 +53,7 @@ MAY_IMPORT = {
         "profiling.",
         "analysis.",
         "tiny.",
+        "wall.",
     ),
     "lm_eval": (
         "lm",
