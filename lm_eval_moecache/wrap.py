@@ -59,11 +59,7 @@ class WrappedModel:
         self._scanning = False
         self._layers = layers
         self._check_artefacts()
-        chosen = engine.algorithms
-        changes = not (chosen.routing.is_lossless and chosen.miss.is_lossless)
-        self._rules: list[WeightingRule | None] = (
-            find_rules([layer.router for layer in layers]) if changes else [None] * len(layers)
-        )
+        self._rules: list[WeightingRule | None] = self._find_rules()
         self._valid: npt_bool | None = None
         self._num_tokens = 0
         self._depth = engine.depth
@@ -108,6 +104,13 @@ class WrappedModel:
         for artefact in carried:
             if artefact is not None:
                 check_router_digest(artefact, digest, self.engine.geometry.model)
+
+    def _find_rules(self) -> list[WeightingRule | None]:
+        """Find how each router weighs a selection, where a policy may change the selection."""
+        chosen = self.engine.algorithms
+        if chosen.routing.is_lossless and chosen.miss.is_lossless:
+            return [None] * len(self._layers)
+        return find_rules([layer.router for layer in self._layers])
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]

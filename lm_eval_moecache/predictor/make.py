@@ -47,6 +47,17 @@ class Made:
         write_artefact(path, dataclasses.replace(self.artefact, made_from=made_from))
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A loaded model, and what of it a predictor belongs to."""
+
+    model: Any
+    tokenizer: Any
+    layers: list[MoELayer]
+    geometry: Geometry
+    router_digest: str
+
+
 def make(
     pretrained: str,
     prompts: Sequence[str],
@@ -57,49 +68,57 @@ def make(
     recipe: Recipe,
 ) -> Made:
     """Make the predictor of a model; the same arguments give the same bytes, resumed or not."""
-    path = model_path(pretrained)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, pretrained)
-    routers = router_digest(layers)
+    loaded = _load(pretrained)
     settings = {
-        "routers": routers,
+        "routers": loaded.router_digest,
         "prompts": digest_prompts(prompts),
         "tokens": num_tokens,
         "prompts_per_batch": prompts_per_batch,
     }
-    folder = work / f"recorded-{_digest(settings)}"
     shards = record(
-        model,
-        tokenizer,
-        layers,
+        loaded.model,
+        loaded.tokenizer,
+        loaded.layers,
         prompts,
-        folder,
+        work / f"recorded-{_digest(settings)}",
         num_tokens=num_tokens,
         batch_size=prompts_per_batch,
     )
     samples = Samples(shards)
     known, held_out = samples.split(recipe.seed)
-    trained = work / f"trained-{_digest(settings | dataclasses.asdict(recipe))}"
-    arrays, rows = _train(samples, known, held_out, geometry, recipe, trained)
-    artefact = Artefact(
+    folder = work / f"trained-{_digest(settings | dataclasses.asdict(recipe))}"
+    arrays, rows = _train(samples, known, held_out, loaded.geometry, recipe, folder)
+    counts = {
+        "tokens": num_tokens,
+        "prompts": len(prompts),
+        "held_out_prompts": len(held_out),
+        "samples": len(samples.prompts),
+    }
+    artefact = _describe(loaded, arrays, {**dataclasses.asdict(recipe), **counts})
+    return _judge(artefact, samples, loaded.layers, known, held_out, rows)
+
+
+def _load(pretrained: str) -> _Model:
+    path = model_path(pretrained)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, pretrained)
+    return _Model(model, tokenizer, layers, geometry, router_digest(layers))
+
+
+def _describe(loaded: _Model, arrays: Mapping[str, Any], made_from: Mapping[str, Any]) -> Artefact:
+    geometry = loaded.geometry
+    return Artefact(
         kind=PREDICTOR,
-        model=pretrained,
+        model=geometry.model,
         num_layers=geometry.num_layers,
         num_experts=geometry.num_experts,
         top_k=geometry.top_k,
-        router_digest=routers,
-        made_from={
-            **dataclasses.asdict(recipe),
-            "tokens": num_tokens,
-            "prompts": len(prompts),
-            "held_out_prompts": len(held_out),
-            "samples": len(samples.prompts),
-        },
+        router_digest=loaded.router_digest,
+        made_from=made_from,
         arrays=arrays,
     )
-    return _judge(artefact, samples, layers, known, held_out, rows)
 
 
 def _judge(
