@@ -21,7 +21,7 @@ class ExpertCache:
         self.capacity_bytes = capacity_bytes
         self.eviction = eviction
         self._sizes = geometry.expert_bytes
-        self._num_experts = geometry.num_experts
+        self.num_experts = geometry.num_experts
         self.resident: dict[int, int] = {}
         """Resident key -> rung of the precision ladder."""
         self.arriving: dict[int, int] = {}
@@ -48,7 +48,7 @@ class ExpertCache:
         self.eviction.on_pass(pass_index)
 
     def size_of(self, key: int, rung: int = 0) -> int:
-        return self._sizes[key // self._num_experts][rung]
+        return self._sizes[key // self.num_experts][rung]
 
     def count_evicted_in_this_pass(self, keys: Iterable[int]) -> int:
         evicted_in, now = self._evicted_in, self._pass_index
@@ -105,7 +105,7 @@ class ExpertCache:
         )
 
     def _take(self, key: int, rung: int) -> None:
-        self.used_bytes += self._sizes[key // self._num_experts][rung]
+        self.used_bytes += self._sizes[key // self.num_experts][rung]
         assert self.used_bytes <= self.capacity_bytes, (
             f"{self.used_bytes} bytes in a cache of {self.capacity_bytes}"
         )
@@ -126,7 +126,7 @@ class ExpertCache:
 
     def _remove(self, key: int) -> None:
         rung = self.resident.pop(key)
-        self.used_bytes -= self._sizes[key // self._num_experts][rung]
+        self.used_bytes -= self._sizes[key // self.num_experts][rung]
         del self._loaded_at[key]
         self.unused_prefetches.discard(key)
         self.eviction.on_evict(key)

@@ -14,6 +14,7 @@ from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.predictor import PredictorCost, costs
 from lm_eval_moecache.core.prefetch_queue import Chooser, PrefetchQueue
 from lm_eval_moecache.core.records import (
     DROPPED,
@@ -29,6 +30,7 @@ from lm_eval_moecache.core.records import (
     token_miss_count,
     unique_in_order,
 )
+from lm_eval_moecache.core.rungs import execute_by_rung, let_worse_go, not_good_enough
 from lm_eval_moecache.miss.base import MissAlgorithm
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.routing.base import RoutingAlgorithm
@@ -67,6 +69,10 @@ class LayerStep:
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
         self._ladder = len(geometry.precision) > 1
+        self._predictor: Sequence[PredictorCost] = ()
+        if algorithms.prefetch.uses_predictor:
+            assert algorithms.prefetch.artefact is not None, "a predictor without its artefact"
+            self._predictor = costs(algorithms.prefetch.artefact)
         self.queue = PrefetchQueue(geometry, caches, link, algorithms.prefetch)
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
@@ -117,7 +123,7 @@ class LayerStep:
                 fetches, selection = self._resolve(event, cache, absent, selection)
         elif self._ladder:
             # Where lossy algorithms stand aside, what they left at a lower rung is not enough.
-            absent = [key for key in event.keys if cache.resident.get(key, 1) > 0]
+            absent = not_good_enough(cache, event.keys)
         if selection is not None and asked is not None:
             self._judge(asked, selection)
         return selection, [Fetch(key) for key in absent] if fetches is None else fetches
@@ -134,13 +140,22 @@ class LayerStep:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
-            ready_s = gate_s + self._clock.gates(len(event.predicted))
+            ready_s = gate_s + self._predicting_s(event)
             self.queue.submit(event, ready_s, self._chooser(event))
             self._clock.wait_until(ready_s)
         self._execute(event, remaining, execute)
         if prefetches and link.active:
             self.queue.drain(self._clock.now, pinned, event.layer)
         cache.eviction.on_event(event)
+
+    def _predicting_s(self, event: Event) -> float:
+        """Return the seconds that the event's predictions take: of gates, or of a predictor."""
+        if not self._predictor or not event.predicted:
+            return self._clock.gates(len(event.predicted))
+        cost = self._predictor[event.layer]
+        return self._clock.network(
+            cost.num_weights, cost.num_bytes, cost.num_kernels, event.num_tokens
+        )
 
     def _is_lossy_here(self, is_lossless: bool, event: Event) -> bool:
         if is_lossless:
@@ -192,6 +207,9 @@ class LayerStep:
             scores, live = softmax(event.logits), event.experts != DROPPED
             scores[live.nonzero()[0], event.experts[live]] = event.weights[live]
             event.weights = np.take_along_axis(scores, experts, axis=-1)
+            if selection.weights is not None:
+                ruled = np.isnan(selection.weights)
+                event.weights = np.where(ruled, event.weights, selection.weights)
         if selection.keep is not None:
             experts = np.where(selection.keep, experts, DROPPED)
         event.experts = experts
@@ -239,14 +257,11 @@ class LayerStep:
             if link.inflight in pinned:
                 ready_s = link.busy_until
             # Off the list: a wave may execute and evict it before its turn comes.
-            fetches = [f for f in fetches if f.key != link.inflight or self._is_worse(f)]
+            fetches = [f for f in fetches if cache.arriving.get(f.key, f.rung + 1) > f.rung]
             self.queue.land()
             cache.unused_prefetches -= pinned
         if self._ladder:
-            # A copy that is not good enough is of no use to this event: its room is free at once.
-            for fetch in fetches:
-                if fetch.key in cache.resident:
-                    cache.let_go(fetch.key)
+            let_worse_go(cache, fetches)
         for fetch in fetches:
             key = fetch.key
             if link.active and link.is_pending(key):
@@ -264,29 +279,12 @@ class LayerStep:
             cache.insert(key, fetch.rung)
         return ready_s, remaining
 
-    def _is_worse(self, fetch: Fetch) -> bool:
-        """Whether what is arriving has a lower rung than the event demands."""
-        arriving = self._caches[fetch.key // self._geometry.num_experts].arriving
-        return arriving[fetch.key] > fetch.rung
-
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:
             execute(keys)
         if self._ladder:
-            self._execute_by_rung(event, keys)
+            cache = self._caches[event.layer]
+            self._record.low_precision += execute_by_rung(self._clock, cache, event, keys)
         else:
             assignments = num_assignments(event, keys, self._geometry.num_experts)
             self._clock.experts(event.layer, len(keys), assignments)
-
-    def _execute_by_rung(self, event: Event, keys: list[int]) -> None:
-        resident = self._caches[event.layer].resident
-        event.rungs = event.rungs or {}
-        by_rung: dict[int, list[int]] = {}
-        for key in keys:
-            event.rungs[key] = resident[key]
-            by_rung.setdefault(resident[key], []).append(key)
-        for rung, own in sorted(by_rung.items()):
-            assignments = num_assignments(event, own, self._geometry.num_experts)
-            self._clock.experts(event.layer, len(own), assignments, rung)
-            if rung:
-                self._record.low_precision += assignments

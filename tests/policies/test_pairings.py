@@ -22,6 +22,8 @@ def is_sensible(pairing: Pairing) -> bool:
         return False
     if eviction == "lhu" and not find_algorithm("miss", miss).uses_ladder:
         return False
+    if routing == "commit" and prefetch != "predictor":
+        return False
     lossless = all(
         find_algorithm(axis, name).is_lossless
         for axis, name in (("routing", routing), ("miss", miss))
