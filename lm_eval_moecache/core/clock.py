@@ -1,8 +1,10 @@
-"""Clocks: where a run's time comes from. The virtual one is a roofline of the hardware profile."""
+"""Clocks: where a run's time comes from: a roofline of the hardware profile, or the machine."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.records import Geometry
@@ -34,8 +36,16 @@ class Clock(ABC):
         """Return the seconds that applying `num_gates` further gates as predictors takes."""
 
     @abstractmethod
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        """Return the seconds that a small network beside the model takes for a pass's tokens."""
+
+    @abstractmethod
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
         """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
+
+    def synchronize(self) -> None:
+        """Let what the pass has launched come to its end before the time is taken."""
+        return
 
 
 class VirtualClock(Clock):
@@ -48,6 +58,7 @@ class VirtualClock(Clock):
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
         self.now = 0.0
+        self._hardware = hardware
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
         self._dense = tuple(
             (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
@@ -79,6 +90,12 @@ class VirtualClock(Clock):
     def gates(self, num_gates: int) -> float:
         return num_gates * self._gate_s
 
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        hardware = self._hardware
+        flop_s = 2 * num_weights * num_tokens / hardware.peak_flops
+        read_s = nbytes / hardware.memory_bytes_per_s
+        return max(flop_s, read_s) + num_kernels * hardware.kernel_overhead_s
+
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
         if not num_experts:
             return
@@ -86,3 +103,33 @@ class VirtualClock(Clock):
         flop_s *= num_assignments
         read_s *= num_experts
         self.now += (flop_s if flop_s > read_s else read_s) + self._expert_overhead_s
+
+
+class WallClock(Clock):
+    """The time of the machine: work takes as long as it takes, so there is nothing to account."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self._origin_s = time.perf_counter()
+
+    @property
+    def now(self) -> float:  # type: ignore[override]
+        return time.perf_counter() - self._origin_s
+
+    def synchronize(self) -> None:
+        self._synchronize()
+
+    def wait_until(self, time_s: float) -> float:
+        raise AssertionError("a real link is waited for by key, not by time")
+
+    def dense(self, layer: int, num_tokens: int) -> None:
+        return
+
+    def gates(self, num_gates: int) -> float:
+        return 0.0
+
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        return 0.0
+
+    def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
+        return

@@ -14,6 +14,7 @@ from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.predictor import PredictorCost, costs
 from lm_eval_moecache.core.prefetch_queue import PrefetchQueue
 from lm_eval_moecache.core.records import (
     DROPPED,
@@ -65,6 +66,10 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
+        self._predictor: Sequence[PredictorCost] = ()
+        if algorithms.prefetch.uses_predictor:
+            assert algorithms.prefetch.artefact is not None, "a predictor without its artefact"
+            self._predictor = costs(algorithms.prefetch.artefact)
         self.queue = PrefetchQueue(geometry, caches, link, algorithms.prefetch)
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
@@ -127,13 +132,22 @@ class LayerStep:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
-            ready_s = gate_s + self._clock.gates(len(event.predicted))
+            ready_s = gate_s + self._predicting_s(event)
             self.queue.submit(event, ready_s)
             self._clock.wait_until(ready_s)
         self._execute(event, remaining, execute)
         if prefetches and link.active:
             self.queue.drain(self._clock.now, pinned, event.layer)
         cache.eviction.on_event(event)
+
+    def _predicting_s(self, event: Event) -> float:
+        """Return the seconds that the event's predictions take: of gates, or of a predictor."""
+        if not self._predictor or not event.predicted:
+            return self._clock.gates(len(event.predicted))
+        cost = self._predictor[event.layer]
+        return self._clock.network(
+            cost.num_weights, cost.num_bytes, cost.num_kernels, event.num_tokens
+        )
 
     def _is_lossy_here(self, is_lossless: bool, event: Event) -> bool:
         if is_lossless:
@@ -179,6 +193,9 @@ class LayerStep:
             scores, live = softmax(event.logits), event.experts != DROPPED
             scores[live.nonzero()[0], event.experts[live]] = event.weights[live]
             event.weights = np.take_along_axis(scores, experts, axis=-1)
+            if selection.weights is not None:
+                ruled = np.isnan(selection.weights)
+                event.weights = np.where(ruled, event.weights, selection.weights)
         if selection.keep is not None:
             experts = np.where(selection.keep, experts, DROPPED)
         event.experts = experts

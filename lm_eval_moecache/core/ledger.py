@@ -76,6 +76,11 @@ class Ledger:
         self.requests.append(record)
         return record
 
+    def forget(self, last: list[RequestRecord]) -> None:
+        """Leave these, the last requests, out of what is reported; their passes still count."""
+        if last:
+            del self.requests[-len(last) :]
+
     def serve(self, requests: list[RequestRecord]) -> None:
         """Attribute the passes that follow to these requests (an empty list: to none)."""
         self._open = requests

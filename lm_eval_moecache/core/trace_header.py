@@ -31,11 +31,13 @@ _REQUIRED: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a trace says of its model. `predicted_depth` is 0 where it holds no predictions."""
+    """What a trace says of its model. `predicted_depth` is 0 where it holds no predictions;
+    `predicted_by` is the digest of the predictor that made them, or empty for the model's gates."""
 
     geometry: Geometry
     seed: int
     predicted_depth: int = 0
+    predicted_by: str = ""
 
 
 def write_header(header: Header) -> bytes:
@@ -61,6 +63,8 @@ def write_header(header: Header) -> bytes:
         fields["rungs"] = [list(rungs) for rungs in geometry.expert_bytes]
     if header.predicted_depth:
         fields["predicted_depth"] = header.predicted_depth
+    if header.predicted_by:
+        fields["predicted_by"] = header.predicted_by
     return json.dumps(fields).encode()
 
 
@@ -80,7 +84,15 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     depth = fields.get("predicted_depth", 0)
     if not isinstance(depth, int) or not 0 <= depth < max(fields["num_layers"], 1):
         raise _bad(name, "predicted_depth", depth, "must lie below num_layers")
-    return Header(geometry=_geometry(name, fields), seed=fields["seed"], predicted_depth=depth)
+    by = fields.get("predicted_by", "")
+    if not isinstance(by, str) or (by and depth != 1):
+        raise _bad(name, "predicted_by", by, "must be text, and predicted_depth 1 with it")
+    return Header(
+        geometry=_geometry(name, fields),
+        seed=fields["seed"],
+        predicted_depth=depth,
+        predicted_by=by,
+    )
 
 
 def _geometry(name: str, fields: Mapping[str, Any]) -> Geometry:

@@ -240,7 +240,9 @@ class PrefetchContract(Contract):
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
             for event in events:
-                found.append((event, prefetch.propose(fresh(event, prefetch.depth))))
+                found.append(
+                    (event, prefetch.propose(fresh(event, prefetch.depth, prefetch.uses_predictor)))
+                )
         return found
 
     def test_proposals_are_keys_of_the_model_without_duplicates(self) -> None:

@@ -20,6 +20,8 @@ def is_sensible(pairing: Pairing) -> bool:
     routing, prefetch, eviction, miss = pairing
     if routing == "pre_gated" and prefetch not in ("none", "next_gate"):
         return False
+    if routing == "commit" and prefetch != "predictor":
+        return False
     lossless = all(
         find_algorithm(axis, name).is_lossless
         for axis, name in (("routing", routing), ("miss", miss))

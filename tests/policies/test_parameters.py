@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from lm_eval_moecache.core.artefact import BUDDIES
+from lm_eval_moecache.core.artefact import BUDDIES, PREDICTOR
 from lm_eval_moecache.policy import unmangle
 from lm_eval_moecache.registry import AXES, algorithm_names, find_algorithm, parameters_of
 from tests.artefacts import other_profile, profile_for
@@ -21,6 +21,10 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("routing", "cache_prior", "logit_range"): (0.5, [0.5, 3.0, 6.0]),
     # One that fits the streams, one that fits `tiny`: what does not fit is refused.
     ("miss", "buddy", "profile"): (profile_for(BUDDIES, GEOMETRY, 1), other_profile(BUDDIES)),
+    ("prefetch", "predictor", "profile"): (
+        profile_for(PREDICTOR, GEOMETRY, 1),
+        other_profile(PREDICTOR),
+    ),
 }
 # Settings without which a parameter has no effect, or its other value is refused.
 BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
