@@ -160,26 +160,48 @@ def still_needed(
     return [Fetch(key) for key in absent if wanted[key - base]]
 
 
-def substitute(experts: IntArray, near: BoolArray, cost: Cost) -> IntArray:
-    """Return [tokens, top_k] experts with the absent ones replaced by near ones where allowed.
+def substitute(
+    experts: IntArray, near: BoolArray, cost: Cost, budget: IntArray, reuse: float = 0.0
+) -> tuple[IntArray, BoolArray]:
+    """Replace absent experts by near ones: BuddyMoE algorithm 1 for any order of preference.
 
-    A token never gets an expert twice. Its absent experts choose in turn, heaviest first, the
-    cheapest near expert that the token has not; infinity forbids, ties go to the smaller index.
+    A token's absent experts choose in turn, heaviest first and until `budget` [tokens] of them are
+    replaced, the cheapest near expert that the token has not; infinity forbids, ties go to the
+    smaller index. A substitute chosen before costs `reuse` times as much (costs are negative
+    where that is above 0), or is out. Returns [tokens, top_k] experts and where one was sought.
     """
     chosen: IntArray = experts.copy()
     free = np.broadcast_to(near, (len(experts), len(near))).copy()
     rows, columns = (experts != DROPPED).nonzero()
     free[rows, experts[rows, columns]] = False
+    factor, left = np.ones(free.shape), budget.copy()
     missing = absent_entries(experts, near)
+    sought = np.zeros_like(missing)
     for column in range(experts.shape[1]):
-        tokens = missing[:, column].nonzero()[0]
-        prices = np.where(free[tokens], cost(tokens, experts[tokens, column]), np.inf)
+        tokens = (missing[:, column] & (left > 0)).nonzero()[0]
+        sought[tokens, column] = True
+        prices = cost(tokens, experts[tokens, column]) * factor[tokens]
+        prices = np.where(free[tokens], prices, np.inf)
         best = prices.argmin(axis=-1)
         found = np.isfinite(prices[np.arange(len(tokens)), best])
         tokens, best = tokens[found], best[found]
         chosen[tokens, column] = best
-        free[tokens, best] = False
-    return chosen
+        left[tokens] -= 1
+        if reuse:
+            factor[tokens, best] *= reuse
+        else:
+            free[tokens, best] = False
+    return chosen, sought
+
+
+def check_budget(rho: int | None, top_k: int) -> int:
+    """Return how many experts of a token may be replaced in a layer: rho, or all without one."""
+    if rho is not None and not 1 <= rho < top_k:
+        raise ValueError(
+            f"miss.rho={rho} must be at least 1 and below the router's top_k={top_k}: give a "
+            "smaller one, or leave it out to have no budget."
+        )
+    return top_k if rho is None else rho
 
 
 def resolve_substitution(
@@ -190,11 +212,20 @@ def resolve_substitution(
     *,
     fallback: Literal["fetch", "drop"],
     weight: Literal["own", "missing"],
+    budget: IntArray | None = None,
+    reuse: float = 0.0,
 ) -> Resolution | None:
-    """Replace what can be and fetch or drop the rest; `weight` says whose a substitute has."""
+    """Replace what can be, fetch or drop what finds nobody, and fetch what was not sought for.
+
+    `weight` says whose weight a substitute has; `budget` [tokens] and `reuse` are those of
+    `substitute`, without a budget none.
+    """
     assert event.experts is not None
-    chosen = substitute(event.experts, near, cost)
-    keep = ~absent_entries(chosen, near) if fallback == "drop" else None
+    if budget is None:
+        budget = np.full(len(event.experts), event.experts.shape[1])
+    chosen, sought = substitute(event.experts, near, cost, budget, reuse)
+    lost = sought & absent_entries(chosen, near)
+    keep = ~lost if fallback == "drop" and lost.any() else None
     if keep is None and np.array_equal(chosen, event.experts):
         return None
     weigh_as = event.experts if weight == "missing" else None
