@@ -12,6 +12,7 @@ from lm_eval_moecache.core.sizes import check_capacity, is_per_layer, parse_band
 from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
 from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
+from lm_eval_moecache.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
@@ -22,7 +23,8 @@ _CHOICES = {
     "cache_reset": ("never", "request"),
 }
 KEYS = (
-    *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", "store_dir"),
+    *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
+    *("trace", "store_dir"),
     *_CHOICES,
 )
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
@@ -59,6 +61,12 @@ class Config:
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None
     """What the wall clock slows its link down to."""
+    precision: str | None = None
+    """Rungs at which experts are stored, best first; None for the model's own dtype."""
+
+    @property
+    def ladder(self) -> Ladder | None:
+        return None if self.precision is None else parse_ladder(self.precision)
 
 
 def split_arguments(
@@ -107,6 +115,7 @@ def read_config(given: Mapping[str, Any]) -> Config:
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
     _check_clock(choices, given)
+    precision = _precision(given.get("precision"), choices, policy)
     seed = given.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
@@ -119,6 +128,7 @@ def read_config(given: Mapping[str, Any]) -> Config:
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
         seed=seed,
+        precision=precision,
         trace=_trace_folder(given.get("trace")),
         **choices,
     )
@@ -131,6 +141,25 @@ def _choose(given: Mapping[str, Any]) -> dict[str, str]:
         if choices[key] not in allowed:
             raise unknown(key, choices[key], allowed)
     return choices
+
+
+def _precision(given: object, choices: Mapping[str, str], policy: Policy) -> str | None:
+    """Check the ladder and what it does not go with."""
+    if given is None:
+        return None
+    ladder = parse_ladder(given)
+    if choices["clock"] == "wall":
+        raise ValueError(
+            f"precision={given!r} does not go with clock='wall', whose slots have the size of the "
+            "model's own experts. Allowed with it: clock=virtual."
+        )
+    if choices["scoring"] == "scan" and policy.miss.algorithm.uses_ladder:
+        raise ValueError(
+            f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "
+            "run one expert at different precisions, but are executed together. Allowed with "
+            "scan: one precision."
+        )
+    return ":".join(ladder)
 
 
 def _trace_folder(folder: object) -> str | None:
