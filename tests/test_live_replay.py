@@ -27,7 +27,8 @@ def _lossless() -> list[dict[str, str]]:
     settings = [{"policy": name} for name in policy_names() if load_policy(name).is_lossless]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
-            if not find_algorithm(axis, name).is_offline:
+            found = find_algorithm(axis, name)
+            if not found.is_offline and "fetch" in found.pairs_with.get("miss", ["fetch"]):
                 settings.append({"policy": "on_demand", axis: name})
     return settings
 

@@ -54,6 +54,11 @@ class VirtualClock(Clock):
     A pass over n tokens of a part with W weights costs 2 W n FLOP and reads W once. Attention
     over the context and the KV cache are left out: they are the same for every policy, and small
     beside the weights at the lengths the tasks have.
+
+    Experts stored at a low precision are read at that precision's bytes and multiplied at the
+    compute dtype, as kernels do that dequantise in registers: FLOP follow the number of weights,
+    and no decoded copy goes through memory. Kernels are per format: an event whose experts have
+    several rungs launches them once for each.
     """
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
@@ -64,12 +69,10 @@ class VirtualClock(Clock):
             (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
             for size in geometry.dense_bytes
         )
-        # FLOP follow the number of weights (rung 0), bytes read follow the stored precision.
+        computed = geometry.compute_bytes or [rungs[0] for rungs in geometry.expert_bytes]
         self._expert = tuple(
-            tuple(
-                (rungs[0] * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in rungs
-            )
-            for rungs in geometry.expert_bytes
+            tuple((whole * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in rungs)
+            for whole, rungs in zip(computed, geometry.expert_bytes, strict=True)
         )
         self._dense_overhead_s = DENSE_KERNELS * hardware.kernel_overhead_s
         self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s

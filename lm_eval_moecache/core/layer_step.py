@@ -15,7 +15,7 @@ from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
 from lm_eval_moecache.core.predictor import PredictorCost, costs
-from lm_eval_moecache.core.prefetch_queue import PrefetchQueue
+from lm_eval_moecache.core.prefetch_queue import Chooser, PrefetchQueue
 from lm_eval_moecache.core.records import (
     DROPPED,
     PREFILL,
@@ -24,11 +24,13 @@ from lm_eval_moecache.core.records import (
     Geometry,
     IntArray,
     Selection,
+    num_assignments,
     softmax,
     spell_out,
     token_miss_count,
     unique_in_order,
 )
+from lm_eval_moecache.core.rungs import execute_by_rung, let_worse_go, not_good_enough
 from lm_eval_moecache.miss.base import MissAlgorithm
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.routing.base import RoutingAlgorithm
@@ -66,6 +68,7 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
+        self._ladder = len(geometry.precision) > 1
         self._predictor: Sequence[PredictorCost] = ()
         if algorithms.prefetch.uses_predictor:
             assert algorithms.prefetch.artefact is not None, "a predictor without its artefact"
@@ -114,8 +117,13 @@ class LayerStep:
         if self.observer is not None:
             self.observer(event)
         fetches: Sequence[Fetch] | None = None
-        if absent and self._is_lossy_here(self._algorithms.miss.is_lossless, event):
-            fetches, selection = self._resolve(event, cache, absent, selection)
+        miss = self._algorithms.miss
+        if self._is_lossy_here(miss.is_lossless, event):
+            if absent or (self._ladder and miss.upgrade):
+                fetches, selection = self._resolve(event, cache, absent, selection)
+        elif self._ladder:
+            # Where lossy algorithms stand aside, what they left at a lower rung is not enough.
+            absent = not_good_enough(cache, event.keys)
         if selection is not None and asked is not None:
             self._judge(asked, selection)
         return selection, [Fetch(key) for key in absent] if fetches is None else fetches
@@ -133,7 +141,7 @@ class LayerStep:
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
             ready_s = gate_s + self._predicting_s(event)
-            self.queue.submit(event, ready_s)
+            self.queue.submit(event, ready_s, self._chooser(event))
             self._clock.wait_until(ready_s)
         self._execute(event, remaining, execute)
         if prefetches and link.active:
@@ -153,6 +161,12 @@ class LayerStep:
         if is_lossless:
             return False
         return not (self._algorithms.decode_only and event.phase == PREFILL)
+
+    def _chooser(self, event: Event) -> Chooser | None:
+        miss = self._algorithms.miss
+        if not (self._ladder and self._is_lossy_here(miss.is_lossless, event)):
+            return None
+        return miss.prefetch_rungs
 
     def _route(self, event: Event, cache: ExpertCache) -> Selection | None:
         routing = self._algorithms.routing
@@ -243,9 +257,11 @@ class LayerStep:
             if link.inflight in pinned:
                 ready_s = link.busy_until
             # Off the list: a wave may execute and evict it before its turn comes.
-            fetches = [fetch for fetch in fetches if fetch.key != link.inflight]
+            fetches = [f for f in fetches if cache.arriving.get(f.key, f.rung + 1) > f.rung]
             self.queue.land()
             cache.unused_prefetches -= pinned
+        if self._ladder:
+            let_worse_go(cache, fetches)
         for fetch in fetches:
             key = fetch.key
             if link.active and link.is_pending(key):
@@ -266,11 +282,9 @@ class LayerStep:
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:
             execute(keys)
-        if event.experts is None:
-            assignments = len(keys)
-        elif len(keys) == len(event.keys):
-            assignments = int((event.experts >= 0).sum())
+        if self._ladder:
+            cache = self._caches[event.layer]
+            self._record.low_precision += execute_by_rung(self._clock, cache, event, keys)
         else:
-            wave = np.asarray(keys) - event.layer * self._geometry.num_experts
-            assignments = int(np.isin(event.experts, wave).sum())
-        self._clock.experts(event.layer, len(keys), assignments)
+            assignments = num_assignments(event, keys, self._geometry.num_experts)
+            self._clock.experts(event.layer, len(keys), assignments)

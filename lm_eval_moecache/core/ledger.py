@@ -36,6 +36,7 @@ class PassRecord:
     """Executed assignments that the unmodified router did not choose."""
     substituted: int = 0
     low_precision: int = 0
+    """Executed assignments whose expert was near at a lower rung than the best stored one."""
 
     @property
     def hits(self) -> int:

@@ -44,7 +44,8 @@ class Geometry:
     `expert_bytes[layer][rung]` is the size of one expert at each stored precision, best first.
     `dense_bytes[layer]` are the other weights a pass reads on its way to that layer's experts
     (what follows the last MoE layer counts to the last). `element_bytes` is the size of one
-    weight at the compute dtype, by which bytes turn into multiply-adds.
+    weight at the compute dtype, by which bytes turn into multiply-adds; `compute_bytes[layer]` is
+    an expert's size at that dtype, empty where the first rung is stored so.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Geometry:
     dense_bytes: tuple[int, ...]
     precision: tuple[str, ...] = ("bf16",)
     element_bytes: float = 2.0
+    compute_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_experts, self.top_k) < 1 or self.top_k > self.num_experts:
@@ -65,6 +67,7 @@ class Geometry:
         for name, values in (
             ("expert_bytes", self.expert_bytes),
             ("dense_bytes", self.dense_bytes),
+            ("compute_bytes", self.compute_bytes or self.dense_bytes),
         ):
             if len(values) != self.num_layers:
                 raise ValueError(
@@ -111,6 +114,8 @@ class Event:
     layer's input, or of a trained predictor. A layer at or before this one is the next pass's."""
     weigh: Weigh = softmax_weights
     """The model family's own rule for the weights of chosen experts."""
+    rungs: dict[int, int] | None = None
+    """Key -> rung at which it was executed; None where the store has one precision."""
 
     def of_token(self, token: int, pass_index: int, base: int) -> Event:
         """Return what one token's event would be in a pass of its own; a key is `base` + expert."""
@@ -198,6 +203,16 @@ def unique_in_order(layer: int, num_experts: int, experts: IntArray) -> list[int
     """Return the keys of [tokens, top_k] experts, each once, in order of first need."""
     base = layer * num_experts
     return list(dict.fromkeys((experts + base).ravel().tolist()))
+
+
+def num_assignments(event: Event, keys: Sequence[int], num_experts: int) -> int:
+    """Count the (token, expert) pairs that these of an event's keys serve."""
+    if event.experts is None:
+        return len(keys)
+    if len(keys) == len(event.keys):
+        return int((event.experts >= 0).sum())
+    own = np.asarray(keys) - event.layer * num_experts
+    return int(np.isin(event.experts, own).sum())
 
 
 def token_miss_count(experts: IntArray | None, num_experts: int, absent: Sequence[int]) -> int:

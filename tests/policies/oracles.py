@@ -23,6 +23,7 @@ class Entry:
     what: str
     key: int = -1
     weights: tuple[float, ...] = ()
+    rung: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def fifo(scene: Scene, key: int) -> Sequence[float]:
 
 def lfu(scene: Scene, key: int) -> Sequence[float]:
     return (scene.uses(key), key)
+
+
+def lhu(scene: Scene, key: int) -> Sequence[float]:
+    return (sum(e.what == "use" and e.key == key and e.rung == 0 for e in scene.log), key)
 
 
 def score(
@@ -122,6 +127,7 @@ EVICTIONS: dict[str, Oracle] = {
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,
+    "lhu": lhu,
     "score": score,
     "fld": fld,
     "shallow_first": shallow_first,

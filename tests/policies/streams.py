@@ -48,6 +48,12 @@ def make_geometry(num_layers: int = 3, num_experts: int = 8, top_k: int = 3) -> 
     )
 
 
+def laddered(geometry: Geometry) -> Geometry:
+    """Store each expert at two lower precisions as well."""
+    rungs = tuple((sizes[0], sizes[0] // 2, sizes[0] // 4) for sizes in geometry.expert_bytes)
+    return dataclasses.replace(geometry, expert_bytes=rungs, precision=("int8", "int4", "int2"))
+
+
 def make_hardware() -> Hardware:
     """A link on which about two experts move while one layer runs."""
     return Hardware(
@@ -164,7 +170,12 @@ def policy_of(overrides: Mapping[str, Any], base: str = "on_demand") -> Policy:
 def run(
     policy: Policy, geometry: Geometry, capacity: object = "30%", seed: int = 0, **stream: int
 ) -> Run:
-    """Serve a stream under a policy and check the conservation laws after every event."""
+    """Serve a stream under a policy and check the conservation laws after every event.
+
+    The store has several rungs where the policy is for that.
+    """
+    if policy.miss.algorithm.uses_ladder:
+        geometry = laddered(geometry)
     passes = make_stream(geometry, **stream)
     setting = Setting(
         policy=equip(policy, geometry),
