@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.core.sizes import is_per_layer
 from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.report.render import rows_as_markdown
 
 ANALYSES = ("locality", "sensitivity")
 # The options that one analysis alone looks at, and their defaults.
@@ -57,7 +58,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps({"model": subject.name, "rows": rows}, indent=2) + "\n")
     else:
-        sys.stdout.write(_markdown(rows))
+        sys.stdout.write(rows_as_markdown(rows))
     if arguments.out:
         _write(Path(arguments.out), arguments.analysis, {"model": subject.name, "rows": rows})
     return 0
@@ -108,20 +109,7 @@ def _locality(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    from pytablewriter import MarkdownTableWriter
-
-    return str(
-        MarkdownTableWriter(
-            headers=list(rows[0]),
-            value_matrix=[
-                [f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows
-            ],
-        ).dumps()
-    )
-
-
 def _write(folder: Path, name: str, found: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(_markdown(found["rows"]))
+    (folder / f"{name}.md").write_text(rows_as_markdown(found["rows"]))

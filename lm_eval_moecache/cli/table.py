@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,13 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.errors import unknown
 from lm_eval_moecache.report.html import as_html
-from lm_eval_moecache.report.render import as_csv, as_json, as_markdown
+from lm_eval_moecache.report.render import as_csv, as_json, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.tables import Table, leaderboard
 from lm_eval_moecache.report.views import selected, view_table
 from lm_eval_moecache.sweep.files import RUNS, write_atomically
 from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.tune.outcome import front_table
 
 BOARD = "table.yaml"
 _BOARD_FIELDS = ("title", "where", "columns", "sort", "views")
@@ -46,8 +48,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--each",
         action="store_true",
-        help="with --write: for every sweep's folder below DIR, and for every folder with a "
-        "table.yaml (title, where, columns, sort, views: a leaderboard over what lies below it)",
+        help="with --write: for every sweep's folder below DIR, for every folder with a "
+        "table.yaml (title, where, columns, sort, views: a leaderboard over what lies below it), "
+        "and for the JSONs of analyses and searches",
     )
 
 
@@ -60,6 +63,9 @@ def run(arguments: Namespace) -> int:
             raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
         for each in board_folders(folder):
             _write(each, collect(each), chosen)
+        for path, text in other_tables(folder).items():
+            write_atomically(path, text)
+            sys.stdout.write(f"{path}\n")
         return 0
     tables = collect(folder, *given)
     if arguments.write:
@@ -86,6 +92,21 @@ def board_folders(folder: Path) -> list[Path]:
     found = sorted(sweeps | {path.parent for path in folder.rglob(BOARD)})
     if not found:
         raise ValueError(f"{str(folder)!r} has neither finished sweeps nor a {BOARD} below it.")
+    return found
+
+
+def other_tables(folder: Path) -> dict[Path, str]:
+    """Return the Markdown of analyses and searches, remade from the JSON beside it."""
+    found = {}
+    for path in sorted(folder.rglob("*.json")):
+        target = path.with_suffix(".md")
+        if path.name == "table.json" or not target.is_file():
+            continue
+        data = json.loads(path.read_text())
+        if "rows" in data:
+            found[target] = rows_as_markdown(data["rows"])
+        elif "front" in data:
+            found[target] = front_table(data)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.report.columns import Column, Value
@@ -81,3 +81,18 @@ def _plain(table: Table) -> dict[str, Any]:
         "columns": [column.name for column in table.columns],
         "rows": as_records(table),
     }
+
+
+def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of an analysis as a Markdown table, headed by their keys."""
+    # Imported where it is needed: only the analyses print by it.
+    from pytablewriter import MarkdownTableWriter
+
+    return str(
+        MarkdownTableWriter(
+            headers=list(rows[0]),
+            value_matrix=[
+                [f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows
+            ],
+        ).dumps()
+    )
