@@ -8,7 +8,7 @@ from typing import Any
 
 from lm_eval_moecache.core.engine import offline
 from lm_eval_moecache.core.hardware import Hardware, load_hardware
-from lm_eval_moecache.core.sizes import check_capacity, is_per_layer
+from lm_eval_moecache.core.sizes import check_capacity, is_per_layer, parse_bandwidth
 from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
 from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
@@ -16,11 +16,15 @@ from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
 _CHOICES = {
-    "clock": ("virtual",),
+    "clock": ("virtual", "wall"),
+    "store": ("ram", "disk"),
     "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
 }
-KEYS = ("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", *_CHOICES)
+KEYS = (
+    *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", "store_dir"),
+    *_CHOICES,
+)
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 _FROM_PRETRAINED = (
     "attn_implementation",
@@ -49,6 +53,12 @@ class Config:
     seed: int
     trace: str | None = None
     """Folder to record a routing trace into."""
+    store: str = "ram"
+    """Where experts lie that are not near (wall clock only)."""
+    store_dir: str | None = None
+    """Folder for the files of `store=disk`."""
+    throttle_bytes_per_s: float | None = None
+    """What the wall clock slows its link down to."""
 
 
 def split_arguments(
@@ -91,14 +101,12 @@ def read_config(given: Mapping[str, Any]) -> Config:
     capacity = str(given.get("capacity", "25%"))
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    choices = {}
-    for key, allowed in _CHOICES.items():
-        choices[key] = str(given.get(key, allowed[0]))
-        if choices[key] not in allowed:
-            raise unknown(key, choices[key], allowed)
+    choices = _choose(given)
     if choices["scoring"] == "scan":
         _check_scan(policy, capacity)
-    bandwidth = given.get("bandwidth")
+    bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
+    wall = choices["clock"] == "wall"
+    _check_clock(choices, given)
     seed = given.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
@@ -106,12 +114,23 @@ def read_config(given: Mapping[str, Any]) -> Config:
         policy=policy,
         capacity=capacity,
         hardware=load_hardware(
-            str(given.get("hardware", "a100-5gbps")), None if bandwidth is None else str(bandwidth)
+            str(given.get("hardware", "a100-5gbps")), None if wall else bandwidth
         ),
+        throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
+        store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
         seed=seed,
         trace=_trace_folder(given.get("trace")),
         **choices,
     )
+
+
+def _choose(given: Mapping[str, Any]) -> dict[str, str]:
+    choices = {}
+    for key, allowed in _CHOICES.items():
+        choices[key] = str(given.get(key, allowed[0]))
+        if choices[key] not in allowed:
+            raise unknown(key, choices[key], allowed)
+    return choices
 
 
 def _trace_folder(folder: object) -> str | None:
@@ -119,6 +138,33 @@ def _trace_folder(folder: object) -> str | None:
         return None
     prepare_folder(str(folder))
     return str(folder)
+
+
+def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
+    if choices["clock"] == "virtual":
+        for key in ("store", "store_dir"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
+                    "moved. Allowed with it: clock=wall."
+                )
+        return
+    if "hardware" in given:
+        raise ValueError(
+            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
+            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
+        )
+    if "store_dir" in given and choices["store"] != "disk":
+        raise ValueError(
+            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
+            "store=disk."
+        )
+    if choices["scoring"] == "scan":
+        raise ValueError(
+            "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
+            "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
+        )
 
 
 def _check_scan(policy: Policy, capacity: str) -> None:

@@ -19,21 +19,23 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from lm_eval_moecache.config import TINY, Config
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Setting
 from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.preflight import model_path, preflight
+from lm_eval_moecache.preflight import model_path, preflight, skeleton
+from lm_eval_moecache.ranks import Ranked, merge
 from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.run_report import run_report
 from lm_eval_moecache.report.speed_table import speed_table
+from lm_eval_moecache.wall.hosting import ExpertHost
 from lm_eval_moecache.wrap import WrappedModel
 
 
-class MoECacheLM(HFLM):
+class MoECacheLM(ExpertHost, Ranked, HFLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
     Takes the keys of `config.KEYS` and all arguments of HFLM. Every error a setting can cause is
@@ -45,21 +47,26 @@ class MoECacheLM(HFLM):
         # HFLM's own default is "cuda", whether there is one or not.
         theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
+        is_wall = config.clock == "wall"
+        self.prepare_loading(config, skeleton(str(pretrained), theirs) if is_wall else None)
         super().__init__(pretrained=model_path(pretrained), **theirs)
+        self.count_ranks()
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name)
         self._wrap(config)
 
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
+        self.check_loaded_for(config)
         self.finish_trace()
         self.wrapped.unwrap()
         self._wrap(config)
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
-        self.engine = Engine(self.geometry, _setting(config, self.geometry))
-        self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine)
+        setting = _setting(config, self.geometry)
+        self.engine, store = self.build_engine(self.model, self.geometry, setting)
+        self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine, store)
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
             self.wrapped.recorder = Recorder(
@@ -68,6 +75,7 @@ class MoECacheLM(HFLM):
                 self.geometry,
                 seed=config.seed,
                 depth=self.engine.algorithms.prefetch.depth,
+                predicted_by=self.engine.predictor_digest,
             )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
@@ -83,7 +91,10 @@ class MoECacheLM(HFLM):
     # --- requests to records ------------------------------------------------------------------
 
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
-        return [self.engine.ledger.new_request(str(r.task_name), r.request_type) for r in requests]
+        ledger, count = self.engine.ledger, self.without_padding(requests)
+        records = [ledger.new_request(str(r.task_name), r.request_type) for r in requests]
+        ledger.forget(records[count:])
+        return records
 
     @staticmethod
     def _publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
@@ -233,7 +244,12 @@ class MoECacheLM(HFLM):
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
-        return run_report(self.engine, self.moecache)
+        ranks = self.all_figures()
+        report = run_report(self.engine, self.moecache, *merge(ranks), self.measured())
+        return {**report, "ranks": len(ranks)} if len(ranks) > 1 else report
+
+    def own_figures(self) -> tuple[list[RequestRecord], int]:
+        return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
 
 class RecordedStr(str):
@@ -253,6 +269,7 @@ def _setting(config: Config, geometry: Geometry) -> Setting:
         capacity=parse_capacity(config.capacity, geometry),
         hardware=config.hardware,
         seed=config.seed,
+        throttle_bytes_per_s=config.throttle_bytes_per_s,
     )
 
 

@@ -14,6 +14,7 @@ from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.wall.assemble import check_wall
 
 
 def preflight(
@@ -28,13 +29,16 @@ def preflight(
     ours, theirs = split_arguments(arguments, host_keys)
     config = read_config(ours)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
-    skeleton = _skeleton(pretrained, theirs)
-    layers = find_moe_layers(skeleton)
-    geometry = describe(skeleton, layers, pretrained)
-    parse_capacity(config.capacity, geometry)
+    model = skeleton(pretrained, theirs)
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, pretrained)
+    capacity = parse_capacity(config.capacity, geometry)
+    if config.clock == "wall":
+        check_wall(model, geometry, capacity, theirs)
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    if config.trace is not None or built["routing"].depth or built["prefetch"].depth:
+    asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
+    if asks_gates and not built["prefetch"].uses_predictor:
         _check_routers_can_be_asked(layers)
     return config, theirs
 
@@ -43,7 +47,7 @@ def model_path(pretrained: str) -> str:
     return str(MODEL_DIR) if pretrained == TINY else pretrained
 
 
-def _skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
+def skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
     """Build the model without weights."""
     config = transformers.AutoConfig.from_pretrained(
         model_path(pretrained),

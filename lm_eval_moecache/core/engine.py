@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lm_eval_moecache.core.cache import ExpertCache
-from lm_eval_moecache.core.clock import VirtualClock
+from lm_eval_moecache.core.clock import Clock, VirtualClock, WallClock
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
 from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.predictor import digest_of
 from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
 from lm_eval_moecache.core.sizes import Capacity
+from lm_eval_moecache.core.slots import SlottedCache
+from lm_eval_moecache.core.wall_link import WallLink
+from lm_eval_moecache.core.wall_step import WallStep
+from lm_eval_moecache.core.worker import Mover
 from lm_eval_moecache.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
 
@@ -48,6 +53,8 @@ class Setting:
     capacity: Capacity
     hardware: Hardware
     seed: int = 0
+    throttle_bytes_per_s: float | None = None
+    """What the real link is slowed down to (wall clock only); None for as fast as it is."""
 
 
 def offline(algorithm: object) -> ValueError:
@@ -63,39 +70,82 @@ class Engine:
     """Serves passes: `begin_pass`, then `enter` and `run` for each layer, then `end_pass`.
 
     `future` is what a replay knows of the events to come; offline algorithms cannot do without.
+    With a `mover` the clock is the machine's: the mover's bytes really move, and `finish` follows
+    each `run` (see `wall_step`).
     """
 
-    def __init__(self, geometry: Geometry, setting: Setting, future: Future | None = None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        setting: Setting,
+        future: Future | None = None,
+        mover: Mover | None = None,
+    ) -> None:
         self.geometry = geometry
         self.setting = setting
         self.ledger = Ledger()
-        self.clock = VirtualClock(setting.hardware, geometry)
-        self.link = Link(setting.hardware)
         policy, seed = setting.policy, setting.seed
-        self.pools = [
-            ExpertCache(size, policy.eviction.build(geometry, seed), geometry)
-            for size in setting.capacity.bytes_by_partition
-        ]
-        caches = self.pools if len(self.pools) > 1 else self.pools * geometry.num_layers
         self.algorithms = Algorithms(
             routing=policy.routing.build(geometry, seed),
             prefetch=policy.prefetch.build(geometry, seed),
             miss=policy.miss.build(geometry, seed),
             decode_only=policy.phases == "decode",
         )
-        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
-        for algorithm in [self.algorithms.prefetch, *seers]:
-            if algorithm.is_offline and future is None:
-                raise offline(algorithm)
-            if future is not None:
-                algorithm.prepare(future)
-        self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+        self.clock: Clock
+        self.link: Link
+        self.pools: Sequence[ExpertCache]
+        self._step: LayerStep
+        if mover is None:
+            self._build_virtual()
+        else:
+            self._build_wall(mover)
+        self._prepare(future)
         # Called once a layer and token: bound here, so that no call goes through two functions.
         self.enter = self._step.enter
         self.run = self._step.run
         self._before = (0, 0.0, 0, 0)
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
+
+    def _build_virtual(self) -> None:
+        setting, geometry = self.setting, self.geometry
+        self.clock = VirtualClock(setting.hardware, geometry)
+        self.link = Link(setting.hardware)
+        self.pools = [
+            ExpertCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry)
+            for size in setting.capacity.bytes_by_partition
+        ]
+        caches = self.pools if len(self.pools) > 1 else [*self.pools] * geometry.num_layers
+        self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+
+    def _build_wall(self, mover: Mover) -> None:
+        setting, geometry = self.setting, self.geometry
+        partitions = setting.capacity.partitions(geometry.num_layers)
+        pools = [
+            SlottedCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry, own)
+            for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True)
+        ]
+        caches = pools if len(pools) > 1 else pools * geometry.num_layers
+        link = WallLink(setting.hardware, mover, setting.throttle_bytes_per_s)
+        self.clock, self.link, self.pools = WallClock(mover.synchronize), link, pools
+        self._step = step = WallStep(geometry, caches, link, self.clock, self.algorithms)
+        self.finish = step.finish
+        self.slots = [cache.slots for cache in caches]
+        """Layer -> (key -> slot) of what is resident or arriving (wall clock only)."""
+
+    def _prepare(self, future: Future | None) -> None:
+        """Tell the algorithms the future, or refuse those that cannot do without."""
+        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
+        for algorithm in [self.algorithms.prefetch, *seers]:
+            if algorithm.is_offline and future is None:
+                raise offline(algorithm)
+            if future is not None:
+                algorithm.prepare(future)
+
+    def close(self) -> None:
+        """End what runs beside the caller (the wall clock's worker). Safe to call twice."""
+        if isinstance(self.link, WallLink):
+            self.link.close()
 
     @property
     def wants_weights(self) -> bool:
@@ -112,6 +162,14 @@ class Engine:
     def depth(self) -> int:
         """How many layers ahead the gates have to be asked at each event."""
         return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
+
+    @property
+    def predictor_digest(self) -> str:
+        """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
+        prefetch = self.algorithms.prefetch
+        if not prefetch.uses_predictor or prefetch.artefact is None:
+            return ""
+        return digest_of(prefetch.artefact)
 
     @property
     def peak_cache_bytes(self) -> int:
@@ -132,6 +190,7 @@ class Engine:
 
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"
+        self.clock.synchronize()
         record, after = self.record, self._totals()
         record.end_s = self.clock.now
         record.bytes_moved = after[0] - self._before[0]
@@ -196,7 +255,8 @@ class Engine:
             f"ledger has {counted} bytes, link {self.link.bytes_moved}"
         )
         moved = sum(pool.loads for pool in self.pools)
-        assert moved == self.link.transfers, f"{moved} loads, {self.link.transfers} transfers"
+        known = self.link.transfers + self.link.num_issued
+        assert moved == known, f"{moved} loads, {known} transfers"
 
     def _totals(self) -> tuple[int, float, int, int]:
         return (

@@ -84,15 +84,8 @@ def _plain(table: Table) -> dict[str, Any]:
 
 
 def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows of an analysis as a Markdown table, headed by their keys."""
-    # Imported where it is needed: only the analyses print by it.
+    """Return rows of one shape as a table; figures get four decimals, None is left empty."""
     from pytablewriter import MarkdownTableWriter
 
-    return str(
-        MarkdownTableWriter(
-            headers=list(rows[0]),
-            value_matrix=[
-                [f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows
-            ],
-        ).dumps()
-    )
+    cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    return str(MarkdownTableWriter(headers=list(rows[0]), value_matrix=cells).dumps())
