@@ -71,7 +71,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps({"model": subject.name, "rows": rows}, indent=2) + "\n")
     else:
-        sys.stdout.write(rows_asrows_as_markdown(rows))
+        sys.stdout.write(rows_as_markdown(rows))
     if arguments.out:
         _write(Path(arguments.out), arguments.analysis, {"model": subject.name, "rows": rows})
     return 0
@@ -152,4 +152,4 @@ _RUN = {"coactivation": _coactivation, "locality": _locality, "sensitivity": _se
 def _write(folder: Path, name: str, found: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(rows_asrows_as_markdown(found["rows"]))
+    (folder / f"{name}.md").write_text(rows_as_markdown(found["rows"]))
