@@ -17,16 +17,16 @@ from tests.conftest import Checkpoint
 def test_it_is_the_mean_of_max_less_min_of_each_layers_logits(checkpoint: Checkpoint) -> None:
     subject = Subject(str(checkpoint("olmoe")), ["some text " * 20], 60, window=16)
     found = measure(subject)
+    assert all(not layer.router._forward_hooks for layer in subject.layers)
     with torch.no_grad():
         outputs = [
             subject.model(window[None], output_router_logits=True).router_logits
             for window in subject.windows
         ]
     for layer, value in enumerate(found):
-        logits = torch.cat([logits[layer] for logits in outputs])
+        logits = torch.cat([logits[layer] for logits in outputs]).float()
         expected = (logits.max(-1).values - logits.min(-1).values).mean()
         assert value == pytest.approx(float(expected), rel=1e-4)
-    assert all(not layer.router._forward_hooks for layer in subject.layers)
 
 
 def test_the_command_prints_what_routing_logit_range_takes(
