@@ -15,7 +15,10 @@ from lm_eval_moecache.report.speed_table import speed_table
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
-FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir())
+# A recipe alone has no results to tell of yet.
+FOLDERS = sorted(
+    {RESULTS / path.relative_to(RESULTS).parts[0] for path in RESULTS.rglob("*/*.json")}
+)
 BOARDS = board_folders(RESULTS)
 WRITTEN_BY_HAND = ("README.md", "CLAIMS.md")
 
