@@ -108,6 +108,18 @@ def test_equation_4_counts_become_shares_and_rows_without_evidence_stay_empty() 
     assert not conditional(empty, 1.0)[4].any()
 
 
+def test_similarities_stand_in_for_counts_and_are_not_smoothed() -> None:
+    path = profile_for(BUDDIES, WIDE)
+    cosines = artefact_for(BUDDIES, WIDE).arrays["similarity"]
+    handler = find_algorithm("miss", "buddy")(WIDE, profile=path, measure="similarity", alpha=1.0)
+    for layer in range(WIDE.num_layers):
+        np.testing.assert_array_equal(handler.is_buddy[layer], ~np.eye(8, dtype=bool))
+        # The most similar expert first, and shares as (1 + cosine).
+        shares = np.where(handler.is_buddy[layer], 1 + cosines[layer], 0)
+        expected = shares / shares.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(handler.q[layer], expected, rtol=1e-5, atol=1e-7)
+
+
 def test_equations_5_and_6_take_the_shortest_prefix_that_covers_alpha() -> None:
     q = conditional(M, 0.0)
     # By falling share: 3 (0.4), 2 (0.3), 1 (0.2), 4 (0.1).
@@ -192,7 +204,7 @@ def test_the_search_rank_cuts_every_list(profile: str) -> None:
     assert resolve(make(profile, H=1), {1, 2, 4}) is None
     # 3 and 2 come first for expert 0; then 1, which the token has; then 4.
     assert resolve(make(profile, H=3), {1, 2, 4}) is None
-    assert resolve(make(profile, H=4), {1, 2, 4}).selection.experts.tolist() == [[4, 1, 2]]
+    assert resolve(make(profile), {1, 2, 4}).selection.experts.tolist() == [[4, 1, 2]]
 
 
 def test_a_collision_takes_the_next_buddy_or_reuses_at_a_penalty(profile: str) -> None:
@@ -265,9 +277,9 @@ def answer(handler: Any, event: Event, near: set[int]) -> Any:
 
 
 @LIGHT
-@given(TEXTS, NEAR, st.integers(1, 7), st.integers(0, 1))
+@given(TEXTS, NEAR, st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 1))
 def test_all_tokens_at_once_agree_with_algorithm_1(
-    texts: list[list[float]], near: set[int], H: int, layer: int
+    texts: list[list[float]], near: set[int], H: int | None, layer: int
 ) -> None:
     handler, event = wide(H=H, alpha=1.0), make_event(WIDE, 0, layer, texts)
     assert event.experts is not None
@@ -275,7 +287,7 @@ def test_all_tokens_at_once_agree_with_algorithm_1(
     expected = event.experts.tolist()
     if {k % 8 for k in event.keys} & near:
         mask = [e in near for e in range(8)]
-        expected = oracles.buddy_substitute(expected, mask, full, H)
+        expected = oracles.buddy_substitute(expected, mask, full, H or 7)
         # A token of one expert that leads beyond float32 has no entropy, and is left alone.
         open_ = handler.tolerates(event)
         expected = [r if open_[t] else event.experts[t].tolist() for t, r in enumerate(expected)]
@@ -403,7 +415,8 @@ def test_what_routing_dropped_is_neither_replaced_nor_counted(profile: str) -> N
         ({"alpha": 1.5}, r"miss\.alpha=1\.5 must be above 0 and at most 1"),
         ({"alpha": [0.5, 0.5]}, r"one number, or 1, one for each MoE layer"),
         ({"k_max": 0}, r"miss\.k_max=0 must be 1 or more"),
-        ({"H": 0}, r"miss\.H=0 must be 1 or more"),
+        ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 4"),
+        ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
     ],
 )
 def test_a_setting_without_sense_is_refused(
