@@ -133,6 +133,8 @@ def setting(run: Run, name: str) -> Value:
         return Value(run.label or run.run_id)
     if name in ("experiment", "model"):
         return Value(str(getattr(run, name)))
+    if name == "tasks":
+        return Value("+".join(run.tasks_given or run.scored))
     if name in AXES:
         return Value(_choice(report["policy"][name]))
     if name == "policy":

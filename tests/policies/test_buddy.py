@@ -196,6 +196,8 @@ def test_the_budget_counts_replacements_of_a_token_heaviest_first(profile: str) 
     one = resolve(make(profile, rho=1), {2, 3, 4})
     assert one.selection.experts.tolist() == [[3, 1, 2]]
     assert [fetch.key for fetch in one.fetch] == [1]
+    light = resolve(make(profile, rho=1, order="lightest"), {2, 3, 4})
+    assert light.selection.experts.tolist() == [[0, 3, 2]]
     # Everything absent is delta = 1, which no beta lets through.
     assert resolve(make(profile), near) is None
 
@@ -306,6 +308,7 @@ def test_all_tokens_at_once_agree_with_algorithm_1(
     st.sampled_from([(0.0, 1), (0.3, 2), (0.4, 4)]),
     st.sampled_from([0.0, 2.0]),
     st.sampled_from([0.0, 0.7]),
+    st.sampled_from(["heaviest", "lightest"]),
 )
 def test_gates_scores_and_budget_agree_with_plain_loops(
     texts: list[list[float]],
@@ -318,11 +321,12 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
     topology: tuple[float, int],
     eta: float,
     reuse: float,
+    order: str,
 ) -> None:
     kappa, partitions = topology
     handler = wide(
         tau=tau, gamma=gamma, temperature=temperature, alpha=alpha, rho=rho,
-        kappa=kappa, partitions=partitions, eta=eta, reuse=reuse,
+        kappa=kappa, partitions=partitions, eta=eta, reuse=reuse, order=order,
     )  # fmt: skip
     event = make_event(WIDE, 0, 0, texts)
     made = artefact_for(BUDDIES, WIDE)
@@ -346,7 +350,7 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
         if not bypass and entropy > tau and margin < gamma:
             expected = oracles.buddy_token(
                 text, own, near, lists, q,
-                rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse,
+                rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse, order=order,
             )  # fmt: skip
         assert changed == expected
 
