@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.core.engine import offline
+from lm_eval_moecache.core.engine import offline, without_draft
 from lm_eval_moecache.core.hardware import Hardware, load_hardware
 from lm_eval_moecache.core.sizes import check_capacity, is_per_layer
 from lm_eval_moecache.core.trace_writer import prepare_folder
@@ -15,12 +15,19 @@ from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
+PROMPT_LOOKUP = "prompt_lookup"
+SELF = "self:"
+# DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
+DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 _CHOICES = {
     "clock": ("virtual",),
     "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
 }
-KEYS = ("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", *_CHOICES)
+KEYS = (
+    *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", *_CHOICES),
+    *("draft", "draft_tokens"),
+)
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 _FROM_PRETRAINED = (
     "attn_implementation",
@@ -49,6 +56,10 @@ class Config:
     seed: int
     trace: str | None = None
     """Folder to record a routing trace into."""
+    draft: str | None = None
+    """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
+    draft_tokens: int | None = None
+    """Tokens drafted for each verify pass."""
 
 
 def split_arguments(
@@ -74,9 +85,10 @@ def split_arguments(
     return ours, theirs
 
 
-def read_config(given: Mapping[str, Any]) -> Config:
+def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
 
+    `speculative` is whether a draft model drafts: only then there are the keys of drafting.
     lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
     means that the key is not given.
     """
@@ -111,7 +123,39 @@ def read_config(given: Mapping[str, Any]) -> Config:
         seed=seed,
         trace=_trace_folder(given.get("trace")),
         **choices,
+        **_read_draft(given, policy, speculative),
     )
+
+
+def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
+    prefetch = policy.prefetch.algorithm
+    needs_draft = getattr(prefetch, "needs_draft", False)
+    if not speculative:
+        for key in ("draft", "draft_tokens"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} is for --model moecache-spec; --model moecache decodes "
+                    "without a draft."
+                )
+        if needs_draft:
+            raise without_draft(prefetch)
+        return {}
+    draft, tokens = (
+        str(given.get("draft", DEFAULT_DRAFT)),
+        given.get("draft_tokens", DEFAULT_DRAFT_TOKENS),
+    )
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(
+            f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
+            "decode without a draft."
+        )
+    if needs_draft and draft == PROMPT_LOOKUP:
+        raise ValueError(
+            f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "
+            f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
+            "self:int4; or another prefetch."
+        )
+    return {"draft": draft, "draft_tokens": tokens}
 
 
 def _trace_folder(folder: object) -> str | None:

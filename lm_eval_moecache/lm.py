@@ -21,7 +21,6 @@ from torch import Tensor
 from lm_eval_moecache.config import TINY, Config
 from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.ledger import RequestRecord
-from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
@@ -41,7 +40,7 @@ class MoECacheLM(HFLM):
     """
 
     def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
-        config, theirs = check_arguments(pretrained, arguments)
+        config, theirs = self._check(pretrained, arguments)
         # HFLM's own default is "cuda", whether there is one or not.
         theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
@@ -49,6 +48,11 @@ class MoECacheLM(HFLM):
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name)
         self._wrap(config)
+
+    def _check(
+        self, pretrained: str, arguments: Mapping[str, Any]
+    ) -> tuple[Config, dict[str, Any]]:
+        return check_arguments(pretrained, arguments)
 
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
@@ -58,7 +62,7 @@ class MoECacheLM(HFLM):
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
-        self.engine = Engine(self.geometry, _setting(config, self.geometry))
+        self.engine = Engine(self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine)
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
@@ -71,6 +75,14 @@ class MoECacheLM(HFLM):
             )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
+
+    def _setting(self, config: Config) -> Setting:
+        return Setting(
+            policy=config.policy,
+            capacity=parse_capacity(config.capacity, self.geometry),
+            hardware=config.hardware,
+            seed=config.seed,
+        )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -134,12 +146,15 @@ class MoECacheLM(HFLM):
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
         with self._serving(records, [record.index for record in records]):
-            output = super()._model_generate(context, *args, **kwargs)
+            output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
             # Passes after a row has ended served the others of its batch.
             del record.passes[record.output_tokens :]
         return output
+
+    def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super()._model_generate(context, *args, **kwargs)
 
     def _count_output(self, row: list[int], stop: Sequence[str]) -> int:
         """Count generated tokens up to and with the closing one or the end of a stop string.
@@ -247,22 +262,15 @@ class RecordedStr(str):
         return self
 
 
-def _setting(config: Config, geometry: Geometry) -> Setting:
-    return Setting(
-        policy=config.policy,
-        capacity=parse_capacity(config.capacity, geometry),
-        hardware=config.hardware,
-        seed=config.seed,
-    )
-
-
-def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+def check_arguments(
+    pretrained: str, arguments: Mapping[str, Any], speculative: bool = False
+) -> tuple[Config, dict[str, Any]]:
     """Divide the arguments into our checked setting and HFLM's, without loading any weights.
 
     Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
     """
     host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    return preflight(str(pretrained), arguments, host_keys)
+    return preflight(str(pretrained), arguments, host_keys, speculative)
 
 
 def _distinct(records: list[RequestRecord]) -> list[RequestRecord]:

@@ -17,7 +17,10 @@ from lm_eval_moecache.tiny import MODEL_DIR
 
 
 def preflight(
-    pretrained: str, arguments: Mapping[str, Any], host_keys: Iterable[str]
+    pretrained: str,
+    arguments: Mapping[str, Any],
+    host_keys: Iterable[str],
+    speculative: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """Return our checked setting and the host's arguments.
 
@@ -26,15 +29,16 @@ def preflight(
     parameters out of an algorithm's range.
     """
     ours, theirs = split_arguments(arguments, host_keys)
-    config = read_config(ours)
+    config = read_config(ours, speculative)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
-    skeleton = _skeleton(pretrained, theirs)
+    skeleton = skeleton(pretrained, theirs)
     layers = find_moe_layers(skeleton)
     geometry = describe(skeleton, layers, pretrained)
     parse_capacity(config.capacity, geometry)
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    if config.trace is not None or built["routing"].depth or built["prefetch"].depth:
+    asks_gates = built["routing"].depth or built["prefetch"].depth or built["prefetch"].needs_draft
+    if config.trace is not None or asks_gates:
         _check_routers_can_be_asked(layers)
     return config, theirs
 
@@ -43,7 +47,7 @@ def model_path(pretrained: str) -> str:
     return str(MODEL_DIR) if pretrained == TINY else pretrained
 
 
-def _skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
+def skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
     """Build the model without weights."""
     config = transformers.AutoConfig.from_pretrained(
         model_path(pretrained),
@@ -76,6 +80,11 @@ def _check_batch_size(config: Config, batch_size: str) -> None:
         raise ValueError(
             "batch_size='auto' would make the figures depend on free memory. "
             "Allowed: a whole number."
+        )
+    if config.draft is not None and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with --model moecache-spec: drafts are verified "
+            "for one request at a time. Allowed: 1."
         )
     if config.scoring == "scan" and batch_size != "1":
         raise ValueError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import VirtualClock
+from lm_eval_moecache.core.draft_stage import Draft, DraftStage
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
@@ -48,6 +49,11 @@ class Setting:
     capacity: Capacity
     hardware: Hardware
     seed: int = 0
+    draft: Draft | None = None
+    """The draft model of speculative decoding; None also where drafts come from the prompt."""
+
+    def with_draft(self, draft: Draft | None) -> Setting:
+        return replace(self, draft=draft)
 
 
 def offline(algorithm: object) -> ValueError:
@@ -56,6 +62,15 @@ def offline(algorithm: object) -> ValueError:
     return ValueError(
         f"{module[-2]}={module[-1]!r} needs to know the future, which only a replay does. Record "
         "the run with trace=DIR and give the file to `moecache replay`."
+    )
+
+
+def without_draft(algorithm: object) -> ValueError:
+    """Build the error for a prefetcher that needs a draft model where there is none."""
+    name = algorithm.__module__.rpartition(".")[2]
+    return ValueError(
+        f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: "
+        "--model moecache-spec with draft= a folder, a hub id or self:int4; a replay has no draft."
     )
 
 
@@ -90,6 +105,7 @@ class Engine:
             if future is not None:
                 algorithm.prepare(future)
         self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+        self.draft_stage = self._make_draft_stage()
         # Called once a layer and token: bound here, so that no call goes through two functions.
         self.enter = self._step.enter
         self.run = self._step.run
@@ -118,10 +134,39 @@ class Engine:
         """The most bytes ever held (summed over the layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
 
-    def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
-        record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+    def _make_draft_stage(self) -> DraftStage | None:
+        setting, prefetch = self.setting, self.algorithms.prefetch
+        if setting.draft is None:
+            if prefetch.needs_draft:
+                raise without_draft(prefetch)
+            return None
+        queue = self._step.queue
+        stage = DraftStage(setting.draft, setting.hardware, self.link, self.clock, queue, prefetch)
+        stage.plan(self.geometry, setting.capacity.bytes_by_partition)
+        return stage
+
+    def begin_draft(self) -> DraftStage:
+        """Begin drafting, which belongs to the next pass: its evictions and its time do, too."""
+        assert self.draft_stage is not None, "drafting without a draft"
+        index = len(self.ledger.passes)
+        self.draft_stage.begin(index)
         for pool in self.pools:
-            pool.begin_pass(record.index, num_tokens)
+            pool.begin_pass(index, 0)
+        return self.draft_stage
+
+    def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
+        stage = self.draft_stage
+        if stage is not None and stage.is_open:
+            record = self.ledger.begin_pass(phase, num_tokens, stage.start_s)
+            record.draft_s = self.clock.now - stage.start_s
+            record.stall_s = stage.stall_s
+            for pool in self.pools:
+                pool.tokens += num_tokens
+            stage.end()
+        else:
+            record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+            for pool in self.pools:
+                pool.begin_pass(record.index, num_tokens)
         self._step.begin_pass(record)
         self.record = record
         return record
@@ -140,6 +185,11 @@ class Engine:
         record.lifetime_tokens = after[3] - self._before[3]
         self._before = after
         self.record = None
+
+    def settle_drafts(self, drafted: int, accepted: int) -> None:
+        """Note how many tokens the last pass was given to verify, and how many were right."""
+        record = self.ledger.passes[-1]
+        record.drafted, record.accepted = drafted, accepted
 
     def begin_scan(self, num_tokens: int) -> None:
         """Begin a text whose tokens are routed one after another, as if they were decoded."""

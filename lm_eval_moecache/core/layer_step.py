@@ -65,6 +65,7 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
+        self._cached_first = algorithms.miss.cached_first
         self.queue = PrefetchQueue(geometry, caches, link, algorithms.prefetch)
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
@@ -106,6 +107,8 @@ class LayerStep:
         demands = [Fetch(key) for key in absent] if fetches is None else fetches
         if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
+            if self._cached_first:
+                remaining = self._execute_near(event, remaining, absent, execute)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
@@ -229,6 +232,15 @@ class LayerStep:
             ready_s = link.transfer(nbytes, ready_s)
             cache.insert(key, fetch.rung)
         return ready_s, remaining
+
+    def _execute_near(
+        self, event: Event, keys: list[int], absent: list[int], execute: Execute | None
+    ) -> list[int]:
+        """Execute what was resident all along, before the wait; return what has to wait."""
+        # The compute is busy from here on: predicting does not hide behind the wait.
+        self._clock.wait_until(self._clock.now + self._clock.gates(len(event.predicted)))
+        self._execute(event, [key for key in keys if key not in absent], execute)
+        return [key for key in keys if key in absent]
 
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:

@@ -36,6 +36,12 @@ class PassRecord:
     """Executed assignments that the unmodified router did not choose."""
     substituted: int = 0
     low_precision: int = 0
+    draft_s: float = 0.0
+    """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
+    drafted: int = 0
+    """Tokens drafted for this pass to verify."""
+    accepted: int = 0
+    """Drafted tokens that it accepted, so that it gave one output token more."""
 
     @property
     def hits(self) -> int:

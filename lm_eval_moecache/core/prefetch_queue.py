@@ -27,6 +27,7 @@ class PrefetchQueue:
         self._link = link
         self._algorithm = algorithm
         self._predictions: dict[int, set[int]] = {}
+        self._num_batches = 0
 
     def forget(self) -> None:
         """Judge no event by what was predicted for it so far."""
@@ -56,6 +57,22 @@ class PrefetchQueue:
                 cache.eviction.on_predicted(key)
             elif not link.is_pending(key):
                 link.submit(key, due, ready_s)
+
+    def submit_draft(
+        self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
+    ) -> None:
+        """Queue one layer's keys, proposed while drafting for a pass that has not begun."""
+        link = self._link
+        self._num_batches += 1
+        for key in keys:
+            layer = key // self._num_experts
+            self._predictions.setdefault(layer, set()).add(key)
+            cache = self._caches[layer]
+            if key in cache.resident:
+                cache.eviction.on_predicted(key)
+            elif not link.is_pending(key):
+                due = pass_index * self._num_layers + layer
+                link.submit(key, due, ready_s, self._num_batches if batched else None)
 
     def drain(self, now: float, pinned: Set[int], layer: int) -> None:
         """Let the link work through its prefetches up to `now`.

@@ -49,6 +49,8 @@ class MissAlgorithm(ABC):
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
     """Whether `Event.weights` and `Event.logits` are needed."""
+    cached_first: ClassVar[bool] = False
+    """Whether the resident experts of an event are executed while the absent ones are loaded."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""
