@@ -103,7 +103,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     capacity = str(given.get("capacity", "25%"))
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    choices = {}
+    choices: dict[str, Any] = {}
     for key, allowed in _CHOICES.items():
         choices[key] = str(given.get(key, allowed[0]))
         if choices[key] not in allowed:
@@ -140,10 +140,8 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
         if needs_draft:
             raise without_draft(prefetch)
         return {}
-    draft, tokens = (
-        str(given.get("draft", DEFAULT_DRAFT)),
-        given.get("draft_tokens", DEFAULT_DRAFT_TOKENS),
-    )
+    draft = str(given.get("draft", DEFAULT_DRAFT))
+    tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(
             f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "

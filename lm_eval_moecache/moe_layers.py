@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,20 @@ def describe(model: Any, layers: Sequence[MoELayer], name: str) -> Geometry:
         precision=(_DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")),),
         element_bytes=float(dtype.itemsize),
     )
+
+
+def router_digest(layers: Sequence[MoELayer]) -> str:
+    """Identify a model by what its routers hold, rounded to bf16: the same at any dtype it has.
+
+    The model must not be on the meta device.
+    """
+    digest = hashlib.sha256()
+    for index, layer in enumerate(layers):
+        for name, tensor in sorted(layer.router.state_dict().items()):
+            rounded = tensor.detach().to(torch.bfloat16).contiguous().cpu()
+            digest.update(f"{index} {name} {tuple(tensor.shape)} ".encode())
+            digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _nbytes(parameter: nn.Parameter) -> int:

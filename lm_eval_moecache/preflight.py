@@ -31,9 +31,9 @@ def preflight(
     ours, theirs = split_arguments(arguments, host_keys)
     config = read_config(ours, speculative)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
-    skeleton = skeleton(pretrained, theirs)
-    layers = find_moe_layers(skeleton)
-    geometry = describe(skeleton, layers, pretrained)
+    model = skeleton(pretrained, theirs)
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, pretrained)
     parse_capacity(config.capacity, geometry)
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.adapters import WeightingRule, detect_rule
+from lm_eval_moecache.core.artefact import check_router_digest
 from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.records import (
     DECODE,
@@ -29,7 +30,7 @@ from lm_eval_moecache.experts import (
     STORE_ATTRIBUTE,
     register_experts_function,
 )
-from lm_eval_moecache.moe_layers import MoELayer
+from lm_eval_moecache.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.store import InPlaceStore
 
@@ -53,6 +54,7 @@ class WrappedModel:
         """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
         self._scanning = False
         self._layers = layers
+        self._check_artefacts()
         self._rules: list[WeightingRule | None] = self._find_rules()
         self._valid: npt_bool | None = None
         self._num_tokens = 0
@@ -84,6 +86,15 @@ class WrappedModel:
             if hasattr(layer.experts, STORE_ATTRIBUTE):
                 delattr(layer.experts, STORE_ATTRIBUTE)
         self.model.set_experts_implementation(self._before)
+
+    def _check_artefacts(self) -> None:
+        """Refuse what an algorithm learned from another model's routers."""
+        chosen = self.engine.algorithms
+        carried = [a.artefact for a in (chosen.routing, chosen.prefetch, chosen.miss)]
+        digest = router_digest(self._layers) if any(carried) else ""
+        for artefact in carried:
+            if artefact is not None:
+                check_router_digest(artefact, digest, self.engine.geometry.model)
 
     def _find_rules(self) -> list[WeightingRule | None]:
         """Find how each router weighs a selection, where a policy may change the selection."""

@@ -55,8 +55,8 @@ MAY_IMPORT = {
 }
 # What the torch-free core may use of the package: itself, the axes' bases, and error texts.
 CORE_MAY_IMPORT = ("core.", "errors", *(f"{axis}.base" for axis in AXES))
-# The future of a replay is a record, too: offline algorithms are given it.
-ALGORITHM_MAY_IMPORT = ("core.records", "core.future")
+# The future of a replay and an artefact are records, too: some algorithms are given them.
+ALGORITHM_MAY_IMPORT = ("core.records", "core.future", "core.artefact")
 
 # Offenders against the limits of size that have a reason to be so. Keep it empty.
 LONG_MODULES: dict[str, str] = {}

@@ -229,13 +229,7 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Start cold: empty the caches and forget what waits on the link (`cache_reset`)."""
-        self.link.clear()
-        self._step.queue.forget()
-        if self.link.inflight is not None:
-            key = self.link.land()
-            self.clock.wait_until(self.link.busy_until)
-            pool = self.pools[key // self.geometry.num_experts if len(self.pools) > 1 else 0]
-            pool.land(key)
+        self._step.settle()
         for pool in self.pools:
             pool.clear()
         # What a reset throws out, the policy did not evict.

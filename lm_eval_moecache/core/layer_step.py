@@ -88,7 +88,21 @@ class LayerStep:
         Returns the changed selection, or None where the router's is executed. `execute` is called
         with the keys of each wave once they are all resident, and may use them until it returns.
         """
-        cache, link = self._caches[event.layer], self._link
+        selection, demands = self._decide(event)
+        self._serve(event, demands, execute)
+        return selection
+
+    def settle(self) -> None:
+        """Empty the link: forget what waits for it, let what moves on it land."""
+        self._link.clear()
+        self.queue.forget()
+        if self._link.inflight is not None:
+            self._clock.wait_until(self._link.busy_until)
+            self.queue.land()
+
+    def _decide(self, event: Event) -> tuple[Selection | None, Sequence[Fetch]]:
+        """Look up an event's experts: the changed selection, and what has to be brought near."""
+        cache = self._caches[event.layer]
         asked = spell_out(event, self._geometry.num_experts) if self._may_change else None
         selection = self._route(event, cache) if self._may_change else None
         absent = [key for key in event.keys if key not in cache.resident]
@@ -100,15 +114,18 @@ class LayerStep:
             fetches, selection = self._resolve(event, cache, absent, selection)
         if selection is not None and asked is not None:
             self._judge(asked, selection)
+        return selection, [Fetch(key) for key in absent] if fetches is None else fetches
+
+    def _serve(self, event: Event, demands: Sequence[Fetch], execute: Execute | None) -> None:
+        """Bring near what is demanded, execute the event, and let prefetches go on."""
+        cache, link, prefetches = self._caches[event.layer], self._link, self._prefetches
         gate_s = ready_s = self._clock.now
         remaining = event.keys
-        prefetches = self._prefetches
-        pinned = set(event.keys) if absent or prefetches else _NOTHING
-        demands = [Fetch(key) for key in absent] if fetches is None else fetches
+        pinned = set(event.keys) if demands or prefetches else _NOTHING
         if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
             if self._cached_first:
-                remaining = self._execute_near(event, remaining, absent, execute)
+                remaining = self._execute_near(event, remaining, demands, execute)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
@@ -120,7 +137,6 @@ class LayerStep:
         if prefetches and link.active:
             self.queue.drain(self._clock.now, pinned, event.layer)
         cache.eviction.on_event(event)
-        return selection
 
     def _is_lossy_here(self, is_lossless: bool, event: Event) -> bool:
         if is_lossless:
@@ -234,13 +250,14 @@ class LayerStep:
         return ready_s, remaining
 
     def _execute_near(
-        self, event: Event, keys: list[int], absent: list[int], execute: Execute | None
+        self, event: Event, keys: list[int], demands: Sequence[Fetch], execute: Execute | None
     ) -> list[int]:
         """Execute what was resident all along, before the wait; return what has to wait."""
         # The compute is busy from here on: predicting does not hide behind the wait.
         self._clock.wait_until(self._clock.now + self._clock.gates(len(event.predicted)))
-        self._execute(event, [key for key in keys if key not in absent], execute)
-        return [key for key in keys if key in absent]
+        awaited = {fetch.key for fetch in demands}
+        self._execute(event, [key for key in keys if key not in awaited], execute)
+        return [key for key in keys if key in awaited]
 
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.core.artefact import Artefact
 from lm_eval_moecache.core.records import (
     DROPPED,
     BoolArray,
@@ -51,6 +52,10 @@ class MissAlgorithm(ABC):
     """Whether `Event.weights` and `Event.logits` are needed."""
     cached_first: ClassVar[bool] = False
     """Whether the resident experts of an event are executed while the absent ones are loaded."""
+    artefact_kind: ClassVar[str | None] = None
+    """The kind of artefact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    artefact: Artefact | None = None
+    """The artefact it was built with: the wrapped model checks that it is the model's own."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lm_eval_moecache.core.artefact import Artefact
 from lm_eval_moecache.core.records import Event, FloatArray, Geometry, IntArray, Selection
 
 
@@ -28,6 +29,10 @@ class RoutingAlgorithm(ABC):
     """Whether `Event.weights` and `Event.logits` are needed."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach."""
+    artefact_kind: ClassVar[str | None] = None
+    """The kind of artefact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    artefact: Artefact | None = None
+    """The artefact it was built with: the wrapped model checks that it is the model's own."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""

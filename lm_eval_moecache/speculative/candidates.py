@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import (
 from lm_eval_moecache.core.engine import Engine
 
 
-class WatchedCandidates(CandidateGenerator):  # type: ignore[misc]
+class WatchedCandidates(CandidateGenerator):
     """Leaves the first pass to the prompt alone, and tells the engine of each later draft.
 
     transformers drafts before the first pass and verifies those drafts along with the prompt.

@@ -62,7 +62,7 @@ class DraftHooks:
         def hook(router: nn.Module, args: Any, output: Any) -> None:
             if self._stage.is_open:
                 experts: Tensor = output[2].reshape(-1, output[2].shape[-1])
-                self._stage.experts(index, len(experts.unique()), len(experts))
+                self._stage.experts(index, len(set(experts.flatten().tolist())), len(experts))
 
         return hook
 
