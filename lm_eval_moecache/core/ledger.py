@@ -55,6 +55,11 @@ class PassRecord:
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that a pass of a generation gives: its own, and the drafts it accepted."""
+        return self.accepted + 1
+
 
 @dataclass(slots=True)
 class RequestRecord:

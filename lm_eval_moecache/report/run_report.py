@@ -20,6 +20,7 @@ def run_report(engine: Engine, config: Config) -> dict[str, Any]:
         by_task.setdefault(request.task, []).append(request)
     peak, capacity = engine.peak_cache_bytes, engine.setting.capacity
     return {
+        **_draft(engine, config),
         "policy": config.policy.as_dict(),
         "capacity": capacity.text,
         "capacity_bytes": capacity.total_bytes,
@@ -38,3 +39,17 @@ def run_report(engine: Engine, config: Config) -> dict[str, Any]:
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
+
+
+def _draft(engine: Engine, config: Config) -> dict[str, Any]:
+    """Return what drafted, and the memory that it takes beside the cache (`moecache-spec`)."""
+    if config.draft is None:
+        return {}
+    found: dict[str, Any] = {"name": config.draft, "tokens": config.draft_tokens, "bytes": 0}
+    draft, stage = engine.setting.draft, engine.draft_stage
+    if draft is not None and stage is not None:
+        found["bytes"] = draft.nbytes
+        found["precision"] = draft.geometry.precision[draft.rung]
+        if stage.solution is not None:
+            found["cutoff"] = stage.solution
+    return {"draft": found}
