@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,14 +48,7 @@ def execute(
 def _processes(
     planned: Sequence[Planned], folder: str, experiment: str, jobs: int
 ) -> Iterator[Outcome]:
-    # spawn: a forked copy of torch's thread pools can hang.
-    context = multiprocessing.get_context("spawn")
-    # Read by torch when a worker imports it; what the user has set stays.
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
-    with (
-        mock.patch.dict(os.environ, OMP_NUM_THREADS=threads),
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool,
-    ):
+    with local_pool(jobs) as pool:
         futures = {pool.submit(run_cell, each, folder, experiment): each for each in planned}
         for future in as_completed(futures):
             error = future.exception()
@@ -63,6 +57,20 @@ def _processes(
             else:
                 # The process died (memory, a kill): the run is reported, and retried next time.
                 yield Outcome(futures[future].run_id, f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that end with this one, and keep their loaded model between runs."""
+    # spawn: a forked copy of torch's thread pools can hang.
+    context = multiprocessing.get_context("spawn")
+    # Read by torch when a worker imports it; what the user has set stays.
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS=threads),
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool,
+    ):
+        yield pool
 
 
 def _start_worker() -> None:

@@ -21,13 +21,10 @@ def check_cells(cells: Sequence[Cell]) -> list[Planned]:
     problems: dict[str, list[str]] = {}
     for cell in cells:
         try:
-            check_task_names(cell.tasks, cell.include_path)
-            module, _ = model_parts(cell.model)
-            config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments)
+            found = check_cell(cell)
         except (ValueError, OSError) as error:
             problems.setdefault(str(error), []).append(_shown(cell))
             continue
-        found = plan(cell, config, host_arguments)
         planned.setdefault(found.configuration_hash, found)
     if problems:
         lines = [f"{error}\n    in: {'; '.join(where)}" for error, where in problems.items()]
@@ -36,6 +33,14 @@ def check_cells(cells: Sequence[Cell]) -> list[Planned]:
             + "\n  ".join(lines)
         )
     return list(planned.values())
+
+
+def check_cell(cell: Cell) -> Planned:
+    """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
+    check_task_names(cell.tasks, cell.include_path)
+    module, _ = model_parts(cell.model)
+    config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments)
+    return plan(cell, config, host_arguments)
 
 
 def model_parts(model: str) -> tuple[Any, Any]:

@@ -43,6 +43,8 @@ class Holder:
         cell = planned.cell
         _, model_class = model_parts(cell.model)
         self.lm = model_class(pretrained=cell.pretrained, **cell.arguments)
+        if self.lm.moecache != planned.config:
+            self.lm.install(planned.config)
         self.key = planned.load_key
         return self.lm
 

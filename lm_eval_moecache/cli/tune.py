@@ -1,0 +1,101 @@
+"""Search compositions and parameters for the fastest policy within a budget of accuracy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.report.columns import METRICS
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", help="folder for the study, the runs, front.md and best.yaml")
+    parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
+    parser.add_argument(
+        "--tasks", default="moecache_offline", help="comma-separated; their mean is the accuracy"
+    )
+    parser.add_argument("--limit", type=float | None, help="documents a task")
+    parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51 or 30/layer")
+    parser.add_argument("--hardware", default="a100-5gbps", help="profile, or YAML")
+    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: 5GB/s")
+    parser.add_argument(
+        "--budget", type=float, default=1.0, help="points of accuracy that may be lost (default: 1)"
+    )
+    parser.add_argument(
+        "--metric", default="tok_per_s", help="what fast means: tok_per_s, tpot_ms, ttft_ms ..."
+    )
+    parser.add_argument("--space", type=str | None, help="YAML of what to search")
+    parser.add_argument("--trials", type=int, default=1000, help="candidates to draw at most")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to search at most")
+    parser.add_argument(
+        "--slack",
+        type=float,
+        default=0.1,
+        help="a lossy candidate is not run where its prefetch and eviction alone, replayed, are "
+        "slower than the best by more than this share",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run the model")
+    parser.add_argument("--seed", type=int, default=0, help="of the search")
+
+
+def run(arguments: Namespace) -> int:
+    _check(arguments)
+    # Imported late: it brings torch and lm-eval, and a wrong option should not wait for them.
+    from lm_eval_moecache.tune.measure import Question
+    from lm_eval_moecache.tune.outcome import front_table
+    from lm_eval_moecache.tune.run import tune
+    from lm_eval_moecache.tune.search import Effort
+
+    question = Question(
+        pretrained=arguments.pretrained,
+        tasks=tuple(name.strip() for name in arguments.tasks.split(",") if name.strip()),
+        limit=arguments.limit,
+        capacity=str(arguments.capacity),
+        hardware=arguments.hardware,
+        bandwidth=arguments.bandwidth,
+        metric=arguments.metric,
+        budget=arguments.budget,
+    )
+    effort = Effort(
+        trials=arguments.trials,
+        timeout_s=arguments.timeout,
+        slack=arguments.slack,
+        seed=arguments.seed,
+        jobs=arguments.jobs,
+    )
+    space = None if arguments.space is None else Path(arguments.space)
+    outcome = tune(question, effort, Path(arguments.out), space, _say)
+    if arguments.json:
+        sys.stdout.write(json.dumps(outcome.as_dict(), indent=2) + "\n")
+    else:
+        sys.stdout.write(front_table(outcome))
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _check(arguments: Namespace) -> None:
+    if not arguments.out:
+        raise ValueError("--out must name a folder: the search is kept there, and goes on from it.")
+    allowed = [name for name, (_, _, higher) in METRICS.items() if higher is not None]
+    if arguments.metric not in allowed:
+        from lm_eval_moecache.errors import unknown
+
+        raise unknown("metric", arguments.metric, allowed)
+    limits: dict[str, tuple[Any, bool]] = {
+        "budget": ("0 or more", arguments.budget >= 0),
+        "slack": ("between 0 and 1", 0 <= arguments.slack < 1),
+        "trials": ("0 or more", arguments.trials >= 0),
+        "timeout": ("above 0", arguments.timeout > 0),
+        "jobs": ("1 or more", arguments.jobs >= 1),
+        "seed": ("0 or more", arguments.seed >= 0),
+    }
+    for key, (what, holds) in limits.items():
+        if not holds:
+            raise ValueError(f"{key}={getattr(arguments, key)} must be {what}.")

@@ -1,0 +1,1 @@
+"""Searches compositions and their parameters for speed under a budget of accuracy."""

@@ -1,0 +1,220 @@
+"""Measures a policy for the tuner: lossless ones by replaying one trace, lossy ones by the model.
+
+A replay gives exactly the speed of a live run, and a lossless policy exactly the accuracy of any
+other, so a lossless candidate never costs a run of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lm_eval_moecache.core.engine import Setting
+from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.replay import replay
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.core.trace import Trace
+from lm_eval_moecache.core.trace_import import load_trace
+from lm_eval_moecache.policy import Policy, load_policy
+from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.report.columns import accuracy, metric_value
+from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.sweep.executors import local_pool
+from lm_eval_moecache.sweep.files import finished
+from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.sweep.validation import check_cell
+from lm_eval_moecache.sweep.worker import Outcome, run_cell
+
+BY_REPLAY, BY_MODEL = "replay", "model"
+EXPERIMENT = "tune"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What the tuner is asked: on which tasks, in which cache, on which device."""
+
+    pretrained: str
+    tasks: tuple[str, ...]
+    limit: float | None
+    capacity: str
+    hardware: str
+    bandwidth: str | None
+    metric: str
+    budget: float
+    """How much accuracy may be lost, in points (1 is 0.01)."""
+
+    def cell(self, policy: Mapping[str, Any], label: str | None = None) -> Cell:
+        given = {
+            "pretrained": self.pretrained,
+            "capacity": self.capacity,
+            "hardware": self.hardware,
+            **({} if self.bandwidth is None else {"bandwidth": self.bandwidth}),
+            **policy,
+        }
+        options = {} if self.limit is None else {"limit": self.limit}
+        return Cell(
+            model="moecache",
+            model_args=given,
+            tasks=self.tasks,
+            options=options,
+            include_path=(),
+            label=label,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A policy that can run here, with the model arguments that give it."""
+
+    name: str
+    policy: Policy
+    planned: Planned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Accuracy with its standard error, speed in the metric asked for, and how it was had."""
+
+    accuracy: float
+    stderr: float | None
+    speed: float
+    measured_by: str
+
+
+class Bench:
+    """Measures policies for one question; runs of the model are kept as a sweep's records."""
+
+    reference: Figures
+    trace: Trace
+
+    def __init__(self, question: Question, folder: Path, jobs: int = 1) -> None:
+        self.question = question
+        self.folder = folder
+        self.hardware = load_hardware(question.hardware, question.bandwidth)
+        self._speeds: dict[str, float] = {}
+        self._jobs = jobs
+        self._open = ExitStack()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Bench:
+        if self._jobs > 1:
+            self._pool = self._open.enter_context(local_pool(self._jobs))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def prepare(self, depth: int) -> None:
+        """Run the model once without loss and record its routing, predictions `depth` ahead."""
+        args = {"policy": "on_demand", "prefetch": "next_gate", "prefetch.depth": depth}
+        candidate = self.candidate("reference", args)
+        planned = candidate.planned
+        traces = self.folder / "trace"
+        files = sorted(traces.glob("*.parquet"))
+        if not files or planned.configuration_hash not in finished(self.folder):
+            for file in files:
+                file.unlink()
+            # The record is that of the run without the trace, which changes nothing in it.
+            config = dataclasses.replace(planned.config, trace=str(traces))
+            self._execute([dataclasses.replace(planned, config=config)])
+            files = sorted(traces.glob("*.parquet"))
+        self.reference = self._read(planned)
+        self.trace = load_trace(str(files[-1]), logits=True, predicted=True)
+
+    def candidate(self, name: str, args: Mapping[str, Any]) -> Candidate:
+        """Check a policy. Raises ValueError, with the reason, where it cannot run here."""
+        planned = check_cell(self.question.cell(args, label=name))
+        return Candidate(name=name, policy=planned.config.policy, planned=planned)
+
+    def replay(self, policy: Policy) -> float:
+        """Return the speed of a lossless policy, or of the lossless part of a lossy one."""
+        lossless = _lossless_part(policy)
+        key = str(lossless.as_dict())
+        if key not in self._speeds:
+            setting = Setting(
+                policy=lossless,
+                capacity=parse_capacity(self.question.capacity, self.trace.geometry),
+                hardware=self.hardware,
+                seed=self.trace.seed,
+            )
+            engine = replay(self.trace, setting)
+            found = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
+            speed = found[self.question.metric]
+            self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)
+        return self._speeds[key]
+
+    def lossless(self, policy: Policy) -> Figures:
+        return dataclasses.replace(self.reference, speed=self.replay(policy), measured_by=BY_REPLAY)
+
+    def run(self, candidates: Sequence[Candidate]) -> list[Figures | str]:
+        """Run the model under each, or read what an earlier run found; a text says why one failed.
+
+        As many at a time as there are jobs.
+        """
+        done = finished(self.folder)
+        planned = {c.planned.configuration_hash: c.planned for c in candidates}
+        errors = self._execute([p for key, p in planned.items() if key not in done])
+        return [errors.get(c.planned.run_id) or self._read(c.planned) for c in candidates]
+
+    def _execute(self, planned: Sequence[Planned]) -> dict[str, str]:
+        where = str(self.folder.resolve())
+        if self._pool is None:
+            outcomes = [run_cell(each, where, EXPERIMENT) for each in planned]
+        else:
+            futures = [self._pool.submit(run_cell, each, where, EXPERIMENT) for each in planned]
+            outcomes = [_outcome(f, each) for f, each in zip(futures, planned, strict=True)]
+        return {o.run_id: o.error for o in outcomes if o.error is not None}
+
+    def _read(self, planned: Planned) -> Figures:
+        path = finished(self.folder).get(planned.configuration_hash)
+        if path is None:
+            reason = self.folder / "failed" / f"{planned.run_id}.txt"
+            raise ValueError(f"the run {planned.run_id} has failed; its traceback: {reason}")
+        [run] = load_runs(path)
+        scored, speed = accuracy(run), metric_value(run, self.question.metric).number
+        if scored.number is None or speed is None:
+            what = "accuracy" if scored.number is None else self.question.metric
+            raise ValueError(
+                f"tasks={','.join(self.question.tasks)} give no {what}. Allowed: tasks that have a "
+                "score for which more is better, one of them with generation for tok_per_s."
+            )
+        return Figures(
+            accuracy=scored.number, stderr=scored.stderr, speed=speed, measured_by=BY_MODEL
+        )
+
+
+def _outcome(future: Future[Outcome], planned: Planned) -> Outcome:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
+
+
+def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[str, Any]:
+    """Return what makes `on_demand` this policy (`Policy.as_dict`) on the given axes."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        choice = dict(policy[axis])
+        found[axis] = choice.pop("name")
+        # None stands for a default that depends on the model; it cannot be typed.
+        found |= {f"{axis}.{key}": value for key, value in choice.items() if value is not None}
+    return found
+
+
+def _lossless_part(policy: Policy) -> Policy:
+    if policy.is_lossless:
+        return policy
+    return load_policy("on_demand", overrides_of(policy.as_dict(), ("prefetch", "eviction")))

@@ -1,0 +1,192 @@
+"""What a search has found: its Pareto front, and the best policy within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.report.columns import METRICS, Column, Value
+from lm_eval_moecache.report.pareto import pareto_front
+from lm_eval_moecache.report.render import as_markdown
+from lm_eval_moecache.report.tables import Table
+
+SHIPPED, SEARCHED = "shipped", "searched"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One measured policy: a shipped composition or a trial of the search."""
+
+    name: str
+    kind: str
+    policy: Mapping[str, Any]
+    accuracy: float
+    stderr: float | None
+    speed: float
+    measured_by: str
+    within_budget: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {field: getattr(self, field) for field in self.__slots__}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """All that was measured; `best` is the fastest within the budget, shipped or searched."""
+
+    question: Mapping[str, Any]
+    floor: float
+    entries: tuple[Entry, ...]
+    left_out: Mapping[str, str]
+    counts: Mapping[str, int]
+
+    @property
+    def sign(self) -> int:
+        return 1 if METRICS[self.question["metric"]][2] else -1
+
+    def fastest(self, kind: str | None = None) -> Entry | None:
+        """Return the fastest entry within the budget; of equals the more accurate, the earlier."""
+        chosen = [e for e in self.entries if e.within_budget and kind in (None, e.kind)]
+        return max(chosen, key=lambda e: (self.sign * e.speed, e.accuracy), default=None)
+
+    @property
+    def front(self) -> list[Entry]:
+        """The entries that none beats in both accuracy and speed, the fastest first."""
+        places = pareto_front(self.entries, lambda e: e.accuracy, lambda e: self.sign * e.speed)
+        found: dict[tuple[float, float], Entry] = {}
+        for place in sorted(places):
+            entry = self.entries[place]
+            found.setdefault((entry.accuracy, entry.speed), entry)
+        return sorted(found.values(), key=lambda e: -self.sign * e.speed)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether the search beats every shipped composition within the budget."""
+        metric = self.question["metric"]
+        shipped, best = self.fastest(SHIPPED), self.fastest()
+        if best is None:
+            return "No policy met the budget."
+        told = f"{best.name} ({metric} {best.speed:.1f}, accuracy {best.accuracy:.3f})"
+        if shipped is None:
+            return f"{told} meets the budget; no shipped composition does."
+        other = f"{shipped.name} ({shipped.speed:.1f})"
+        if best.kind == SHIPPED:
+            return f"None was found faster than the shipped {told}, which meets the budget."
+        return f"{told} is faster than every shipped composition that meets the budget: {other}."
+
+    def as_dict(self) -> dict[str, Any]:
+        best = self.fastest()
+        return {
+            "question": dict(self.question),
+            "floor": self.floor,
+            "verdict": self.verdict,
+            "best": best and best.as_dict(),
+            "front": [e.as_dict() for e in self.front],
+            "shipped": [e.as_dict() for e in self.entries if e.kind == SHIPPED],
+            "left_out": dict(self.left_out),
+            "trials": dict(self.counts),
+        }
+
+
+def read_outcome(study: Any, floor: float) -> Outcome:
+    """Collect what a study holds."""
+    entries, left_out, counts = [], {}, dict[str, int]()
+    for trial in study.get_trials(deepcopy=False):
+        attributes = trial.user_attrs
+        composition = attributes.get("composition")
+        if composition is None:
+            state = trial.state.name.lower()
+            counts[state] = counts.get(state, 0) + 1
+        if "figures" in attributes:
+            figures = attributes["figures"]
+            entries.append(
+                Entry(
+                    name=composition or f"trial {trial.number}",
+                    kind=attributes["kind"],
+                    policy=attributes["policy"],
+                    within_budget=figures["accuracy"] >= floor,
+                    **figures,
+                )
+            )
+        elif composition is not None:
+            left_out[composition] = attributes["reason"]
+    return Outcome(
+        question=study.user_attrs["question"],
+        floor=floor,
+        entries=tuple(entries),
+        left_out=left_out,
+        counts=counts,
+    )
+
+
+def front_table(outcome: Outcome) -> str:
+    """Return the front and the shipped compositions as Markdown, with the verdict."""
+    metric = outcome.question["metric"]
+    speed = Column(metric, METRICS[metric][0], METRICS[metric][1], None, True)
+    shipped = sorted(
+        (e for e in outcome.entries if e.kind == SHIPPED), key=lambda e: -outcome.sign * e.speed
+    )
+    tables = [
+        _table("Pareto front", outcome.front, speed),
+        _table("Shipped compositions", shipped, speed),
+    ]
+    lines = [as_markdown(tables), outcome.verdict]
+    lines += [f"Left out: {name}: {reason}" for name, reason in outcome.left_out.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, entries: Sequence[Entry], speed: Column) -> Table:
+    columns = (
+        Column("name", "Policy"),
+        Column("composition", "Composition"),
+        Column("accuracy", "Accuracy", 3, None, True),
+        speed,
+        Column("measured_by", "Measured by"),
+        Column("within_budget", "Within budget"),
+    )
+    rows = tuple(
+        (
+            Value(e.name),
+            Value(composition_text(e.policy)),
+            Value(e.accuracy, e.stderr),
+            Value(e.speed),
+            Value(e.measured_by),
+            Value("yes" if e.within_budget else "no"),
+        )
+        for e in entries
+    )
+    return Table(title, columns, rows, frozenset())
+
+
+def composition_text(policy: Mapping[str, Any]) -> str:
+    """`standard + next_gate(depth=2) + lru + fetch`: algorithms with their parameters."""
+    return " + ".join(_choice_text(policy[axis]) for axis in AXES)
+
+
+def _choice_text(choice: Mapping[str, Any]) -> str:
+    given = {k: v for k, v in choice.items() if k not in ("name", "class_path") and v is not None}
+    name = str(choice.get("name", choice.get("class_path")))
+    shown = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in given.items()]
+    return f"{name}({', '.join(shown)})" if shown else name
+
+
+def policy_yaml(entry: Entry, outcome: Outcome) -> str:
+    """Write an entry as a policy file: `policy=PATH` runs it, its name is `tuned`."""
+    question = outcome.question
+    place = ", ".join(f"{k}={question[k]}" for k in ("pretrained", "capacity", "hardware"))
+    policy: dict[str, Any] = {
+        "name": "tuned",
+        "source": f"moecache tune: {entry.name} on {place}",
+        "phases": entry.policy["phases"],
+    }
+    for axis in AXES:
+        policy[axis] = {k: v for k, v in entry.policy[axis].items() if v is not None}
+    head = (
+        f"# {question['metric']} {entry.speed:.1f} at accuracy {entry.accuracy:.3f} on "
+        f"{', '.join(question['tasks'])}; budget {question['budget']:g} points.\n"
+    )
+    return head + yaml.safe_dump(policy, sort_keys=False)

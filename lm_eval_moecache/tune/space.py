@@ -1,0 +1,119 @@
+"""The search space: which algorithms of each axis, and which of their parameters in what range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.policy import unmangle
+from lm_eval_moecache.registry import AXES, find_algorithm, parameters_of
+
+DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
+_SIZES = ("top_k", "num_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """`axes[axis][algorithm][parameter]` is a list of choices or a range."""
+
+    axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """Draw one composition from an Optuna trial, as the overrides of `load_policy`."""
+        overrides: dict[str, Any] = {}
+        for axis, algorithms in self.axes.items():
+            name = trial.suggest_categorical(axis, list(algorithms))
+            overrides[axis] = name
+            for parameter, values in algorithms[name].items():
+                # The algorithm is part of the name: two may have a parameter of one name.
+                drawn = _suggest(trial, f"{axis}.{name}.{parameter}", values)
+                overrides[f"{axis}.{parameter}"] = drawn
+        return overrides
+
+    def fit(self, geometry: Geometry) -> Space:
+        """Put a model's sizes in the place of their names."""
+        sizes = {name: getattr(geometry, name) for name in _SIZES}
+        return Space(
+            {
+                axis: {
+                    name: {p: _fitted(values, sizes) for p, values in parameters.items()}
+                    for name, parameters in algorithms.items()
+                }
+                for axis, algorithms in self.axes.items()
+            }
+        )
+
+    @property
+    def max_depth(self) -> int:
+        """The furthest that a prefetcher of the space looks ahead, in layers."""
+        depths = [
+            depth
+            for parameters in self.axes["prefetch"].values()
+            for depth in _reach(parameters.get("depth", 1))
+        ]
+        return max(depths, default=1)
+
+
+def read_space(path: Path) -> Space:
+    """Read a space file. Raises ValueError naming what is unknown or malformed."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"space={str(path)!r} cannot be read: {error}") from error
+    if not isinstance(data, dict) or set(data) != set(AXES):
+        raise ValueError(f"space={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
+    axes: dict[str, dict[str, dict[str, Any]]] = {}
+    for axis in AXES:
+        if not isinstance(data[axis], dict) or not data[axis]:
+            raise ValueError(f"space: {axis} must map algorithms to their parameters.")
+        axes[axis] = {}
+        for name, parameters in data[axis].items():
+            known = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
+            axes[axis][name] = dict(parameters or {})
+            for parameter, values in axes[axis][name].items():
+                if parameter not in known:
+                    raise unknown(f"space: {axis}.{name}: parameter", parameter, known)
+                _check(f"{axis}.{name}.{parameter}", values)
+    return Space(axes)
+
+
+def _check(key: str, given: Any) -> None:
+    if isinstance(given, list) and given:
+        return
+    if isinstance(given, dict) and {"low", "high"} <= set(given) <= {"low", "high", "log"}:
+        ends = given["low"], given["high"]
+        numbers = [n for n in ends if isinstance(n, (int, float))]
+        names = [n for n in ends if n in _SIZES]
+        if len(numbers) + len(names) == 2 and (len(numbers) < 2 or ends[0] <= ends[1]):
+            return
+    raise ValueError(
+        f"space: {key}={given!r} must be a list of choices, or `low` and `high` (and `log: true`) "
+        f"as numbers or {' or '.join(_SIZES)}, low not above high."
+    )
+
+
+def _fitted(values: Any, sizes: Mapping[str, int]) -> Any:
+    if isinstance(values, list):
+        return values
+    return {k: sizes.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def _suggest(trial: Any, name: str, values: Any) -> Any:
+    if isinstance(values, list):
+        return trial.suggest_categorical(name, values)
+    low, high, log = values["low"], values["high"], bool(values.get("log", False))
+    if isinstance(low, int) and isinstance(high, int):
+        return trial.suggest_int(name, low, high, log=log)
+    return trial.suggest_float(name, float(low), float(high), log=log)
+
+
+def _reach(values: Any) -> list[int]:
+    if isinstance(values, dict):
+        return [int(values["high"])]
+    return [int(v) for v in (values if isinstance(values, list) else [values])]

@@ -1,0 +1,175 @@
+"""The search on a real, very small model: what it measures how, keeps, resumes and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.sweep import evaluation, worker
+from lm_eval_moecache.tune import search
+from lm_eval_moecache.tune.measure import BY_MODEL, BY_REPLAY, Bench, Question
+from lm_eval_moecache.tune.study import open_study
+from tests.conftest import Checkpoint
+from tests.sweep.toy import write_tasks
+
+SPACE = {
+    "routing": {"standard": {}, "cache_prior": {"lambda": {"low": 0.2, "high": 1.0}}},
+    "prefetch": {"none": {}, "next_gate": {"depth": [1]}},
+    "eviction": {"lru": {}, "lfu": {}},
+    "miss": {"fetch": {}, "drop": {"h": [1]}},
+}
+SHIPPED = ["on_demand", "mixtral_offloading", "mixture_cache"]
+
+
+@pytest.fixture(autouse=True)
+def toy_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The toy tasks stand where the package's own do; three compositions are enough."""
+    folder = write_tasks(tmp_path / "tasks")
+    evaluation._task_manager.cache_clear()
+    monkeypatch.setattr(evaluation, "task_configs_dir", lambda: folder)
+    monkeypatch.setattr(search, "policy_names", lambda: SHIPPED)
+    yield
+    evaluation._task_manager.cache_clear()
+    worker._holder.cache_clear()
+
+
+@pytest.fixture
+def command(tmp_path: Path, checkpoint: Checkpoint) -> list[str]:
+    space = tmp_path / "space.yaml"
+    space.write_text(yaml.safe_dump(SPACE))
+    return [
+        "tune",
+        f"--out={tmp_path / 'found'}",
+        f"--pretrained={checkpoint('olmoe')}",
+        f"--space={space}",
+        "--tasks=toy_answer",
+        "--json",
+    ]
+
+
+def asked(checkpoint: Checkpoint) -> Question:
+    return Question(
+        pretrained=str(checkpoint("olmoe")),
+        tasks=("toy_answer",),
+        limit=None,
+        capacity="25%",
+        hardware="a100-5gbps",
+        bandwidth=None,
+        metric="tok_per_s",
+        budget=1.0,
+    )
+
+
+def test_a_search_measures_shipped_and_drawn_policies_and_writes_the_best(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--trials=16", "--slack=0.05"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_name = {e["name"]: e for e in found["shipped"]}
+    assert sorted(by_name) == sorted(SHIPPED)
+    assert by_name["on_demand"]["measured_by"] == BY_REPLAY
+    assert by_name["mixture_cache"]["measured_by"] == BY_MODEL
+    assert sum(found["trials"].values()) == 16
+    assert found["trials"]["pruned"] > 0
+    folder = tmp_path / "found"
+    best = load_policy(str(folder / "best.yaml")).as_dict()
+    assert best["routing"] == found["best"]["policy"]["routing"]
+    assert best["miss"] == found["best"]["policy"]["miss"]
+    assert found["best"]["speed"] == max(e["speed"] for e in found["front"] if e["within_budget"])
+    # Every figure that a run gave is in the folder, and can be tabled.
+    speeds = {run.moecache["totals"]["tok_per_s"] for run in load_runs(folder / "runs")}
+    assert {e["speed"] for e in found["front"] if e["measured_by"] == BY_MODEL} <= speeds
+    assert found["verdict"] in (folder / "front.md").read_text()
+    assert json.loads((folder / "front.json").read_text()) == found
+
+
+def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
+    tmp_path: Path, command: list[str], checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--trials=3"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    folder = tmp_path / "found"
+    before = {p: p.stat().st_mtime_ns for p in (folder / "runs").glob("*.json")}
+    # What a kill in the middle of a trial leaves behind.
+    left = open_study(folder, asked(checkpoint), 0).ask()
+    assert main([*command, "--trials=3"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert [e["name"] for e in second["shipped"]] == [e["name"] for e in first["shipped"]]
+    assert sum(second["trials"].values()) == 7
+    assert second["trials"]["fail"] == 1
+    assert all(p.stat().st_mtime_ns == at for p, at in before.items())
+    study = open_study(folder, asked(checkpoint), 0)
+    drawn = [t.params for t in study.get_trials() if t.params and t.number != left.number]
+    assert drawn[:3] != drawn[3:]
+
+
+def test_a_folder_that_holds_another_question_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--trials=0"]) == 0
+    assert main([*command, "--trials=0", "--capacity=50%"]) == 2
+    assert "holds a search with capacity='25%', not '50%'" in capsys.readouterr().err
+
+
+def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    with Bench(asked(checkpoint), tmp_path / "found") as bench:
+        bench.prepare(depth=1)
+        for args in (
+            {"policy": "specmd"},
+            {"policy": "on_demand", "prefetch": "next_gate", "eviction": "least_stale"},
+        ):
+            candidate = bench.candidate("x", args)
+            [live] = bench.run([candidate])
+            assert not isinstance(live, str)
+            replayed = bench.lossless(candidate.policy)
+            assert (live.accuracy, live.speed) == (replayed.accuracy, replayed.speed)
+        lossy = bench.candidate("y", {"policy": "specmd", "miss": "drop", "miss.h": 1})
+        assert bench.replay(lossy.policy) == bench.replay(load_policy("specmd"))
+
+
+def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(search, "policy_names", lambda: ["fate", "on_demand"])
+    assert main([*command, "--trials=0", "--capacity=2/layer"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "chooses between layers" in found["left_out"]["fate"]
+    assert [e["name"] for e in found["shipped"]] == ["on_demand"]
+
+
+def test_a_missing_optuna_is_named(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(command) == 2
+    assert "lm-eval-moecache[tune]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--metric=tok_per_second", "Did you mean 'tok_per_s'"),
+        ("--metric=evictions", "evictions"),
+        ("--budget=-1", "budget=-1.0"),
+        ("--jobs=0", "jobs=0"),
+        ("--slack=1", "slack=1.0"),
+        ("--out=", "--out must name a folder"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_runs(
+    tmp_path: Path, command: list[str], option: str, message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main([*command, option]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "found").exists()
