@@ -147,6 +147,11 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
             f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
             "decode without a draft."
         )
+    if given.get("trace") is not None:
+        raise ValueError(
+            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no place "
+            "for the draft's work. Allowed: --model moecache, which routes the same tokens."
+        )
     if needs_draft and draft == PROMPT_LOOKUP:
         raise ValueError(
             f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "

@@ -20,10 +20,16 @@ from lm_eval_moecache.report.metrics import task_metrics
 
 def _lossless() -> list[dict[str, str]]:
     """Every lossless composition, and every eviction and prefetch algorithm beside plain ones."""
-    settings = [{"policy": name} for name in policy_names() if load_policy(name).is_lossless]
+    policies = [load_policy(name) for name in policy_names()]
+    settings = [
+        {"policy": policy.name}
+        for policy in policies
+        if policy.is_lossless and not policy.prefetch.algorithm.needs_draft
+    ]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
-            if not find_algorithm(axis, name).is_offline:
+            found = find_algorithm(axis, name)
+            if not (found.is_offline or getattr(found, "needs_draft", False)):
                 settings.append({"policy": "on_demand", axis: name})
     return settings
 
