@@ -149,8 +149,8 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
         )
     if given.get("trace") is not None:
         raise ValueError(
-            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no place "
-            "for the draft's work. Allowed: --model moecache, which routes the same tokens."
+            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no "
+            "place for the draft's work. Allowed: --model moecache, which routes the same tokens."
         )
     if needs_draft and draft == PROMPT_LOOKUP:
         raise ValueError(

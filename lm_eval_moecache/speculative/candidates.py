@@ -28,7 +28,7 @@ class WatchedCandidates(CandidateGenerator):
         self._drafter = drafter
         self._engine = engine
         self._num_calls = 0
-        self._num_drafted = 0
+        self._drafted: list[int] = []
 
     def get_candidates(self, input_ids: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._num_calls += 1
@@ -42,12 +42,15 @@ class WatchedCandidates(CandidateGenerator):
                 self._drafter.assistant_kwargs["attention_mask"] = mask
             self._engine.begin_draft()
         candidate_ids, logits = self._drafter.get_candidates(input_ids, **kwargs)
-        self._num_drafted = candidate_ids.shape[1] - input_ids.shape[1]
+        self._drafted = candidate_ids[0, input_ids.shape[1] :].tolist()
         return candidate_ids, logits
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
         """Called after each pass of the target; the length of drafts stays as it is."""
-        self._engine.settle_drafts(self._num_drafted, int(num_matches))
+        accepted, drafted = int(num_matches), self._drafted
+        # transformers cuts behind a closing token, and takes it for the pass' own if drafted.
+        accepted += drafted[accepted : accepted + 1] == input_ids[0, -1:].tolist()
+        self._engine.settle_drafts(len(drafted), accepted)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from transformers.utils import cached_file
 
 from lm_eval_moecache.config import PROMPT_LOOKUP, SELF, Config
 from lm_eval_moecache.moe_layers import find_moe_layers
@@ -52,18 +53,25 @@ def _check_vocabulary(draft: str, pretrained: str, model: Any, target: Any) -> N
             f"{sizes[1]}: its tokens mean something else. Allowed: a draft with the model's "
             "tokenizer, or prompt_lookup."
         )
-    try:
-        vocabularies = [
-            transformers.AutoTokenizer.from_pretrained(model_path(name)).get_vocab()
-            for name in (draft, pretrained)
-        ]
-    except (OSError, ValueError):
-        return  # A draft may come without a tokenizer of its own.
-    if vocabularies[0] != vocabularies[1]:
+    ours, theirs = _vocabulary(pretrained), _vocabulary(draft)
+    # A draft may come without a tokenizer of its own.
+    if theirs is not None and ours is not None and theirs != ours:
         raise ValueError(
             f"draft={draft!r} has a tokenizer whose tokens are not the model's, though there are "
             f"{sizes[0]} of both. Allowed: a draft with the model's tokenizer, or prompt_lookup."
         )
+
+
+def _vocabulary(name: str) -> dict[str, int] | None:
+    """Return token -> id of a model's tokenizer, or None where the model comes without one."""
+    path = model_path(name)
+    try:
+        # Without this file transformers makes up a tokenizer of hardly any tokens.
+        cached_file(path, "tokenizer_config.json")
+        found: dict[str, int] = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def _check_layers(draft: str, model: Any, target: Any) -> None:
