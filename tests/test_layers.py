@@ -51,12 +51,21 @@ MAY_IMPORT = {
         "analysis.",
         "tiny.",
     ),
-    "lm_eval": ("lm", "plugin", "tasks", "cli.eval", "sweep.", "speculative.", "tiny."),
+    "lm_eval": (
+        "lm",
+        "plugin",
+        "tasks",
+        "cli.eval",
+        "sweep.",
+        "speculative.",
+        "profiling.",
+        "tiny.",
+    ),
 }
 # What the torch-free core may use of the package: itself, the axes' bases, and error texts.
 CORE_MAY_IMPORT = ("core.", "errors", *(f"{axis}.base" for axis in AXES))
-# The future of a replay and an artefact are records, too: some algorithms are given them.
-ALGORITHM_MAY_IMPORT = ("core.records", "core.future", "core.artefact")
+# The future of a replay and an artefact (and what it holds) are records, too: some are given them.
+ALGORITHM_MAY_IMPORT = ("core.records", "core.future", "core.artefact", "core.coactivation")
 
 # Offenders against the limits of size that have a reason to be so. Keep it empty.
 LONG_MODULES: dict[str, str] = {}

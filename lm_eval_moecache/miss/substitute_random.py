@@ -15,10 +15,11 @@ from lm_eval_moecache.miss.base import MissAlgorithm, Resolution, resolve_substi
 class SubstituteRandom(MissAlgorithm):
     """Replaces an absent expert by a random near one that the token does not use already.
 
-    The "random replacement" baseline of BuddyMoE, Tables 2 to 4, which only names it: read as
-    uniform over the layer's near experts, without a budget. Where none is left, `fallback=fetch`
-    loads the expert and `drop` leaves it out. The substitute is weighted by its own score;
-    `weight=missing` gives it the other's. Draws depend on the seed, the pass and the layer alone.
+    The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
+    selected GPU-resident experts", read as those of the layer, without a budget. Where none is
+    left, `fallback=fetch` loads the expert and `drop` leaves it out. The substitute is weighted by
+    its own score; `weight=missing` gives it the other's, as replacing indices does (the composition
+    `buddy_random`). Draws depend on the seed, the pass and the layer alone.
     Cost: O(E) per absent expert of a token.
     """
 

@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 
 from lm_eval_moecache.config import PROMPT_LOOKUP, SELF, Config
 from lm_eval_moecache.moe_layers import find_moe_layers
+from lm_eval_moecache.precision.registry import split_name
 from lm_eval_moecache.preflight import model_path, skeleton
 from lm_eval_moecache.speculative.draft_model import matching_layers, measure
 
@@ -22,6 +23,11 @@ def check_draft(config: Config, pretrained: str, theirs: Mapping[str, Any]) -> N
     """
     draft = config.draft
     assert draft is not None
+    if draft.startswith(SELF):
+        try:
+            split_name(draft.removeprefix(SELF))
+        except ValueError as error:
+            raise ValueError(f"draft={draft!r}: {error}") from error
     if draft == PROMPT_LOOKUP or draft.startswith(SELF):
         return
     target = skeleton(pretrained, theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 import transformers
 from torch import nn
 
+from lm_eval_moecache.config import SELF
 from lm_eval_moecache.core.draft_stage import Draft
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.moe_layers import MoELayer, dense_bytes, describe, find_moe_layers, place_of
+from lm_eval_moecache.precision.base import Codec
+from lm_eval_moecache.precision.registry import codec
 from lm_eval_moecache.preflight import model_path
 
 
@@ -39,14 +43,57 @@ class DraftModel:
         return replace(self, cost=replace(self.cost, tokens=tokens))
 
 
-def load_draft(name: str, target: Any, tokens: int, dtype: torch.dtype | None = None) -> DraftModel:
+def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
     """Load a draft model next to the target, at the target's dtype."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_path(name), dtype=dtype or target.dtype
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)
     model.to(target.device).eval()
     blocks, geometry = measure(model, name)
     return DraftModel(name, model, blocks, _cost(geometry, tokens, _nbytes(model)))
+
+
+def own_draft(name: str, target: Any, tokens: int) -> DraftModel:
+    """Make a draft of the target's own weights, with its experts at low precision.
+
+    `name` is `self:` and a precision. Everything but the experts is the target's own tensors, so
+    only the experts take memory. Computed on their decoded values, timed at their stored size.
+    """
+    rung = name.removeprefix(SELF)
+    stored_as = codec(rung)
+    stored_as.check(target.device.type)
+    experts = [layer.experts for layer in find_moe_layers(target)]
+    copied = {id(p) for module in experts for p in module.parameters()}
+    tensors = [*target.parameters(), *target.buffers()]
+    model = copy.deepcopy(target, {id(t): t for t in tensors if id(t) not in copied})
+    stored_bytes = []
+    for layer in find_moe_layers(model):
+        stored_bytes.append(_round(layer.experts, stored_as) // layer.num_experts)
+    blocks, geometry = measure(model, name)
+    rungs = zip(geometry.expert_bytes, stored_bytes, strict=True)
+    geometry = replace(
+        geometry,
+        expert_bytes=tuple((full, stored) for (full,), stored in rungs),
+        precision=(*geometry.precision, rung),
+    )
+    cost = _cost(geometry, tokens, sum(stored_bytes) * geometry.num_experts, rung=1)
+    return DraftModel(name, model, blocks, cost)
+
+
+def _round(experts: nn.Module, stored_as: Codec) -> int:
+    """Replace the matrices of an experts module by what the codec keeps of them.
+
+    Returns the bytes of all of them as stored; biases stay as they are.
+    """
+    nbytes = 0
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            if parameter.dim() < 3:
+                nbytes += parameter.numel() * parameter.element_size()
+                continue
+            for matrix in parameter:
+                kept = stored_as.encode(matrix)
+                matrix.copy_(stored_as.decode(kept, matrix.shape, matrix.dtype))
+                nbytes += stored_as.nbytes(matrix.shape)
+    return nbytes
 
 
 def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:

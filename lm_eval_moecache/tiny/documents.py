@@ -1,4 +1,4 @@
-"""The test-split rows of the offline tasks, for `custom_dataset` in their YAML files.
+"""The rows of the offline tasks, train and test, for `custom_dataset` in their YAML files.
 
 lm-eval calls each function with the task's metadata as keywords; `seed` and `num_documents` there
 choose another draw. Two loads of one seed give the same rows on every machine.
@@ -6,17 +6,23 @@ choose another draw. Two loads of one seed give the same rows on every machine.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from datasets import Dataset
 
-from lm_eval_moecache.tiny.generator import BBH_ASKED, MMLU_ASKED, held_out
+from lm_eval_moecache.tiny.generator import BBH_ASKED, MMLU_ASKED, distinct
+from lm_eval_moecache.tiny.problem import Split
 
+SPLITS: tuple[Split, ...] = get_args(Split)
 NUM_DOCUMENTS = 200
 NUM_PAGES = 20
 
 
 def _rows(names: tuple[str, ...], seed: int, num_documents: int) -> dict[str, Dataset]:
-    rows = [dict(problem.row) for problem in held_out(names, num_documents, seed)]
-    return {"test": Dataset.from_list(rows)}
+    return {
+        split: Dataset.from_list([dict(p.row) for p in distinct(names, num_documents, seed, split)])
+        for split in SPLITS
+    }
 
 
 def gsm8k(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:

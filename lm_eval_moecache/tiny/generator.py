@@ -117,13 +117,18 @@ def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
 
 def held_out(names: tuple[str, ...], count: int, seed: int) -> list[Problem]:
     """`count` different test problems, the makers in `names` taking turns."""
-    streams = [problems(name, "test", Random(f"{name}/{seed}")) for name in names]
+    return distinct(names, count, seed, "test")
+
+
+def distinct(names: tuple[str, ...], count: int, seed: int, split: Split) -> list[Problem]:
+    """`count` different problems of one split, the makers in `names` taking turns."""
+    streams = [problems(name, split, Random(f"{name}/{seed}")) for name in names]
     seen, chosen, drawn = set[tuple[str, str]](), list[Problem](), 0
     while len(chosen) < count:
         problem = next(streams[len(chosen) % len(streams)])
         drawn += 1
         if drawn > MOST_DRAWS * count:
-            raise ValueError(f"{names} have only {len(chosen)} test problems, not {count}")
+            raise ValueError(f"{names} have only {len(chosen)} {split} problems, not {count}")
         mark = (problem.prompt, repr(sorted(problem.row.items())))
         if mark not in seen:
             seen.add(mark)

@@ -27,6 +27,7 @@ from lm_eval_moecache.policy import Choice, Policy
 from lm_eval_moecache.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.registry import base_of, parameters_of
 from lm_eval_moecache.routing.base import RoutingAlgorithm
+from tests.artefacts import profile_parameter
 from tests.policies.streams import (
     StreamFuture,
     all_events,
@@ -49,7 +50,8 @@ class Contract:
     parameters: ClassVar[dict[str, Any]] = {}
 
     def make(self, seed: int = 0) -> Any:
-        made = self.algorithm(GEOMETRY, seed=seed, **self.parameters)
+        given = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
+        made = self.algorithm(GEOMETRY, seed=seed, **given)
         if getattr(made, "is_offline", False):
             made.prepare(StreamFuture(GEOMETRY, PASSES))
         return made

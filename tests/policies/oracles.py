@@ -203,6 +203,72 @@ def substitute_score(
     return chosen
 
 
+def buddy_substitute(
+    S: Sequence[Sequence[int]], M: Sequence[bool], B: Sequence[Sequence[int]], H: int
+) -> list[list[int]]:
+    """BuddyMoE algorithm 1, line by line."""
+    changed = [list(row) for row in S]
+    for t, row in enumerate(changed):
+        U = set(row)
+        for k, e in enumerate(row):
+            if not M[e]:
+                for b in B[e][:H]:
+                    if M[b] and b not in U:
+                        changed[t][k] = b
+                        U.add(b)
+                        break
+    return changed
+
+
+def activating_entropy(logits: Sequence[float], temperature: float) -> float:
+    """BuddyMoE equation 1 of one token's own experts."""
+    mass = [math.exp((z - max(logits)) / temperature) for z in logits]
+    shares = [m / sum(mass) for m in mass]
+    return -sum(p * math.log(p) for p in shares if p) / math.log(len(shares))
+
+
+def buddy_list(q: Sequence[float], alpha: float, k_max: int) -> list[int]:
+    """BuddyMoE equations 5 and 6 for one pivot."""
+    peers = sorted((j for j in range(len(q)) if q[j] > 0), key=lambda j: (-q[j], j))
+    chosen: list[int] = []
+    for j in peers:
+        if sum(q[c] for c in chosen) >= alpha - 1e-9 or len(chosen) == k_max:
+            break
+        chosen.append(j)
+    return chosen
+
+
+def buddy_token(
+    logits: Sequence[float],
+    own: Sequence[int],
+    near: Collection[int],
+    lists: Sequence[Sequence[int]],
+    q: Sequence[Sequence[float]],
+    *,
+    rho: int,
+    eta: float = 0.0,
+    hop_factor: Callable[[int, int], float] = lambda i, j: 1.0,
+    reuse: float = 0.0,
+) -> list[int]:
+    """One token that passed the gates: sections 3.1 and 3.3 with equation 3."""
+    chosen, given = list(own), list[int]()
+    low, high = min(logits), max(logits)
+    for place, missing in enumerate(own):
+        if missing in near or len(given) == rho:
+            continue
+        worth = {}
+        for j in lists[missing]:
+            if j not in near or j in own or (j in given and not reuse):
+                continue
+            logit = (logits[j] - low) / max(high - low, 1e-9)
+            psi = q[missing][j] * (1 + eta * logit) * hop_factor(missing, j)
+            worth[j] = psi * reuse ** given.count(j)
+        if worth:
+            chosen[place] = min(worth, key=lambda j: (-worth[j], j))
+            given.append(chosen[place])
+    return chosen
+
+
 # --- prefetch ---------------------------------------------------------------------------------
 
 

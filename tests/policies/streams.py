@@ -30,6 +30,7 @@ from lm_eval_moecache.core.records import (
 )
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.policy import Policy, load_policy
+from tests.artefacts import equip
 
 DEPTH = 2
 Pass = Sequence[Event]
@@ -159,7 +160,7 @@ def run(
     """Serve a stream under a policy and check the conservation laws after every event."""
     passes = make_stream(geometry, **stream)
     setting = Setting(
-        policy=policy,
+        policy=equip(policy, geometry),
         capacity=parse_capacity(capacity, geometry),
         hardware=make_hardware(),
         seed=seed,

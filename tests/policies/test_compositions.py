@@ -25,6 +25,9 @@ PAPERS = {
     "max_rank": ("max_rank", "none", "lru", "fetch"),
     "cumsum": ("cumsum", "none", "lru", "fetch"),
     "pruning": ("pruning", "none", "lru", "fetch"),
+    # BuddyMoE section 5.1.
+    "buddymoe": ("standard", "next_gate", "lru", "buddy"),
+    "buddy_random": ("standard", "next_gate", "lru", "substitute_random"),
     # Systems the five papers compare with.
     "moe_infinity": ("standard", "history", "lfu", "fetch"),
     "adapmoe": ("pruning", "next_gate", "lru", "fetch"),

@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from lm_eval_moecache.core.artefact import BUDDIES
 from lm_eval_moecache.policy import unmangle
 from lm_eval_moecache.registry import AXES, algorithm_names, find_algorithm, parameters_of
+from tests.artefacts import other_profile, profile_for
 from tests.policies.streams import make_geometry, policy_of, run
 
 GEOMETRY = make_geometry(num_layers=3, num_experts=8, top_k=3)
@@ -17,6 +19,14 @@ NUMBERS = (1, 2, 4, 5, 6, 0.01, 0.05, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 50.0, 95.0)
 # Values that no rule would find; a new parameter needs an entry only if the test says so.
 EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("routing", "cache_prior", "logit_range"): (0.5, [0.5, 3.0, 6.0]),
+    # One that fits the streams, one that fits `tiny`: what does not fit is refused.
+    ("miss", "buddy", "profile"): (profile_for(BUDDIES, GEOMETRY, 1), other_profile(BUDDIES)),
+}
+# Settings without which a parameter has no effect, or its other value is refused.
+BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
+    ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
+    ("miss", "buddy", "partitions"): {"miss.kappa": 0.5, "miss.partitions": 2},
+    ("miss", "buddy", "kappa"): {"miss.kappa": 0.1, "miss.partitions": 2},
 }
 CASES = [
     (axis, name, parameter)
@@ -42,7 +52,7 @@ def alternatives(parameter: inspect.Parameter) -> list[Any]:
 
 def companions(axis: str, name: str, parameter: str) -> Iterator[dict[str, Any]]:
     """Nothing, then each reading or switch beside which the parameter may have its effect."""
-    yield {}
+    yield BESIDE.get((axis, name, parameter), {})
     for other, found in parameters_of(find_algorithm(axis, name)).items():
         if other != parameter and get_origin(found.annotation) is Literal:
             yield from ({f"{axis}.{other}": value} for value in alternatives(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -155,7 +156,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lm_eval_moecache.sweep.run", "lm_eval_moecache.lm"])
     chance = random.Random(0)
-    counts = []
+    counts, num_killed = [], 0
     for _ in range(10):
         child = context.Process(target=_sweep_in_child, args=(path,))
         child.start()
@@ -169,7 +170,10 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
         time.sleep(chance.uniform(0, 0.3))
         child.kill()
         child.join()
+        num_killed += child.exitcode == -signal.SIGKILL
         counts.append(len(records(path.parent)))
+    # Were most of them over before the kill, this would test nothing.
+    assert num_killed >= 8
     assert counts == sorted(counts)
     before = {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
     last = run_sweep(read_sweep(path), path.parent)
@@ -177,6 +181,11 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     assert len(last.done) == 10 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert not list((path.parent / "runs").glob(".*.part"))
+    undisturbed = write_sweep(
+        tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed"
+    )
+    assert run(undisturbed) == 0
+    assert figures(path.parent) == figures(undisturbed.parent)
 
 
 @pytest.mark.slow
@@ -223,7 +232,6 @@ def test_a_missing_extra_is_named(
 def test_other_executors_give_the_same_figures(
     tmp_path: Path, base: dict[str, Any], executor: str, options: dict[str, Any]
 ) -> None:
-    pytest.importorskip(executor)
     cells = {"capacity": ["25%", "50%"]}
     far = write_sweep(
         tmp_path / "far", base=base, grid=cells, executor=executor, executor_options=options,
@@ -233,23 +241,3 @@ def test_other_executors_give_the_same_figures(
     near = write_sweep(tmp_path / "near", base=base, grid=cells, name="x")
     assert run(near) == 0
     assert figures(far.parent) == figures(near.parent)
-
-
-def test_compare_passes_on_a_rerun_and_fails_when_a_policy_turns_lossy(
-    tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy = tmp_path / "mine.yaml"
-    text = "routing: standard\nprefetch: none\neviction: lru\nmiss: {}\n"
-    policy.write_text(text.format("fetch"))
-    fields = {"base": {**base, "policy": str(policy), "capacity": "25%"}, "tasks": "toy_answer"}
-    for name in ("baseline", "rerun"):
-        assert run(write_sweep(tmp_path / name, **fields)) == 0
-    capsys.readouterr()
-    assert main(["compare", str(tmp_path / "baseline"), str(tmp_path / "rerun")]) == 0
-    assert capsys.readouterr().out.startswith("pass")
-    smaller = {**fields, "base": {**fields["base"], "capacity": "15%"}}  # type: ignore[dict-item]
-    assert run(write_sweep(tmp_path / "smaller", **smaller)) == 0
-    capsys.readouterr()
-    arguments = [str(tmp_path / "baseline"), str(tmp_path / "smaller"), "--ignore=capacity"]
-    assert main(["compare", *arguments]) == 1
-    assert "worse    toy_answer" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Mixed precision: how expert weights are stored, and the ladder of precisions of one run."""

@@ -1,0 +1,88 @@
+"""The text that an artefact is made from: files, and tasks' documents outside their test split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lm_eval_moecache.errors import nearest
+from lm_eval_moecache.paths import task_configs_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One document as lm-eval prompts it, and its answer with the delimiter before it."""
+
+    task: str
+    prompt: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer
+
+
+def task_examples(
+    tasks: Sequence[str], limit: int, include_path: str | None = None
+) -> list[Example]:
+    """Return up to `limit` training documents of each task (a group stands for its tasks).
+
+    Where a task has none, its validation documents are taken, unless they are what lm-eval tests
+    on. Raises ValueError for an unknown task, and for one that has test documents only.
+    """
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(task_configs_dir()), *([include_path] if include_path else [])]
+    # Indexing lm-eval's own 10,000 tasks takes seconds: only where they are needed.
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if not all(name in manager.task_index for name in tasks):
+        manager = TaskManager(include_path=folders)
+    for name in tasks:
+        if name not in manager.task_index:
+            raise ValueError(
+                f"tasks={name!r} is not known.{nearest(name, manager.task_index)} Allowed: the "
+                "tasks and groups of include_path, of this package, and of `lm_eval ls tasks`."
+            )
+    loaded = manager.load(list(tasks))["tasks"]
+    return [
+        _example(name, task, doc)
+        for name, task in sorted(loaded.items())
+        for doc in islice(_documents(name, task), limit)
+    ]
+
+
+def read_file(key: str, path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"{key}={path!r}: there is no such file.")
+    try:
+        return Path(path).read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}={path!r} is not a text file: {error}.") from error
+
+
+def _documents(name: str, task: Any) -> Any:
+    if task.has_training_docs():
+        return task.training_docs()
+    if task.has_validation_docs() and task.has_test_docs():
+        return task.validation_docs()
+    raise ValueError(
+        f"tasks={name!r} has no documents beside those it is tested on; what is learned from them "
+        "would be tested on them. Allowed: a task with a training split, or --data TEXT.txt."
+    )
+
+
+def _example(name: str, task: Any, doc: Any) -> Example:
+    prompt, target = task.doc_to_text(doc), task.doc_to_target(doc)
+    if task.config.doc_to_choice is not None:
+        choices = task.doc_to_choice(doc)
+        if isinstance(prompt, int):
+            # A task with several prompts and one continuation (winogrande).
+            return Example(name, choices[prompt], task.config.target_delimiter + str(target))
+        if isinstance(target, int):
+            target = choices[target]
+    if isinstance(target, list):
+        target = target[0]
+    return Example(name, str(prompt), f"{task.config.target_delimiter}{target}")

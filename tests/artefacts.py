@@ -1,0 +1,117 @@
+"""Artefacts for models that have none: what algorithms with a `profile` are tested with."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.core.artefact import (
+    ARTEFACT_DIR,
+    BUDDIES,
+    Artefact,
+    read_artefact,
+    write_artefact,
+)
+from lm_eval_moecache.core.coactivation import (
+    PAIRS,
+    SIMILARITY,
+    TOP_LOGITS,
+    WEIGHTED,
+    Coactivation,
+)
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.policy import Choice, Policy
+from lm_eval_moecache.registry import AXES
+
+Made = tuple[dict[str, Any], dict[str, Any]]
+"""An artefact's arrays and its `made_from`."""
+
+
+def buddies(geometry: Geometry, seed: int = 0) -> Made:
+    """Count the choices of random routers whose experts have favourite partners."""
+    rng = np.random.default_rng(seed)
+    counts, top_logits = Coactivation(geometry), []
+    for layer in range(geometry.num_layers):
+        gate = rng.normal(size=(4, geometry.num_experts))
+        logits = (rng.normal(size=(300, 4)) @ gate).astype(np.float32)
+        experts = np.argsort(-logits, axis=-1, kind="stable")[:, : geometry.top_k]
+        counts.add(layer, experts, logits, np.ones(len(logits)))
+        top_logits.append(np.take_along_axis(logits, experts, axis=-1)[:64])
+    outputs = rng.normal(size=(geometry.num_layers, geometry.num_experts, 6))
+    outputs /= np.sqrt((outputs**2).sum(axis=-1, keepdims=True))
+    arrays = {
+        "activations": counts.activations,
+        PAIRS: counts.pairs,
+        WEIGHTED: counts.weighted_pairs,
+        TOP_LOGITS: np.stack(top_logits),
+        SIMILARITY: np.einsum("lad,lbd->lab", outputs, outputs).astype(np.float32),
+    }
+    return arrays, {"alpha": [0.95] * geometry.num_layers, "k_max": 16, "smoothing": 1.0}
+
+
+MAKERS: Mapping[str, Callable[..., Made]] = {BUDDIES: buddies}
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="moecache-artefacts-")
+
+
+def artefact_for(kind: str, geometry: Geometry, seed: int = 0) -> Artefact:
+    arrays, made_from = MAKERS[kind](geometry, seed)
+    return Artefact(
+        kind=kind,
+        model=geometry.model,
+        num_layers=geometry.num_layers,
+        num_experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        router_digest="0" * 64,
+        made_from=made_from,
+        arrays=arrays,
+    )
+
+
+@cache
+def profile_for(kind: str, geometry: Geometry, seed: int = 0) -> str:
+    """Return the path of an artefact that fits this geometry."""
+    folder = Path(_folder().name)
+    path = folder / f"{kind}-{len(list(folder.iterdir()))}.safetensors"
+    write_artefact(path, artefact_for(kind, geometry, seed))
+    return str(path)
+
+
+@cache
+def other_profile(kind: str) -> str:
+    """Return a path like the one that ships for `tiny`, with the order of its experts reversed."""
+    shipped = read_artefact(ARTEFACT_DIR / "tiny" / f"{kind}.safetensors", kind, "profile")
+    arrays = dict(shipped.arrays)
+    for name in (PAIRS, WEIGHTED, SIMILARITY):
+        arrays[name] = arrays[name][:, ::-1, ::-1]
+    path = Path(_folder().name) / f"other-{kind}.safetensors"
+    write_artefact(path, dataclasses.replace(shipped, arrays=arrays))
+    return str(path)
+
+
+def profile_parameter(algorithm: type[Any], geometry: Geometry) -> dict[str, Any]:
+    """Return `{"profile": path}` for an algorithm that wants one and has none shipped."""
+    kind = getattr(algorithm, "artefact_kind", None)
+    if kind is None or geometry.model == "tiny":
+        return {}
+    return {"profile": profile_for(kind, geometry)}
+
+
+def equip(policy: Policy, geometry: Geometry) -> Policy:
+    """Give every algorithm of a policy that wants a profile, and names none, one that fits."""
+    changes = {}
+    for axis in AXES:
+        choice: Choice = getattr(policy, axis)
+        if getattr(choice.algorithm, "artefact_kind", None) and not choice.parameters["profile"]:
+            given = profile_parameter(choice.algorithm, geometry)
+            changes[axis] = dataclasses.replace(choice, parameters={**choice.parameters, **given})
+    return dataclasses.replace(policy, **changes) if changes else policy
