@@ -16,7 +16,7 @@ from lm_eval_moecache.tiny import MODEL_DIR
 from tests.harness import choices, make_instance, texts
 from tests.speculative.drafts import generated, prompts, requests
 
-COUNT = 6
+COUNT = 4
 
 
 def install(lm: MoECacheSpecLM, **ours: Any) -> MoECacheSpecLM:

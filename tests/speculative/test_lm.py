@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lm_eval_moecache.config import read_config
 from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
@@ -163,3 +164,33 @@ def test_the_length_of_drafts_and_the_draft_move_the_figures(
         install(spec, **{"draft": "tiny", "draft_tokens": 1, **other})
         spec.generate_until(requests(1), disable_tqdm=True)
         assert spec.engine.ledger.passes != usual
+
+
+def test_a_draft_of_the_models_own_weights_shares_all_but_its_experts(
+    spec: MoECacheSpecLM,
+) -> None:
+    install(spec, draft="self:int4", draft_tokens=3)
+    assert spec._draft is not None
+    own, target = (dict(m.named_parameters()) for m in (spec._draft.model, spec.model))
+    for name, parameter in own.items():
+        is_shared = parameter.data_ptr() == target[name].data_ptr()
+        assert is_shared == ("experts" not in name), name
+    draft = spec.report()["draft"]
+    # 4 bits a weight and a float32 for every 64: 4.5 bits; 128 experts of 3 x 128 x 96 weights.
+    assert draft["bytes"] == 128 * 3 * 128 * 96 * 4.5 / 8
+    assert (draft["name"], draft["precision"]) == ("self:int4", "int4")
+    spec.generate_until(requests(2), disable_tqdm=True)
+    assert 0.5 < spec.report()["totals"]["draft_acceptance"] <= 1
+
+
+def test_less_precision_is_less_memory_and_further_from_the_model(spec: MoECacheSpecLM) -> None:
+    tokens = torch.tensor([spec.tok_encode(prompts(1)[0])])
+    found = []
+    for precision in ("int8", "int4", "int2"):
+        install(spec, draft=f"self:{precision}")
+        assert spec._draft is not None
+        with torch.no_grad():
+            apart = spec._draft.model(tokens).logits - spec.model(tokens).logits
+        found.append((spec._draft.cost.nbytes, -float(apart.norm())))
+    assert found == sorted(found, reverse=True)
+    assert found[0][1] < 0, "the draft computes with the model's own weights"
