@@ -6,9 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.core.engine import offline, without_draft
 from lm_eval_moecache.core.hardware import Hardware, load_hardware
-from lm_eval_moecache.core.sizes import check_capacity, is_per_layer
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting, offline, without_draft
+from lm_eval_moecache.core.sizes import (
+    check_capacity,
+    is_per_layer,
+    parse_bandwidth,
+    parse_capacity,
+)
 from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
 from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
@@ -20,12 +26,14 @@ SELF = "self:"
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 _CHOICES = {
-    "clock": ("virtual",),
+    "clock": ("virtual", "wall"),
+    "store": ("ram", "disk"),
     "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
 }
 KEYS = (
-    *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", *_CHOICES),
+    *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", "store_dir"),
+    *_CHOICES,
     *("draft", "draft_tokens"),
 )
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
@@ -60,6 +68,22 @@ class Config:
     """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
     draft_tokens: int | None = None
     """Tokens drafted for each verify pass."""
+    store: str = "ram"
+    """Where experts lie that are not near (wall clock only)."""
+    store_dir: str | None = None
+    """Folder for the files of `store=disk`."""
+    throttle_bytes_per_s: float | None = None
+    """What the wall clock slows its link down to."""
+
+    def setting(self, geometry: Geometry) -> Setting:
+        """Return what an engine is made of, for this model."""
+        return Setting(
+            policy=self.policy,
+            capacity=parse_capacity(self.capacity, geometry),
+            hardware=self.hardware,
+            seed=self.seed,
+            throttle_bytes_per_s=self.throttle_bytes_per_s,
+        )
 
 
 def split_arguments(
@@ -103,14 +127,12 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     capacity = str(given.get("capacity", "25%"))
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    choices: dict[str, Any] = {}
-    for key, allowed in _CHOICES.items():
-        choices[key] = str(given.get(key, allowed[0]))
-        if choices[key] not in allowed:
-            raise unknown(key, choices[key], allowed)
+    choices = _choose(given)
     if choices["scoring"] == "scan":
         _check_scan(policy, capacity)
-    bandwidth = given.get("bandwidth")
+    bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
+    wall = choices["clock"] == "wall"
+    _check_clock(choices, given, policy)
     seed = given.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
@@ -118,13 +140,24 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         policy=policy,
         capacity=capacity,
         hardware=load_hardware(
-            str(given.get("hardware", "a100-5gbps")), None if bandwidth is None else str(bandwidth)
+            str(given.get("hardware", "a100-5gbps")), None if wall else bandwidth
         ),
+        throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
+        store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
         seed=seed,
         trace=_trace_folder(given.get("trace")),
         **choices,
         **_read_draft(given, policy, speculative),
     )
+
+
+def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
+    choices = {}
+    for key, allowed in _CHOICES.items():
+        choices[key] = str(given.get(key, allowed[0]))
+        if choices[key] not in allowed:
+            raise unknown(key, choices[key], allowed)
+    return choices
 
 
 def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
@@ -147,6 +180,11 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
             f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
             "decode without a draft."
         )
+    if given.get("clock", "virtual") != "virtual":
+        raise ValueError(
+            f"clock={given['clock']!r} does not go with --model moecache-spec, whose drafting is "
+            "timed on the virtual clock. Allowed: clock=virtual, or --model moecache."
+        )
     if given.get("trace") is not None:
         raise ValueError(
             f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no "
@@ -166,6 +204,38 @@ def _trace_folder(folder: object) -> str | None:
         return None
     prepare_folder(str(folder))
     return str(folder)
+
+
+def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
+    if choices["clock"] == "virtual":
+        for key in ("store", "store_dir"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
+                    "moved. Allowed with it: clock=wall."
+                )
+        return
+    if "hardware" in given:
+        raise ValueError(
+            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
+            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
+        )
+    if "store_dir" in given and choices["store"] != "disk":
+        raise ValueError(
+            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
+            "store=disk."
+        )
+    if policy.miss.algorithm.cached_first:
+        raise ValueError(
+            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
+            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
+        )
+    if choices["scoring"] == "scan":
+        raise ValueError(
+            "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
+            "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
+        )
 
 
 def _check_scan(policy: Policy, capacity: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lm_eval_moecache.store import InPlaceStore
+from lm_eval_moecache.store import LayerStore
 
 IMPLEMENTATION = "moecache"
 STORE_ATTRIBUTE = "moecache_store"
@@ -18,7 +18,7 @@ def experts_forward(
 
     The router hook has already decided what `index_TK` and `weights_TK` are.
     """
-    store: InPlaceStore = getattr(module, STORE_ATTRIBUTE)
+    store: LayerStore = getattr(module, STORE_ATTRIBUTE)
     return store.run(module, hidden_TD, index_TK, weights_TK)
 
 

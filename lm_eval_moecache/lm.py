@@ -19,20 +19,23 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from lm_eval_moecache.config import TINY, Config
-from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.ledger import RequestRecord
-from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.preflight import model_path, preflight
+from lm_eval_moecache.preflight import model_path, preflight, skeleton
+from lm_eval_moecache.ranks import Ranked, merge
 from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.run_report import run_report
 from lm_eval_moecache.report.speed_table import speed_table
+from lm_eval_moecache.wall.hosting import ExpertHost
 from lm_eval_moecache.wrap import WrappedModel
 
+Checked = tuple[Config, dict[str, Any]]
 
-class MoECacheLM(HFLM):
+
+class MoECacheLM(ExpertHost, Ranked, HFLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
     Takes the keys of `config.KEYS` and all arguments of HFLM. Every error a setting can cause is
@@ -44,26 +47,29 @@ class MoECacheLM(HFLM):
         # HFLM's own default is "cuda", whether there is one or not.
         theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
+        is_wall = config.clock == "wall"
+        self.prepare_loading(config, skeleton(str(pretrained), theirs) if is_wall else None)
         super().__init__(pretrained=model_path(pretrained), **theirs)
+        self.count_ranks()
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name)
         self._wrap(config)
 
-    def _check(
-        self, pretrained: str, arguments: Mapping[str, Any]
-    ) -> tuple[Config, dict[str, Any]]:
+    def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:
         return check_arguments(pretrained, arguments)
 
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
+        self.check_loaded_for(config)
         self.finish_trace()
         self.wrapped.unwrap()
         self._wrap(config)
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
-        self.engine = Engine(self.geometry, self._setting(config))
-        self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine)
+        parts = self.build_engine(self.model, self.geometry, self._setting(config))
+        self.engine = parts[0]
+        self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
             self.wrapped.recorder = Recorder(
@@ -72,17 +78,13 @@ class MoECacheLM(HFLM):
                 self.geometry,
                 seed=config.seed,
                 depth=self.engine.algorithms.prefetch.depth,
+                predicted_by=self.engine.predictor_digest,
             )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
 
     def _setting(self, config: Config) -> Setting:
-        return Setting(
-            policy=config.policy,
-            capacity=parse_capacity(config.capacity, self.geometry),
-            hardware=config.hardware,
-            seed=config.seed,
-        )
+        return config.setting(self.geometry)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -95,7 +97,10 @@ class MoECacheLM(HFLM):
     # --- requests to records ------------------------------------------------------------------
 
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
-        return [self.engine.ledger.new_request(str(r.task_name), r.request_type) for r in requests]
+        ledger, count = self.engine.ledger, self.without_padding(requests)
+        records = [ledger.new_request(str(r.task_name), r.request_type) for r in requests]
+        ledger.forget(records[count:])
+        return records
 
     @staticmethod
     def _publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
@@ -248,7 +253,12 @@ class MoECacheLM(HFLM):
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
-        return run_report(self.engine, self.moecache)
+        ranks = self.all_figures()
+        report = run_report(self.engine, self.moecache, *merge(ranks), self.measured())
+        return {**report, "ranks": len(ranks)} if len(ranks) > 1 else report
+
+    def own_figures(self) -> tuple[list[RequestRecord], int]:
+        return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
 
 class RecordedStr(str):
@@ -264,7 +274,7 @@ class RecordedStr(str):
 
 def check_arguments(
     pretrained: str, arguments: Mapping[str, Any], speculative: bool = False
-) -> tuple[Config, dict[str, Any]]:
+) -> Checked:
     """Divide the arguments into our checked setting and HFLM's, without loading any weights.
 
     Raises every ValueError that a setting can cause, so that a sweep knows before its first run.

@@ -14,6 +14,7 @@ from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.wall.assemble import check_wall
 
 
 def preflight(
@@ -34,11 +35,13 @@ def preflight(
     model = skeleton(pretrained, theirs)
     layers = find_moe_layers(model)
     geometry = describe(model, layers, pretrained)
-    parse_capacity(config.capacity, geometry)
+    capacity = parse_capacity(config.capacity, geometry)
+    if config.clock == "wall":
+        check_wall(model, geometry, capacity, theirs)
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    asks_gates = built["routing"].depth or built["prefetch"].depth or built["prefetch"].needs_draft
-    if config.trace is not None or asks_gates:
+    asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
+    if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
         _check_routers_can_be_asked(layers)
     return config, theirs
 

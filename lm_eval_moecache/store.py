@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 Kernel = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
+class LayerStore(Protocol):
+    """What an experts module finds its weights through."""
+
+    @property
+    def run(self) -> Kernel:
+        """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
+
+
+class Store(Protocol):
+    """Where a model's experts are executed from."""
+
+    def begin_pass(self, *, decoding: bool) -> None:
+        """Choose the kernel of a pass; transformers changes kernels for decode steps."""
+
+    def at(self, layer: int) -> LayerStore:
+        """Return the store of one layer's experts."""
 
 
 class InPlaceStore:
@@ -26,6 +45,9 @@ class InPlaceStore:
     def begin_pass(self, *, decoding: bool) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps."""
         self.run = self._kernel(decoding)
+
+    def at(self, layer: int) -> LayerStore:
+        return self
 
     def _kernel(self, decoding: bool) -> Kernel:
         name = self._implementation

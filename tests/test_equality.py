@@ -45,8 +45,8 @@ COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if _goes_together
 LM_ARGUMENTS: dict[str, Any] = {"device": "cpu", "max_length": 48}
 
 
-def make_engine(policy: str, capacity: str, geometry: Geometry) -> Engine:
-    config = read_config({"policy": policy, "capacity": capacity})
+def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) -> Engine:
+    config = read_config({"policy": policy, "capacity": capacity, **changes})
     return Engine(
         geometry,
         Setting(

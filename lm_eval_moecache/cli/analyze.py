@@ -1,4 +1,4 @@
-"""Analyse a model as the papers do: `sensitivity` to ranks, `locality` of experts in the cache."""
+"""Analyse a model as the papers do: `sensitivity`, `locality` or `coactivation` of its experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.core.sizes import is_per_layer
 from lm_eval_moecache.errors import unknown
 
-ANALYSES = ("locality", "sensitivity")
-# The options that one analysis alone looks at, and their defaults.
+ANALYSES = ("coactivation", "locality", "sensitivity")
+# The options that not every analysis looks at, and their defaults.
 _OWN: dict[str, dict[str, Any]] = {
+    "coactivation": {"layer": 1, "alpha": 0.95, "k_max": 16, "sample_tokens": 256},
     "locality": {"capacity": "8/layer", "layer": 0, "lambda_": 0.5},
     "sensitivity": {"seeds": 3},
 }
@@ -33,7 +34,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--capacity", type=str | None, help="locality: the cache of each layer (default: 8/layer)"
     )
     parser.add_argument(
-        "--layer", type=int | None, help="locality: the MoE layer to draw (default: 0)"
+        "--layer",
+        type=int | None,
+        help="the MoE layer to draw (locality: 0, coactivation: 1)",
+    )
+    parser.add_argument(
+        "--alpha", type=float | None, help="coactivation: what a buddy list covers (default: 0.95)"
+    )
+    parser.add_argument(
+        "--k_max", type=int | None, help="coactivation: the longest buddy list (default: 16)"
+    )
+    parser.add_argument(
+        "--sample_tokens",
+        type=int | None,
+        help="coactivation: tokens on which outputs are compared (default: 256)",
     )
     parser.add_argument(
         "--lambda",
@@ -52,8 +66,7 @@ def run(arguments: Namespace) -> int:
 
     texts = read_texts(arguments.pretrained, arguments.text)
     subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
-    analysis = _sensitivity if arguments.analysis == "sensitivity" else _locality
-    rows = analysis(subject, arguments)
+    rows = _RUN[arguments.analysis](subject, arguments)
     if arguments.json:
         sys.stdout.write(json.dumps({"model": subject.name, "rows": rows}, indent=2) + "\n")
     else:
@@ -64,17 +77,24 @@ def run(arguments: Namespace) -> int:
 
 
 def _settle(arguments: Namespace) -> None:
-    """Fill in the defaults of this analysis; refuse the options of the other one."""
-    for analysis, options in _OWN.items():
-        for key, default in options.items():
-            value = getattr(arguments, key)
-            if analysis == arguments.analysis:
-                setattr(arguments, key, default if value is None else value)
-            elif value is not None:
-                raise ValueError(
-                    f"{key.strip('_')}={value!r} has no effect on analyze {arguments.analysis}: "
-                    f"it belongs to analyze {analysis}. Leave it out."
-                )
+    """Fill in the defaults of this analysis; refuse the options that only others look at."""
+    own = _OWN[arguments.analysis]
+    for key in sorted({key for options in _OWN.values() for key in options}):
+        value = getattr(arguments, key)
+        if key in own:
+            setattr(arguments, key, own[key] if value is None else value)
+        elif value is not None:
+            owners = " and ".join(name for name in ANALYSES if key in _OWN[name])
+            raise ValueError(
+                f"{key.strip('_')}={value!r} has no effect on analyze {arguments.analysis}: "
+                f"it belongs to analyze {owners}. Leave it out."
+            )
+    if arguments.analysis == "coactivation":
+        if not 0 < arguments.alpha <= 1:
+            raise ValueError(f"alpha={arguments.alpha} must be above 0 and at most 1.")
+        for key in ("k_max", "sample_tokens"):
+            if getattr(arguments, key) < 1:
+                raise ValueError(f"{key}={getattr(arguments, key)} must be 1 or more.")
     if arguments.analysis == "sensitivity" and arguments.seeds < 1:
         raise ValueError(f"seeds={arguments.seeds} must be 1 or more.")
     if arguments.analysis == "locality" and not is_per_layer(arguments.capacity):
@@ -106,6 +126,26 @@ def _locality(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
             path = f"{arguments.out}/locality.{suffix}"
             locality.draw(maps, f"{locality.TITLE} ({subject.name}, {arguments.capacity})", path)
     return rows
+
+
+def _coactivation(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+    from lm_eval_moecache.analysis import coactivation
+
+    layers = subject.geometry.num_layers
+    if not 0 <= arguments.layer < layers:
+        raise ValueError(f"layer={arguments.layer} must lie between 0 and {layers - 1}.")
+    found = coactivation.observe(subject, arguments.sample_tokens)
+    similarity = found.similarity()
+    rows = coactivation.analyze(found.counts, similarity, arguments.alpha, arguments.k_max)
+    if arguments.out:
+        title = f"{coactivation.TITLE} ({subject.name}, MoE layer {arguments.layer})"
+        for suffix in ("svg", "png"):
+            path = f"{arguments.out}/coactivation.{suffix}"
+            coactivation.draw(found.counts, similarity, arguments.layer, title, path)
+    return rows
+
+
+_RUN = {"coactivation": _coactivation, "locality": _locality, "sensitivity": _sensitivity}
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

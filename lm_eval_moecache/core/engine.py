@@ -2,109 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
+from lm_eval_moecache.core.algorithms import Algorithms
 from lm_eval_moecache.core.cache import ExpertCache
-from lm_eval_moecache.core.clock import VirtualClock
-from lm_eval_moecache.core.draft_stage import Draft, DraftStage
+from lm_eval_moecache.core.clock import Clock, VirtualClock, WallClock
+from lm_eval_moecache.core.draft_stage import DraftStage
 from lm_eval_moecache.core.future import Future
-from lm_eval_moecache.core.hardware import Hardware
-from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
+from lm_eval_moecache.core.layer_step import LayerStep
 from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.predictor import digest_of
 from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
-from lm_eval_moecache.core.sizes import Capacity
+from lm_eval_moecache.core.setting import Setting, offline, without_draft
+from lm_eval_moecache.core.slots import SlottedCache
+from lm_eval_moecache.core.wall_link import WallLink
+from lm_eval_moecache.core.wall_step import WallStep
+from lm_eval_moecache.core.worker import Mover
 from lm_eval_moecache.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
-
-
-class Builder(Protocol):
-    """Builds one axis' algorithm for a model: what `policy.Choice` does."""
-
-    def build(self, geometry: Geometry, seed: int) -> Any: ...
-
-
-class Composition(Protocol):
-    """The part of a policy that the engine needs."""
-
-    @property
-    def phases(self) -> str: ...
-    @property
-    def routing(self) -> Builder: ...
-    @property
-    def prefetch(self) -> Builder: ...
-    @property
-    def eviction(self) -> Builder: ...
-    @property
-    def miss(self) -> Builder: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What a run is made of, beside the model."""
-
-    policy: Composition
-    capacity: Capacity
-    hardware: Hardware
-    seed: int = 0
-    draft: Draft | None = None
-    """The draft model of speculative decoding; None also where drafts come from the prompt."""
-
-    def with_draft(self, draft: Draft | None) -> Setting:
-        return replace(self, draft=draft)
-
-
-def offline(algorithm: object) -> ValueError:
-    """Build the error for an algorithm (or its class) that only a replay can run."""
-    module = algorithm.__module__.split(".")
-    return ValueError(
-        f"{module[-2]}={module[-1]!r} needs to know the future, which only a replay does. Record "
-        "the run with trace=DIR and give the file to `moecache replay`."
-    )
-
-
-def without_draft(algorithm: object) -> ValueError:
-    """Build the error for a prefetcher that needs a draft model where there is none."""
-    name = algorithm.__module__.rpartition(".")[2]
-    return ValueError(
-        f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: "
-        "--model moecache-spec with draft= a folder, a hub id or self:int4; a replay has no draft."
-    )
 
 
 class Engine:
     """Serves passes: `begin_pass`, then `enter` and `run` for each layer, then `end_pass`.
 
     `future` is what a replay knows of the events to come; offline algorithms cannot do without.
+    With a `mover` the clock is the machine's: the mover's bytes really move, and `finish` follows
+    each `run` (see `wall_step`).
     """
 
-    def __init__(self, geometry: Geometry, setting: Setting, future: Future | None = None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        setting: Setting,
+        future: Future | None = None,
+        mover: Mover | None = None,
+    ) -> None:
         self.geometry = geometry
         self.setting = setting
         self.ledger = Ledger()
-        self.clock = VirtualClock(setting.hardware, geometry)
-        self.link = Link(setting.hardware)
         policy, seed = setting.policy, setting.seed
-        self.pools = [
-            ExpertCache(size, policy.eviction.build(geometry, seed), geometry)
-            for size in setting.capacity.bytes_by_partition
-        ]
-        caches = self.pools if len(self.pools) > 1 else self.pools * geometry.num_layers
         self.algorithms = Algorithms(
             routing=policy.routing.build(geometry, seed),
             prefetch=policy.prefetch.build(geometry, seed),
             miss=policy.miss.build(geometry, seed),
             decode_only=policy.phases == "decode",
         )
-        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
-        for algorithm in [self.algorithms.prefetch, *seers]:
-            if algorithm.is_offline and future is None:
-                raise offline(algorithm)
-            if future is not None:
-                algorithm.prepare(future)
-        self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+        self.clock: Clock
+        self.link: Link
+        self.pools: Sequence[ExpertCache]
+        self._step: LayerStep
+        if mover is None:
+            self._build_virtual()
+        else:
+            self._build_wall(mover)
+        self._prepare(future)
         self.draft_stage = self._make_draft_stage()
         # Called once a layer and token: bound here, so that no call goes through two functions.
         self.enter = self._step.enter
@@ -112,6 +64,46 @@ class Engine:
         self._before = (0, 0.0, 0, 0)
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
+
+    def _build_virtual(self) -> None:
+        setting, geometry = self.setting, self.geometry
+        self.clock = VirtualClock(setting.hardware, geometry)
+        self.link = Link(setting.hardware)
+        self.pools = [
+            ExpertCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry)
+            for size in setting.capacity.bytes_by_partition
+        ]
+        caches = self.pools if len(self.pools) > 1 else [*self.pools] * geometry.num_layers
+        self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
+
+    def _build_wall(self, mover: Mover) -> None:
+        setting, geometry = self.setting, self.geometry
+        partitions = setting.capacity.partitions(geometry.num_layers)
+        pools = [
+            SlottedCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry, own)
+            for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True)
+        ]
+        caches = pools if len(pools) > 1 else pools * geometry.num_layers
+        link = WallLink(setting.hardware, mover, setting.throttle_bytes_per_s)
+        self.clock, self.link, self.pools = WallClock(mover.synchronize), link, pools
+        self._step = step = WallStep(geometry, caches, link, self.clock, self.algorithms)
+        self.finish = step.finish
+        self.slots = [cache.slots for cache in caches]
+        """Layer -> (key -> slot) of what is resident or arriving (wall clock only)."""
+
+    def _prepare(self, future: Future | None) -> None:
+        """Tell the algorithms the future, or refuse those that cannot do without."""
+        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
+        for algorithm in [self.algorithms.prefetch, *seers]:
+            if algorithm.is_offline and future is None:
+                raise offline(algorithm)
+            if future is not None:
+                algorithm.prepare(future)
+
+    def close(self) -> None:
+        """End what runs beside the caller (the wall clock's worker). Safe to call twice."""
+        if isinstance(self.link, WallLink):
+            self.link.close()
 
     @property
     def wants_weights(self) -> bool:
@@ -128,6 +120,14 @@ class Engine:
     def depth(self) -> int:
         """How many layers ahead the gates have to be asked at each event."""
         return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
+
+    @property
+    def predictor_digest(self) -> str:
+        """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
+        prefetch = self.algorithms.prefetch
+        if not prefetch.uses_predictor or prefetch.artefact is None:
+            return ""
+        return digest_of(prefetch.artefact)
 
     @property
     def peak_cache_bytes(self) -> int:
@@ -177,6 +177,7 @@ class Engine:
 
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"
+        self.clock.synchronize()
         record, after = self.record, self._totals()
         record.end_s = self.clock.now
         record.bytes_moved = after[0] - self._before[0]
@@ -247,7 +248,8 @@ class Engine:
             f"ledger has {counted} bytes, link {self.link.bytes_moved}"
         )
         moved = sum(pool.loads for pool in self.pools)
-        assert moved == self.link.transfers, f"{moved} loads, {self.link.transfers} transfers"
+        known = self.link.transfers + self.link.num_issued
+        assert moved == known, f"{moved} loads, {known} transfers"
 
     def _totals(self) -> tuple[int, float, int, int]:
         return (

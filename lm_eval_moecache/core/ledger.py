@@ -36,6 +36,7 @@ class PassRecord:
     """Executed assignments that the unmodified router did not choose."""
     substituted: int = 0
     low_precision: int = 0
+    """Executed assignments whose expert was near at a lower rung than the best stored one."""
     draft_s: float = 0.0
     """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
     drafted: int = 0
@@ -86,6 +87,11 @@ class Ledger:
         record = RequestRecord(len(self.requests), task, kind, prompt_tokens)
         self.requests.append(record)
         return record
+
+    def forget(self, last: list[RequestRecord]) -> None:
+        """Leave these, the last requests, out of what is reported; their passes still count."""
+        if last:
+            del self.requests[-len(last) :]
 
     def serve(self, requests: list[RequestRecord]) -> None:
         """Attribute the passes that follow to these requests (an empty list: to none)."""

@@ -32,6 +32,11 @@ class Link:
         """Batch of the last transfer, which the next one joins if nothing comes between."""
 
     @property
+    def num_issued(self) -> int:
+        """Prefetches that hold bytes of a cache and are not counted as transfers yet."""
+        return 0
+
+    @property
     def active(self) -> bool:
         """Whether a prefetch is in flight or waiting."""
         return self.inflight is not None or bool(self._queued)

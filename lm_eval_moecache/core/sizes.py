@@ -79,6 +79,12 @@ class Capacity:
     def per_layer(self) -> bool:
         return len(self.bytes_by_partition) > 1
 
+    def partitions(self, num_layers: int) -> list[range]:
+        """Return the MoE layers that each cache serves."""
+        if not self.per_layer:
+            return [range(num_layers)]
+        return [range(layer, layer + 1) for layer in range(num_layers)]
+
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_by_partition)

@@ -10,7 +10,14 @@ import numpy as np
 
 from lm_eval_moecache.core.artefact import Artefact
 from lm_eval_moecache.core.future import Future
-from lm_eval_moecache.core.records import DROPPED, Event, FloatArray, Geometry, IntArray
+from lm_eval_moecache.core.records import (
+    DROPPED,
+    Event,
+    FloatArray,
+    Geometry,
+    IntArray,
+    softmax,
+)
 
 
 class PrefetchAlgorithm(ABC):
@@ -34,6 +41,8 @@ class PrefetchAlgorithm(ABC):
     """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
+    uses_predictor: ClassVar[bool] = False
+    """Whether `Event.predicted` come from the predictor that is its artefact, not from gates."""
     artefact_kind: ClassVar[str | None] = None
     """The kind of artefact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     artefact: Artefact | None = None
@@ -82,6 +91,23 @@ class DraftStagePrefetch(PrefetchAlgorithm):
 
     def propose(self, event: Event) -> Sequence[int]:
         return ()
+
+
+def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
+    """Return the keys of each token's `count` likeliest experts, by `by_mass`.
+
+    `logits` are [tokens, experts].
+    """
+    if len(logits) == 1:
+        # One token's experts go by its own order: no need for probabilities.
+        top = np.argsort(-logits[0], kind="stable")[:count]
+        keys: list[int] = (top + layer * logits.shape[-1]).tolist()
+        return keys
+    scores = softmax(logits)
+    top = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+    wanted = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(wanted, top, True, axis=-1)
+    return by_mass(layer, wanted, scores)
 
 
 def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:

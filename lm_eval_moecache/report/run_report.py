@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.config import Config
@@ -12,14 +13,22 @@ from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.no_effect import settings_without_effect
 
 
-def run_report(engine: Engine, config: Config) -> dict[str, Any]:
-    """Return the setting, and the metrics of all requests served so far, by task and in total."""
-    requests = engine.ledger.requests
+def run_report(
+    engine: Engine,
+    config: Config,
+    requests: Sequence[RequestRecord],
+    peak: int,
+    measured: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the setting, and the metrics of these requests, by task and in total.
+
+    `peak` is the most bytes a cache held; `measured` is there under the wall clock.
+    """
     by_task: dict[str, list[RequestRecord]] = {}
     for request in requests:
         by_task.setdefault(request.task, []).append(request)
-    peak, capacity = engine.peak_cache_bytes, engine.setting.capacity
-    return {
+    capacity = engine.setting.capacity
+    report: dict[str, Any] = {
         **_draft(engine, config),
         "policy": config.policy.as_dict(),
         "capacity": capacity.text,
@@ -38,6 +47,16 @@ def run_report(engine: Engine, config: Config) -> dict[str, Any]:
         ),
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
+    }
+    return report if measured is None else {**report, **_of_this_machine(config, measured)}
+
+
+def _of_this_machine(config: Config, measured: Mapping[str, Any]) -> dict[str, Any]:
+    link = {"link_bytes_per_s": config.throttle_bytes_per_s}
+    return {
+        "hardware": {"name": measured["machine"], **link},
+        "store": config.store,
+        "load": dict(measured["load"]),
     }
 
 

@@ -44,7 +44,7 @@ def _title(report: Mapping[str, Any]) -> str:
     parts = [
         f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in _AXES)})",
         f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes",
-        f"hardware: {hardware['name']} at {hardware['link_bytes_per_s'] / 1e9:g} GB/s",
+        f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
         f"clock: {report['clock']}",
     ]
     if "draft" in report:
@@ -53,6 +53,11 @@ def _title(report: Mapping[str, Any]) -> str:
     settings = {**report, "phases": policy["phases"]}
     parts += [f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings[k] != usual]
     return ", ".join(parts)
+
+
+def _link(bytes_per_s: float | None) -> str:
+    """None is a real link that nothing slows down."""
+    return "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
 
 
 def _choice(axis: Mapping[str, Any]) -> str:

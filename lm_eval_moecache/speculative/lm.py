@@ -9,8 +9,8 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 
 from lm_eval_moecache.config import PROMPT_LOOKUP, SELF, Config
-from lm_eval_moecache.core.engine import Setting
-from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.core.setting import Setting
+from lm_eval_moecache.lm import Checked, MoECacheLM
 from lm_eval_moecache.lm import check_arguments as check_plain
 from lm_eval_moecache.speculative.candidates import watched_by
 from lm_eval_moecache.speculative.checks import check_draft
@@ -29,9 +29,7 @@ class MoECacheSpecLM(MoECacheLM):
     _draft: DraftModel | None = None
     _draft_hooks: DraftHooks | None = None
 
-    def _check(
-        self, pretrained: str, arguments: Mapping[str, Any]
-    ) -> tuple[Config, dict[str, Any]]:
+    def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:
         return check_arguments(pretrained, arguments)
 
     def _wrap(self, config: Config) -> None:
@@ -96,7 +94,7 @@ class MoECacheSpecLM(MoECacheLM):
         return output
 
 
-def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> Checked:
     """As `moecache`'s, and check that the draft fits the model, without loading any weights."""
     config, theirs = check_plain(pretrained, arguments, speculative=True)
     check_draft(config, str(pretrained), theirs)

@@ -31,10 +31,11 @@ class Planned:
     run_id: str
 
     @property
-    def load_key(self) -> tuple[str, str, str]:
+    def load_key(self) -> tuple[str, ...]:
         """Cells with equal keys can share one loaded model."""
         host = json.dumps(self.host_arguments, sort_keys=True, default=str)
-        return self.cell.model, self.cell.pretrained, host
+        config = self.config
+        return self.cell.model, self.cell.pretrained, host, config.clock, config.store
 
 
 def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Planned:

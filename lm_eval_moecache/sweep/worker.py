@@ -31,7 +31,7 @@ class Outcome:
 class Holder:
     """The model this process has loaded, ready to be put behind another cache."""
 
-    key: tuple[str, str, str] | None = None
+    key: tuple[str, ...] | None = None
     lm: Any = field(default=None)
 
     def get(self, planned: Planned) -> Any:

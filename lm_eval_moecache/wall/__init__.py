@@ -1,0 +1,1 @@
+"""Real transfers of real experts: the wall clock's half that knows torch."""

@@ -1,0 +1,52 @@
+"""Puts a loaded model's parts behind the wall clock, and refuses what cannot go there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting
+from lm_eval_moecache.core.sizes import Capacity
+from lm_eval_moecache.core.slots import slots_of
+from lm_eval_moecache.wall.loading import ExpertLoader
+from lm_eval_moecache.wall.pools import SlotPools
+from lm_eval_moecache.wall.store import KERNELS, SlotStore
+from lm_eval_moecache.wrap import implementation_of
+
+# Ways of loading or of placing that would not leave the experts where the store finds them.
+_REFUSED = (
+    "autogptq delta device_map gguf_file gptqmodel load_in_4bit load_in_8bit parallelize peft "
+    "quantization_config tp_plan"
+).split()
+
+
+def check_wall(
+    model: Any, geometry: Geometry, capacity: Capacity, theirs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for what the wall clock cannot do with this model and these arguments."""
+    for key in _REFUSED:
+        if theirs.get(key):
+            raise ValueError(
+                f"{key}={theirs[key]!r} does not go with clock='wall', which loads and places the "
+                "experts itself. Allowed: one device per process (`accelerate launch` for more), "
+                "or clock=virtual."
+            )
+    kernel = theirs.get("experts_implementation") or implementation_of(model)
+    if kernel not in KERNELS:
+        raise ValueError(
+            f"experts_implementation={kernel!r} cannot run from cache slots. Allowed with "
+            f"clock='wall': {', '.join(KERNELS)}."
+        )
+    partitions = capacity.partitions(geometry.num_layers)
+    for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
+        slots_of(size, geometry, layers)
+
+
+def assemble(model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader) -> SlotStore:
+    """Build slots, engine and store for a model whose experts a loader has taken."""
+    device = model.device
+    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, device)
+    engine = Engine(geometry, setting, mover=pools)
+    return SlotStore(pools, engine, str(implementation_of(model)), device.type)

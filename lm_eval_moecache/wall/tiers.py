@@ -1,0 +1,111 @@
+"""Where experts lie that are not near: in host memory, or in files that are read when needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = Mapping[str, Tensor]
+"""Parameter name -> one expert's part of it."""
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class Tier(ABC):
+    """Gives the weights of any expert; called by the worker's thread only."""
+
+    @abstractmethod
+    def fill(self, layer: int, expert: int, target: Row) -> None:
+        """Copy an expert's weights into host memory. Raises OSError where they cannot be read."""
+
+    def source(self, layer: int, expert: int) -> Row | None:
+        """Return an expert's weights where they lie in memory that a device can copy from."""
+        return None
+
+
+class RamTier(Tier):
+    """Experts in host memory: layer -> parameter name -> [experts, ...]."""
+
+    def __init__(self, parameters: Sequence[Row]) -> None:
+        self._parameters = parameters
+
+    def fill(self, layer: int, expert: int, target: Row) -> None:
+        for name, tensor in target.items():
+            tensor.copy_(self._parameters[layer][name][expert])
+
+    def source(self, layer: int, expert: int) -> Row:
+        return {name: stacked[expert] for name, stacked in self._parameters[layer].items()}
+
+    def pin(self) -> None:
+        """Lock the memory where it is, so that a device can copy from it at full speed."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for row in self._parameters:
+            for tensor in row.values():
+                nbytes = tensor.numel() * tensor.element_size()
+                torch.cuda.check_error(int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One layer's parameter in a safetensors file: [experts, ...] from `offset` on."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class DiskTier(Tier):
+    """Experts in files. They are read, not mapped: a bad file is an error and no bus error."""
+
+    def __init__(self, parameters: Sequence[Mapping[str, Stored]]) -> None:
+        self._parameters = parameters
+        files = {stored.file for row in parameters for stored in row.values()}
+        self._descriptors = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
+
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.get("_descriptors", {}).values():
+            os.close(descriptor)
+
+    def fill(self, layer: int, expert: int, target: Row) -> None:
+        for name, tensor in target.items():
+            stored = self._parameters[layer][name]
+            data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            view = memoryview(data)
+            offset = stored.offset + expert * len(view)
+            while view:
+                count = os.preadv(self._descriptors[stored.file], [view], offset)
+                if not count:
+                    raise OSError(
+                        f"{stored.file} ends at byte {offset}, inside {name} of MoE layer {layer}, "
+                        f"expert {expert}: the file is truncated."
+                    )
+                view, offset = view[count:], offset + count
+
+
+def find_stored(file: Path | str, name: str) -> Stored:
+    """Find a parameter in a safetensors file. Raises ValueError where the file is not sound."""
+    try:
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > os.path.getsize(file):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        entry = header[name]
+        start, end = entry["data_offsets"]
+        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"store='disk': {file} is not a sound safetensors file with {name!r}: {error!r}"
+        ) from error
+    offset = 8 + length + start
+    if 8 + length + end > os.path.getsize(file):
+        raise ValueError(f"store='disk': {file} is truncated: {name!r} goes beyond its end.")
+    return Stored(str(file), offset, shape, dtype)
