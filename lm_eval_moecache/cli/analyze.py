@@ -1,4 +1,4 @@
-"""Analyse a model as the papers do: `sensitivity`, `locality` or `coactivation` of its experts."""
+"""Analyse a model as the papers do: `sensitivity`, `locality`, `coactivation` or `drafting`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.core.sizes import is_per_layer
 from lm_eval_moecache.errors import unknown
 
-ANALYSES = ("coactivation", "locality", "sensitivity")
+ANALYSES = ("coactivation", "drafting", "locality", "sensitivity")
 # The options that not every analysis looks at, and their defaults.
 _OWN: dict[str, dict[str, Any]] = {
     "coactivation": {"layer": 1, "alpha": 0.95, "k_max": 16, "sample_tokens": 256},
+    "drafting": {"draft": "self:int4"},
     "locality": {"capacity": "8/layer", "layer": 0, "lambda_": 0.5},
     "sensitivity": {"seeds": 3},
 }
@@ -48,6 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--sample_tokens",
         type=int | None,
         help="coactivation: tokens on which outputs are compared (default: 256)",
+    )
+    parser.add_argument(
+        "--draft", type=str | None, help="drafting: the draft model (default: self:int4)"
     )
     parser.add_argument(
         "--lambda",
@@ -145,7 +149,23 @@ def _coactivation(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-_RUN = {"coactivation": _coactivation, "locality": _locality, "sensitivity": _sensitivity}
+def _drafting(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+    from lm_eval_moecache.analysis import drafting
+
+    rows = drafting.analyze(subject, arguments.draft)
+    if arguments.out:
+        for suffix in ("svg", "png"):
+            path = f"{arguments.out}/drafting.{suffix}"
+            drafting.draw(rows, f"{drafting.TITLE} ({subject.name}, {arguments.draft})", path)
+    return rows
+
+
+_RUN = {
+    "coactivation": _coactivation,
+    "drafting": _drafting,
+    "locality": _locality,
+    "sensitivity": _sensitivity,
+}
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

@@ -16,13 +16,17 @@ from lm_eval_moecache.speculative.draft_model import matching_layers, measure
 
 
 def check_draft(config: Config, pretrained: str, theirs: Mapping[str, Any]) -> None:
-    """Refuse a draft that cannot draft for this model, or whose layers the prefetch cannot use.
+    """Refuse a draft that cannot draft for this model, or whose layers the prefetch cannot use."""
+    assert config.draft is not None
+    check_fit(config.draft, pretrained, theirs, config.policy.prefetch.algorithm.needs_draft)
+
+
+def check_fit(draft: str, pretrained: str, theirs: Mapping[str, Any], needs_layers: bool) -> None:
+    """Refuse a draft that does not fit a model; ValueError names both values.
 
     Any layers and sizes can draft; `prefetch=draft` needs the target's hidden size and number of
-    layers. Raises ValueError naming both values.
+    layers.
     """
-    draft = config.draft
-    assert draft is not None
     if draft.startswith(SELF):
         try:
             split_name(draft.removeprefix(SELF))
@@ -40,7 +44,7 @@ def check_draft(config: Config, pretrained: str, theirs: Mapping[str, Any]) -> N
         ) from error
     _check_vocabulary(draft, pretrained, model, target)
     blocks, _ = measure(model, draft)
-    if config.policy.prefetch.algorithm.needs_draft:
+    if needs_layers:
         _check_layers(draft, model, target)
         layers = find_moe_layers(target)
         if len(matching_layers(blocks, layers)) < len(layers):

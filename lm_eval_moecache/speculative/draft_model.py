@@ -43,6 +43,12 @@ class DraftModel:
         return replace(self, cost=replace(self.cost, tokens=tokens))
 
 
+def make_draft(name: str, target: Any, tokens: int = 1) -> DraftModel:
+    """Load a draft by name or make it from the target; its fit has been checked."""
+    make = own_draft if name.startswith(SELF) else load_draft
+    return make(name, target, tokens)
+
+
 def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
     """Load a draft model next to the target, at the target's dtype."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)

@@ -8,13 +8,13 @@ from typing import Any
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 
-from lm_eval_moecache.config import PROMPT_LOOKUP, SELF, Config
+from lm_eval_moecache.config import PROMPT_LOOKUP, Config
 from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.lm import Checked, MoECacheLM
 from lm_eval_moecache.lm import check_arguments as check_plain
 from lm_eval_moecache.speculative.candidates import watched_by
 from lm_eval_moecache.speculative.checks import check_draft
-from lm_eval_moecache.speculative.draft_model import DraftModel, load_draft, own_draft
+from lm_eval_moecache.speculative.draft_model import DraftModel, make_draft
 from lm_eval_moecache.speculative.hooks import DraftHooks
 
 
@@ -50,8 +50,7 @@ class MoECacheSpecLM(MoECacheLM):
             return None
         if self._draft is not None and self._draft.name == config.draft:
             return self._draft.drafting(config.draft_tokens)
-        make = own_draft if config.draft.startswith(SELF) else load_draft
-        return make(config.draft, self.model, config.draft_tokens)
+        return make_draft(config.draft, self.model, config.draft_tokens)
 
     def _setting(self, config: Config) -> Setting:
         draft = None if self._draft is None else self._draft.cost

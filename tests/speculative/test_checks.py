@@ -28,7 +28,7 @@ def _loading_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the weights were loaded")
 
     monkeypatch.setattr(HFLM, "_create_model", loaded)
-    monkeypatch.setattr(module, "load_draft", loaded)
+    monkeypatch.setattr(module, "make_draft", loaded)
 
 
 def refusal(kind: type[MoECacheLM] = MoECacheSpecLM, **arguments: Any) -> str:
