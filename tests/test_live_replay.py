@@ -224,6 +224,7 @@ def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
         ("layers", "with num_layers=4, but .* has num_layers=3"),
         ("cut", "is not a whole artefact file"),
         ("array", "lacks the array '2.1.bias'"),
+        ("zero", "says nothing of expert 2 of layer 0: its row of '2.1.weight' is all zero"),
         ("loss", "was trained with loss='bce', but prefetch.loss='kl'"),
         ("none", "prefetch.profile must be given: no predictor artefact ships for .*profile predi"),
     ],
@@ -239,6 +240,8 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
     if damage == "array":
         arrays = {name: array for name, array in made.arrays.items() if name != "2.1.bias"}
         made = dataclasses.replace(made, arrays=arrays)
+    if damage == "zero":
+        made.arrays["2.1.weight"][2] = 0
     write_artefact(path, made)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-50])

@@ -94,6 +94,7 @@ class MissAlgorithm(ABC):
 
 Cost = Callable[[IntArray, IntArray], npt.NDArray[np.floating[Any]]]
 """(tokens [n], the expert each of them misses [n]) -> what each substitute costs [n, experts]."""
+Order = Literal["heaviest", "lightest"]
 
 
 def rung_fetches(
@@ -163,14 +164,20 @@ def still_needed(
 
 
 def substitute(
-    experts: IntArray, near: BoolArray, cost: Cost, budget: IntArray, reuse: float = 0.0
+    experts: IntArray,
+    near: BoolArray,
+    cost: Cost,
+    budget: IntArray,
+    reuse: float = 0.0,
+    order: Order = "heaviest",
 ) -> tuple[IntArray, BoolArray]:
     """Replace absent experts by near ones: BuddyMoE algorithm 1 for any order of preference.
 
-    A token's absent experts choose in turn, heaviest first and until `budget` [tokens] of them are
-    replaced, the cheapest near expert that the token has not; infinity forbids, ties go to the
-    smaller index. A substitute chosen before costs `reuse` times as much (costs are negative
-    where that is above 0), or is out. Returns [tokens, top_k] experts and where one was sought.
+    A token's absent experts choose in turn, the heaviest (or lightest) first and until `budget`
+    [tokens] of them are replaced, the cheapest near expert that the token has not; infinity
+    forbids, ties go to the smaller index. A substitute chosen before costs `reuse` times as much
+    (costs are negative where that is above 0), or is out. Returns [tokens, top_k] experts and where
+    one was sought.
     """
     chosen: IntArray = experts.copy()
     free = np.broadcast_to(near, (len(experts), len(near))).copy()
@@ -179,7 +186,8 @@ def substitute(
     factor, left = np.ones(free.shape), budget.copy()
     missing = absent_entries(experts, near)
     sought = np.zeros_like(missing)
-    for column in range(experts.shape[1]):
+    columns_in_turn = range(experts.shape[1])
+    for column in columns_in_turn if order == "heaviest" else reversed(columns_in_turn):
         tokens = (missing[:, column] & (left > 0)).nonzero()[0]
         sought[tokens, column] = True
         prices = cost(tokens, experts[tokens, column]) * factor[tokens]
@@ -216,16 +224,17 @@ def resolve_substitution(
     weight: Literal["own", "missing"],
     budget: IntArray | None = None,
     reuse: float = 0.0,
+    order: Order = "heaviest",
 ) -> Resolution | None:
     """Replace what can be, fetch or drop what finds nobody, and fetch what was not sought for.
 
-    `weight` says whose weight a substitute has; `budget` [tokens] and `reuse` are those of
-    `substitute`, without a budget none.
+    `weight` says whose weight a substitute has; `budget` [tokens] (no limit where not given),
+    `reuse` and `order` are those of `substitute`.
     """
     assert event.experts is not None
     if budget is None:
         budget = np.full(len(event.experts), event.experts.shape[1])
-    chosen, sought = substitute(event.experts, near, cost, budget, reuse)
+    chosen, sought = substitute(event.experts, near, cost, budget, reuse, order)
     lost = sought & absent_entries(chosen, near)
     keep = ~lost if fallback == "drop" and lost.any() else None
     if keep is None and np.array_equal(chosen, event.experts):

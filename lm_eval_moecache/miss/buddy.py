@@ -38,7 +38,8 @@ class Buddy(MissAlgorithm):
        renormalised probabilities of gamma or more. tau is the percentile of the profile's tokens
        of each layer (the paper's 10 to 20), or absolute. An expert that routing dropped counts as
        none.
-    3. A token's absent experts, heaviest first and at most rho of them, take the near expert with
+    3. A token's absent experts, heaviest first and at most rho of them (the paper does not say
+       which; `order=lightest` spares the ones that matter most), take the near expert with
        the largest Psi (equation 3) among the first H of B(i; alpha), never one of the token's own.
 
     An expert that finds no buddy is loaded, or dropped; where a gate or the budget stands against
@@ -69,6 +70,7 @@ class Buddy(MissAlgorithm):
         k_max: int | None = None,
         H: int | None = None,
         rho: int | None = None,
+        order: Literal["heaviest", "lightest"] = "heaviest",
         tau: float = 15.0,
         tau_scale: Literal["percentile", "absolute"] = "percentile",
         temperature: float = 1.0,
@@ -85,6 +87,7 @@ class Buddy(MissAlgorithm):
         self.beta, self.gamma, self.temperature = beta, gamma, temperature
         self.eta, self.reuse = eta, reuse
         self.budget = check_budget(rho, geometry.top_k)
+        self.order: Literal["heaviest", "lightest"] = order
         self.fallback: Literal["fetch", "drop"] = fallback
         self.weight: Literal["missing", "own"] = weight
         self._check_ranges(kappa, partitions)
@@ -142,6 +145,7 @@ class Buddy(MissAlgorithm):
             weight=self.weight,
             budget=np.where(self.tolerates(event), self.budget, 0),
             reuse=self.reuse,
+            order=self.order,
         )
 
     def tolerates(self, event: Event) -> BoolArray:

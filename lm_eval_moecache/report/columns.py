@@ -135,6 +135,11 @@ def setting(run: Run, name: str) -> Value:
         return Value(run.label or run.run_id)
     if name in ("experiment", "model"):
         return Value(str(getattr(run, name)))
+    if name == "tasks":
+        return Value("+".join(run.tasks_given or run.scored))
+    if name == "parameters":
+        given = [f"{k}={v}" for k, v in run.model_args.items() if k.partition(".")[0] in AXES]
+        return Value(", ".join(text for text in given if "." in text.partition("=")[0]) or None)
     if name in AXES:
         return Value(_choice(report["policy"][name]))
     if name == "policy":

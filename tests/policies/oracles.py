@@ -255,11 +255,13 @@ def buddy_token(
     eta: float = 0.0,
     hop_factor: Callable[[int, int], float] = lambda i, j: 1.0,
     reuse: float = 0.0,
+    order: str = "heaviest",
 ) -> list[int]:
     """One token that passed the gates: sections 3.1 and 3.3 with equation 3."""
     chosen, given = list(own), list[int]()
     low, high = min(logits), max(logits)
-    for place, missing in enumerate(own):
+    places = list(enumerate(own))
+    for place, missing in places if order == "heaviest" else places[::-1]:
         if missing in near or len(given) == rho:
             continue
         worth = {}
