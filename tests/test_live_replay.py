@@ -24,11 +24,17 @@ from tests.artefacts import artefact_for
 
 def _lossless() -> list[dict[str, str]]:
     """Every lossless composition, and every eviction and prefetch algorithm beside plain ones."""
-    settings = [{"policy": name} for name in policy_names() if load_policy(name).is_lossless]
+    policies = [load_policy(name) for name in policy_names()]
+    settings = [
+        {"policy": policy.name}
+        for policy in policies
+        if policy.is_lossless and not policy.prefetch.algorithm.needs_draft
+    ]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
             found = find_algorithm(axis, name)
-            if not found.is_offline and "fetch" in found.pairs_with.get("miss", ["fetch"]):
+            goes_with_fetch = "fetch" in found.pairs_with.get("miss", ["fetch"])
+            if not (found.is_offline or getattr(found, "needs_draft", False)) and goes_with_fetch:
                 settings.append({"policy": "on_demand", axis: name})
     return settings
 
@@ -218,6 +224,7 @@ def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
         ("layers", "with num_layers=4, but .* has num_layers=3"),
         ("cut", "is not a whole artefact file"),
         ("array", "lacks the array '2.1.bias'"),
+        ("zero", "says nothing of expert 2 of layer 0: its row of '2.1.weight' is all zero"),
         ("loss", "was trained with loss='bce', but prefetch.loss='kl'"),
         ("none", "prefetch.profile must be given: no predictor artefact ships for .*profile predi"),
     ],
@@ -233,6 +240,8 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
     if damage == "array":
         arrays = {name: array for name, array in made.arrays.items() if name != "2.1.bias"}
         made = dataclasses.replace(made, arrays=arrays)
+    if damage == "zero":
+        made.arrays["2.1.weight"][2] = 0
     write_artefact(path, made)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-50])

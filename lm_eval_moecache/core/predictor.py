@@ -90,6 +90,15 @@ def load_predictor(profile: str | None, loss: str, geometry: Geometry) -> Artefa
         profile = str(shipped)
     artefact = load_artefact(PREDICTOR, profile, geometry, key)
     artefact.require(**shapes(geometry.num_layers, geometry.num_experts, hidden_size(artefact)))
+    for layer in range(geometry.num_layers):
+        last = array_name(layer, num_stages(layer, geometry.num_layers) - 1, "weight")
+        silent = ~artefact.arrays[last].any(axis=1)
+        if silent.any():
+            raise ValueError(
+                f"{key}={artefact.path!r} says nothing of expert {int(silent.argmax())} of layer "
+                f"{(layer + 1) % geometry.num_layers}: its row of {last!r} is all zero. Make a new "
+                "one with `moecache profile predictor`."
+            )
     trained = artefact.made_from.get("loss")
     if trained != loss:
         raise ValueError(

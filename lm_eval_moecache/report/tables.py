@@ -24,7 +24,10 @@ from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
 
 PARETO, ACCURACY = "pareto", "accuracy"
-_SETTINGS = ("run", "experiment", "model", "tasks", "policy", *AXES, "capacity", "capacity_bytes")
+_SETTINGS = (
+    *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
+    *("capacity", "capacity_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class Commit(RoutingAlgorithm):
     CommitMoE sections 4.1 to 4.3. A token's first layer is predicted at the last layer of the token
     before; that of the first generated token is routed as usual, and so is all of prefill with
     `phases=decode`, the paper's form. In a batch the first layer is routed as usual, too, when
-    a row has ended since. Predicted are logits: where a router selects by more, that is left out.
+    a row has ended since (beams that change places are not followed). Predicted are logits: where
+    a router selects by more, that is left out.
 
     `scores`: whose scores weigh the experts, by the family's rule. The router's "are only used by"
     OWA (section 4.1), so the predictor's do by default; `router` is the other reading, and the
