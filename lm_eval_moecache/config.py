@@ -6,9 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.core.engine import offline
 from lm_eval_moecache.core.hardware import Hardware, load_hardware
-from lm_eval_moecache.core.sizes import check_capacity, is_per_layer, parse_bandwidth
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting, offline, without_draft
+from lm_eval_moecache.core.sizes import (
+    check_capacity,
+    is_per_layer,
+    parse_bandwidth,
+    parse_capacity,
+)
 from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
 from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
@@ -16,6 +22,10 @@ from lm_eval_moecache.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
+PROMPT_LOOKUP = "prompt_lookup"
+SELF = "self:"
+# DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
+DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 _CHOICES = {
     "clock": ("virtual", "wall"),
     "store": ("ram", "disk"),
@@ -26,6 +36,7 @@ KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
     *("trace", "store_dir"),
     *_CHOICES,
+    *("draft", "draft_tokens"),
 )
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 _FROM_PRETRAINED = (
@@ -55,6 +66,10 @@ class Config:
     seed: int
     trace: str | None = None
     """Folder to record a routing trace into."""
+    draft: str | None = None
+    """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
+    draft_tokens: int | None = None
+    """Tokens drafted for each verify pass."""
     store: str = "ram"
     """Where experts lie that are not near (wall clock only)."""
     store_dir: str | None = None
@@ -67,6 +82,16 @@ class Config:
     @property
     def ladder(self) -> Ladder | None:
         return None if self.precision is None else parse_ladder(self.precision)
+
+    def setting(self, geometry: Geometry) -> Setting:
+        """Return what an engine is made of, for this model."""
+        return Setting(
+            policy=self.policy,
+            capacity=parse_capacity(self.capacity, geometry),
+            hardware=self.hardware,
+            seed=self.seed,
+            throttle_bytes_per_s=self.throttle_bytes_per_s,
+        )
 
 
 def split_arguments(
@@ -92,9 +117,10 @@ def split_arguments(
     return ours, theirs
 
 
-def read_config(given: Mapping[str, Any]) -> Config:
+def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
 
+    `speculative` is whether a draft model drafts: only then there are the keys of drafting.
     lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
     means that the key is not given.
     """
@@ -114,11 +140,9 @@ def read_config(given: Mapping[str, Any]) -> Config:
         _check_scan(policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
-    _check_clock(choices, given)
-    precision = _precision(given.get("precision"), choices, policy)
-    seed = given.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    _check_clock(choices, given, policy)
+    drafting = _read_draft(given, policy, speculative)
+    precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
     return Config(
         policy=policy,
         capacity=capacity,
@@ -127,14 +151,15 @@ def read_config(given: Mapping[str, Any]) -> Config:
         ),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
-        seed=seed,
+        seed=_seed(given.get("seed", 0)),
         precision=precision,
         trace=_trace_folder(given.get("trace")),
         **choices,
+        **drafting,
     )
 
 
-def _choose(given: Mapping[str, Any]) -> dict[str, str]:
+def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
     choices = {}
     for key, allowed in _CHOICES.items():
         choices[key] = str(given.get(key, allowed[0]))
@@ -143,7 +168,15 @@ def _choose(given: Mapping[str, Any]) -> dict[str, str]:
     return choices
 
 
-def _precision(given: object, choices: Mapping[str, str], policy: Policy) -> str | None:
+def _seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    return seed
+
+
+def _precision(
+    given: object, choices: Mapping[str, str], policy: Policy, draft: str | None
+) -> str | None:
     """Check the ladder and what it does not go with."""
     if given is None:
         return None
@@ -159,7 +192,51 @@ def _precision(given: object, choices: Mapping[str, str], policy: Policy) -> str
             "run one expert at different precisions, but are executed together. Allowed with "
             "scan: one precision."
         )
+    if draft is not None and draft.startswith("self:"):
+        raise ValueError(
+            f"draft={draft!r} is made of the target's own weights, which precision={given!r} does "
+            "not keep. Allowed with it: another draft, as a folder or a hub id."
+        )
     return ":".join(ladder)
+
+
+def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
+    prefetch = policy.prefetch.algorithm
+    needs_draft = getattr(prefetch, "needs_draft", False)
+    if not speculative:
+        for key in ("draft", "draft_tokens"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} is for --model moecache-spec; --model moecache decodes "
+                    "without a draft."
+                )
+        if needs_draft:
+            raise without_draft(prefetch)
+        return {}
+    draft = str(given.get("draft", DEFAULT_DRAFT))
+    tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(
+            f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
+            "decode without a draft."
+        )
+    if given.get("clock", "virtual") != "virtual":
+        raise ValueError(
+            f"clock={given['clock']!r} does not go with --model moecache-spec, whose drafting is "
+            "timed on the virtual clock. Allowed: clock=virtual, or --model moecache."
+        )
+    if given.get("trace") is not None:
+        raise ValueError(
+            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no "
+            "place for the draft's work. Allowed: --model moecache, which routes the same tokens."
+        )
+    if needs_draft and draft == PROMPT_LOOKUP:
+        raise ValueError(
+            f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "
+            f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
+            "self:int4; or another prefetch."
+        )
+    return {"draft": draft, "draft_tokens": tokens}
 
 
 def _trace_folder(folder: object) -> str | None:
@@ -169,7 +246,7 @@ def _trace_folder(folder: object) -> str | None:
     return str(folder)
 
 
-def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any]) -> None:
+def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
     """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
     if choices["clock"] == "virtual":
         for key in ("store", "store_dir"):
@@ -188,6 +265,11 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
             "store=disk."
+        )
+    if policy.miss.algorithm.cached_first:
+        raise ValueError(
+            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
+            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
         )
     if choices["scoring"] == "scan":
         raise ValueError(

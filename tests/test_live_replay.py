@@ -24,11 +24,17 @@ from tests.artefacts import artefact_for
 
 def _lossless() -> list[dict[str, str]]:
     """Every lossless composition, and every eviction and prefetch algorithm beside plain ones."""
-    settings = [{"policy": name} for name in policy_names() if load_policy(name).is_lossless]
+    policies = [load_policy(name) for name in policy_names()]
+    settings = [
+        {"policy": policy.name}
+        for policy in policies
+        if policy.is_lossless and not policy.prefetch.algorithm.needs_draft
+    ]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
             found = find_algorithm(axis, name)
-            if not found.is_offline and "fetch" in found.pairs_with.get("miss", ["fetch"]):
+            goes_with_fetch = "fetch" in found.pairs_with.get("miss", ["fetch"])
+            if not (found.is_offline or getattr(found, "needs_draft", False)) and goes_with_fetch:
                 settings.append({"policy": "on_demand", axis: name})
     return settings
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.precision.ladder import codecs_of
@@ -25,9 +26,11 @@ from lm_eval_moecache.wrap import WrappedModel
 from tests.policies.streams import policy_of
 from tests.policies.test_parameters import CASES, moves
 
-# Offline algorithms need a trace; tests/core sweeps those in replays.
 LADDER = ("int8", "int4", "int2")
-LIVE = [case for case in CASES if not getattr(find_algorithm(*case[:2]), "is_offline", False)]
+# Offline algorithms need a trace, and tests/core sweeps those in replays; those that need a draft
+# are swept in tests/speculative.
+ELSEWHERE = ("is_offline", "needs_draft")
+LIVE = [c for c in CASES if not any(getattr(find_algorithm(*c[:2]), e, False) for e in ELSEWHERE)]
 
 
 @functools.cache

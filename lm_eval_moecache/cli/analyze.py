@@ -1,4 +1,4 @@
-"""Analyse a model as the papers do: sensitivity, locality, coactivation or predictability."""
+"""Analyse a model as the papers do: sensitivity, locality, coactivation and others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from lm_eval_moecache.core.sizes import is_per_layer
 from lm_eval_moecache.errors import unknown
 from lm_eval_moecache.report.render import rows_as_markdown
 
-ANALYSES = ("coactivation", "locality", "predictability", "sensitivity")
+ANALYSES = ("coactivation", "drafting", "locality", "predictability", "sensitivity")
 _TEXT = {"text": None, "max_tokens": 4096}
 # The options that not every analysis looks at, and their defaults.
 _OWN: dict[str, dict[str, Any]] = {
     "coactivation": {**_TEXT, "layer": 1, "alpha": 0.95, "k_max": 16, "sample_tokens": 256},
+    "drafting": {**_TEXT, "draft": "self:int4"},
     "locality": {**_TEXT, "capacity": "8/layer", "layer": 0, "lambda_": 0.5},
     "predictability": {"tasks": None, "limit": 100, "profile": None},
     "sensitivity": {**_TEXT, "seeds": 3},
@@ -64,6 +65,9 @@ def _add_own(parser: ArgumentParser) -> None:
         "--sample_tokens",
         type=int | None,
         help="coactivation: tokens on which outputs are compared (default: 256)",
+    )
+    parser.add_argument(
+        "--draft", type=str | None, help="drafting: the draft model (default: self:int4)"
     )
     parser.add_argument(
         "--lambda",
@@ -140,6 +144,7 @@ def _predictability(arguments: Namespace) -> None:
     tables = {
         "certainty": found.certainty,
         "layers": found.layers,
+        "correlations": found.correlations,
         "replacement": found.replacement,
     }
     if arguments.json:
@@ -197,7 +202,23 @@ def _coactivation(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-_RUN = {"coactivation": _coactivation, "locality": _locality, "sensitivity": _sensitivity}
+def _drafting(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+    from lm_eval_moecache.analysis import drafting
+
+    rows = drafting.analyze(subject, arguments.draft)
+    if arguments.out:
+        for suffix in ("svg", "png"):
+            path = f"{arguments.out}/drafting.{suffix}"
+            drafting.draw(rows, f"{drafting.TITLE} ({subject.name}, {arguments.draft})", path)
+    return rows
+
+
+_RUN = {
+    "coactivation": _coactivation,
+    "drafting": _drafting,
+    "locality": _locality,
+    "sensitivity": _sensitivity,
+}
 
 
 def _write(folder: Path, name: str, found: dict[str, Any]) -> None:

@@ -6,10 +6,10 @@ It asks the cache, the link, the clock and the algorithms; none of them calls ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 
+from lm_eval_moecache.core.algorithms import Algorithms
 from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
@@ -31,23 +31,9 @@ from lm_eval_moecache.core.records import (
     unique_in_order,
 )
 from lm_eval_moecache.core.rungs import execute_by_rung, let_worse_go, not_good_enough
-from lm_eval_moecache.miss.base import MissAlgorithm
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.routing.base import RoutingAlgorithm
 
 Execute = Callable[[Sequence[int]], None]
 _NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithms:
-    """One algorithm per axis; the eviction algorithms live in their caches."""
-
-    routing: RoutingAlgorithm
-    prefetch: PrefetchAlgorithm
-    miss: MissAlgorithm
-    decode_only: bool = False
-    """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
 
 
 class LayerStep:
@@ -68,6 +54,7 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
+        self._cached_first = algorithms.miss.cached_first
         self._ladder = len(geometry.precision) > 1
         self._predictor: Sequence[PredictorCost] = ()
         if algorithms.prefetch.uses_predictor:
@@ -136,6 +123,8 @@ class LayerStep:
         pinned = set(event.keys) if demands or prefetches else _NOTHING
         if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
+            if self._cached_first:
+                remaining = self._execute_near(event, remaining, demands, execute)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
@@ -278,6 +267,16 @@ class LayerStep:
             ready_s = link.transfer(nbytes, ready_s)
             cache.insert(key, fetch.rung)
         return ready_s, remaining
+
+    def _execute_near(
+        self, event: Event, keys: list[int], demands: Sequence[Fetch], execute: Execute | None
+    ) -> list[int]:
+        """Execute what was resident all along, before the wait; return what has to wait."""
+        # The compute is busy from here on: predicting does not hide behind the wait.
+        self._clock.wait_until(self._clock.now + self._predicting_s(event))
+        awaited = {fetch.key for fetch in demands}
+        self._execute(event, [key for key in keys if key not in awaited], execute)
+        return [key for key in keys if key in awaited]
 
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:

@@ -32,6 +32,7 @@ class PrefetchQueue:
         self._rungs: dict[int, int] = {}
         """Key -> rung to prefetch it at, where that is not the best."""
         self._predictions: dict[int, set[int]] = {}
+        self._num_batches = 0
 
     def forget(self) -> None:
         """Judge no event by what was predicted for it so far."""
@@ -68,6 +69,24 @@ class PrefetchQueue:
                 link.submit(key, due, ready_s)
                 if rungs or self._rungs:
                     self._rungs[key] = rungs.get(key, 0)
+
+    def submit_draft(
+        self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
+    ) -> None:
+        """Queue one layer's keys, proposed while drafting for a pass that has not begun."""
+        link = self._link
+        self._num_batches += 1
+        for key in keys:
+            layer = key // self._num_experts
+            self._predictions.setdefault(layer, set()).add(key)
+            cache = self._caches[layer]
+            if key in cache.resident:
+                cache.eviction.on_predicted(key)
+            elif not link.is_pending(key):
+                due = pass_index * self._num_layers + layer
+                link.submit(key, due, ready_s, self._num_batches if batched else None)
+                if self._rungs:
+                    self._rungs[key] = 0
 
     def drain(self, now: float, pinned: Set[int], layer: int) -> None:
         """Let the link work through its prefetches up to `now`.

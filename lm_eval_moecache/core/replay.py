@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import PHASES, Event, FloatArray
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.trace import Halves, Trace
 
 _CHUNK_PASSES = 256

@@ -52,6 +52,8 @@ class MissAlgorithm(ABC):
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
     """Whether `Event.weights` and `Event.logits` are needed."""
+    cached_first: ClassVar[bool] = False
+    """Whether the resident experts of an event are executed while the absent ones are loaded."""
     uses_ladder: ClassVar[bool] = False
     """Whether it loads at lower rungs of the store's precision, of which there must be some."""
     upgrade: bool = False

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from lm_eval_moecache.config import Config
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.moe_layers import find_moe_layers
 from lm_eval_moecache.precision.base import Codec
 from lm_eval_moecache.precision.ladder import Ladder, codecs_of

@@ -37,6 +37,8 @@ class PrefetchAlgorithm(ABC):
     """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
     is_offline: ClassVar[bool] = False
     """Whether it needs the future, so that only a replay can run it."""
+    needs_draft: ClassVar[bool] = False
+    """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
     uses_predictor: ClassVar[bool] = False
@@ -64,6 +66,31 @@ class PrefetchAlgorithm(ABC):
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
         """Return the keys to prefetch now, in order of priority, without duplicates."""
+
+
+class DraftStagePrefetch(PrefetchAlgorithm):
+    """Prefetches by what a draft model sees, while it drafts: only `moecache-spec` has one."""
+
+    needs_draft: ClassVar[bool] = True
+    cutoff: int | str
+    """Draft-stage prefetch covers the layers before it; `auto` until `plan` has been called."""
+    critical: int
+    """Experts prefetched per layer and drafted token, at most."""
+    batched: bool
+    """Whether the experts proposed together move as one batch."""
+    synchronous: bool
+    """Whether the draft waits, after each of its layers, for what that layer has asked for."""
+
+    @abstractmethod
+    def plan(self, cutoff: int) -> None:
+        """Take the cutoff that the profile allows, before the first draft: `auto` becomes it."""
+
+    @abstractmethod
+    def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
+        """Return the keys of a layer to prefetch, from its gate's [1, experts] on a draft."""
+
+    def propose(self, event: Event) -> Sequence[int]:
+        return ()
 
 
 def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:

@@ -24,7 +24,7 @@ from lm_eval_moecache.core.records import DROPPED, Event, near_mask
 from lm_eval_moecache.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.miss.base import MissAlgorithm
 from lm_eval_moecache.policy import Choice, Policy
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.registry import base_of, parameters_of
 from lm_eval_moecache.routing.base import RoutingAlgorithm
 from tests.artefacts import profile_parameter
@@ -239,6 +239,8 @@ class PrefetchContract(Contract):
 
     def proposals(self) -> list[tuple[Event, Sequence[int]]]:
         prefetch, found = self.make(), []
+        if isinstance(prefetch, DraftStagePrefetch):
+            return [(e, prefetch.propose_draft(e.layer, e.logits[-1:])) for e in all_events(PASSES)]
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
             for event in events:

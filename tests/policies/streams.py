@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.core.draft_stage import Draft
 from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
@@ -182,12 +183,15 @@ def run(
         capacity=parse_capacity(capacity, geometry),
         hardware=make_hardware(),
         seed=seed,
+        draft=Draft(geometry=geometry) if policy.prefetch.algorithm.needs_draft else None,
     )
     engine = Engine(geometry, setting, StreamFuture(geometry, passes))
     outputs = []
     depth = max(engine.algorithms.routing.depth, engine.algorithms.prefetch.depth)
     wraps = engine.algorithms.prefetch.uses_predictor
     for events in passes:
+        if setting.draft is not None and events[0].phase != PREFILL:
+            draft(engine, events)
         engine.begin_pass(events[0].phase, events[0].num_tokens)
         for event in events:
             engine.enter(event.layer, event.num_tokens)
@@ -196,6 +200,19 @@ def run(
         engine.end_pass()
         engine.check_integrity()
     return Run(engine, outputs)
+
+
+def draft(engine: Engine, events: Sequence[Event]) -> None:
+    """Draft one token, whose states are nearly those of the pass to come."""
+    stage, rng = engine.begin_draft(), np.random.default_rng(events[0].pass_index)
+    for event in events:
+        assert event.logits is not None
+        stage.dense(event.layer, 1)
+        if stage.wants(event.layer):
+            noise = 0.3 * rng.normal(size=event.logits[-1:].shape)
+            stage.predict(event.layer, (event.logits[-1:] + noise).astype(np.float32))
+        stage.experts(event.layer, engine.geometry.top_k, 1)
+        engine.check_integrity()
 
 
 def weigh(event: Event, selection: Selection | None) -> Output:

@@ -12,7 +12,8 @@ import torch
 from lm_eval.api.instance import Instance
 
 from lm_eval_moecache.config import read_config
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
