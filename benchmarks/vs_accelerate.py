@@ -97,12 +97,9 @@ def main() -> None:
             print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
-            print(
-                f"speed of moecache / accelerate, decode:  {spread([a[1] / m[1] for a, m in pairs])}"
-            )
-            print(
-                f"speed of moecache / accelerate, prefill: {spread([a[0] / m[0] for a, m in pairs])}"
-            )
+            for phase, i in (("prefill", 0), ("decode", 1)):
+                ratios = spread([a[i] / m[i] for a, m in pairs])
+                print(f"speed of moecache / accelerate, {phase}: {ratios}")
 
 
 if __name__ == "__main__":
