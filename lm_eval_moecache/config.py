@@ -102,11 +102,11 @@ def read_config(given: Mapping[str, Any]) -> Config:
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
+    _check_clock(choices, given)
     if choices["scoring"] == "scan":
         _check_scan(policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
-    _check_clock(choices, given)
     seed = given.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
