@@ -10,10 +10,13 @@ Shapes: T tokens, E experts, K experts per token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lm_eval_moecache.core.records import FloatArray, IntArray, Weigh
 
 
 class WeightingRule(ABC):
@@ -105,6 +108,30 @@ def detect_rule(router: nn.Module, hidden_dim: int) -> WeightingRule | None:
             rule.scale = _exact_scale(router, scale)
             return rule
     return None
+
+
+def find_rules(routers: Sequence[nn.Module]) -> list[WeightingRule | None]:
+    """Find how each router weighs a selection. Raises ValueError where one's rule is not known."""
+    rules = [detect_rule(router, next(router.parameters()).shape[-1]) for router in routers]
+    if None in rules:
+        router = type(routers[rules.index(None)]).__name__
+        raise ValueError(
+            f"routing, miss: the router {router} weighs its experts by a rule that is not "
+            "known, so a changed selection cannot be weighted. Allowed for this model: "
+            "routing=standard with miss=fetch."
+        )
+    return rules
+
+
+def in_numpy(rule: WeightingRule) -> Weigh:
+    """Return a family's rule as algorithms see it."""
+
+    def weigh(logits: FloatArray, experts: IntArray) -> FloatArray:
+        weights = rule(torch.from_numpy(logits), torch.from_numpy(experts), torch.float32)
+        found: FloatArray = weights.numpy()
+        return found
+
+    return weigh
 
 
 def _ask(router: nn.Module, hidden: Tensor) -> Any:

@@ -6,15 +6,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.core.engine import offline
 from lm_eval_moecache.core.hardware import Hardware, load_hardware
-from lm_eval_moecache.core.sizes import check_capacity, is_per_layer, parse_bandwidth
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting, offline, without_draft
+from lm_eval_moecache.core.sizes import (
+    check_capacity,
+    is_per_layer,
+    parse_bandwidth,
+    parse_capacity,
+)
 from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
 from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
+PROMPT_LOOKUP = "prompt_lookup"
+SELF = "self:"
+# DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
+DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 _CHOICES = {
     "clock": ("virtual", "wall"),
     "store": ("ram", "disk"),
@@ -24,6 +34,7 @@ _CHOICES = {
 KEYS = (
     *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", "store_dir"),
     *_CHOICES,
+    *("draft", "draft_tokens"),
 )
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 _FROM_PRETRAINED = (
@@ -53,12 +64,26 @@ class Config:
     seed: int
     trace: str | None = None
     """Folder to record a routing trace into."""
+    draft: str | None = None
+    """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
+    draft_tokens: int | None = None
+    """Tokens drafted for each verify pass."""
     store: str = "ram"
     """Where experts lie that are not near (wall clock only)."""
     store_dir: str | None = None
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None
     """What the wall clock slows its link down to."""
+
+    def setting(self, geometry: Geometry) -> Setting:
+        """Return what an engine is made of, for this model."""
+        return Setting(
+            policy=self.policy,
+            capacity=parse_capacity(self.capacity, geometry),
+            hardware=self.hardware,
+            seed=self.seed,
+            throttle_bytes_per_s=self.throttle_bytes_per_s,
+        )
 
 
 def split_arguments(
@@ -84,9 +109,10 @@ def split_arguments(
     return ours, theirs
 
 
-def read_config(given: Mapping[str, Any]) -> Config:
+def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
 
+    `speculative` is whether a draft model drafts: only then there are the keys of drafting.
     lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
     means that the key is not given.
     """
@@ -102,7 +128,7 @@ def read_config(given: Mapping[str, Any]) -> Config:
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
-    _check_clock(choices, given)
+    _check_clock(choices, given, policy)
     if choices["scoring"] == "scan":
         _check_scan(policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
@@ -121,16 +147,56 @@ def read_config(given: Mapping[str, Any]) -> Config:
         seed=seed,
         trace=_trace_folder(given.get("trace")),
         **choices,
+        **_read_draft(given, policy, speculative),
     )
 
 
-def _choose(given: Mapping[str, Any]) -> dict[str, str]:
+def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
     choices = {}
     for key, allowed in _CHOICES.items():
         choices[key] = str(given.get(key, allowed[0]))
         if choices[key] not in allowed:
             raise unknown(key, choices[key], allowed)
     return choices
+
+
+def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
+    prefetch = policy.prefetch.algorithm
+    needs_draft = getattr(prefetch, "needs_draft", False)
+    if not speculative:
+        for key in ("draft", "draft_tokens"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} is for --model moecache-spec; --model moecache decodes "
+                    "without a draft."
+                )
+        if needs_draft:
+            raise without_draft(prefetch)
+        return {}
+    draft = str(given.get("draft", DEFAULT_DRAFT))
+    tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(
+            f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
+            "decode without a draft."
+        )
+    if given.get("clock", "virtual") != "virtual":
+        raise ValueError(
+            f"clock={given['clock']!r} does not go with --model moecache-spec, whose drafting is "
+            "timed on the virtual clock. Allowed: clock=virtual, or --model moecache."
+        )
+    if given.get("trace") is not None:
+        raise ValueError(
+            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no "
+            "place for the draft's work. Allowed: --model moecache, which routes the same tokens."
+        )
+    if needs_draft and draft == PROMPT_LOOKUP:
+        raise ValueError(
+            f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "
+            f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
+            "self:int4; or another prefetch."
+        )
+    return {"draft": draft, "draft_tokens": tokens}
 
 
 def _trace_folder(folder: object) -> str | None:
@@ -140,7 +206,7 @@ def _trace_folder(folder: object) -> str | None:
     return str(folder)
 
 
-def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any]) -> None:
+def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
     """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
     if choices["clock"] == "virtual":
         for key in ("store", "store_dir"):
@@ -159,6 +225,11 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
             "store=disk."
+        )
+    if policy.miss.algorithm.cached_first:
+        raise ValueError(
+            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
+            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
         )
     if choices["scoring"] == "scan":
         raise ValueError(

@@ -19,10 +19,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from lm_eval_moecache.config import TINY, Config
-from lm_eval_moecache.core.engine import Setting
 from lm_eval_moecache.core.ledger import RequestRecord
-from lm_eval_moecache.core.records import Geometry
-from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.preflight import model_path, preflight, skeleton
@@ -34,6 +32,8 @@ from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.wall.hosting import ExpertHost
 from lm_eval_moecache.wrap import WrappedModel
 
+Checked = tuple[Config, dict[str, Any]]
+
 
 class MoECacheLM(ExpertHost, Ranked, HFLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
@@ -43,7 +43,7 @@ class MoECacheLM(ExpertHost, Ranked, HFLM):
     """
 
     def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
-        config, theirs = check_arguments(pretrained, arguments)
+        config, theirs = self._check(pretrained, arguments)
         # HFLM's own default is "cuda", whether there is one or not.
         theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
@@ -55,6 +55,9 @@ class MoECacheLM(ExpertHost, Ranked, HFLM):
         self.geometry = describe(self.model, self._moe_layers, self._model_name)
         self._wrap(config)
 
+    def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:
+        return check_arguments(pretrained, arguments)
+
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
         self.check_loaded_for(config)
@@ -64,9 +67,9 @@ class MoECacheLM(ExpertHost, Ranked, HFLM):
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
-        setting = _setting(config, self.geometry)
-        self.engine, store = self.build_engine(self.model, self.geometry, setting)
-        self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine, store)
+        parts = self.build_engine(self.model, self.geometry, self._setting(config))
+        self.engine = parts[0]
+        self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
             self.wrapped.recorder = Recorder(
@@ -75,9 +78,13 @@ class MoECacheLM(ExpertHost, Ranked, HFLM):
                 self.geometry,
                 seed=config.seed,
                 depth=self.engine.algorithms.prefetch.depth,
+                predicted_by=self.engine.predictor_digest,
             )
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
+
+    def _setting(self, config: Config) -> Setting:
+        return config.setting(self.geometry)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
@@ -144,12 +151,15 @@ class MoECacheLM(ExpertHost, Ranked, HFLM):
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
         with self._serving(records, [record.index for record in records]):
-            output = super()._model_generate(context, *args, **kwargs)
+            output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
             # Passes after a row has ended served the others of its batch.
             del record.passes[record.output_tokens :]
         return output
+
+    def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super()._model_generate(context, *args, **kwargs)
 
     def _count_output(self, row: list[int], stop: Sequence[str]) -> int:
         """Count generated tokens up to and with the closing one or the end of a stop string.
@@ -262,23 +272,15 @@ class RecordedStr(str):
         return self
 
 
-def _setting(config: Config, geometry: Geometry) -> Setting:
-    return Setting(
-        policy=config.policy,
-        capacity=parse_capacity(config.capacity, geometry),
-        hardware=config.hardware,
-        seed=config.seed,
-        throttle_bytes_per_s=config.throttle_bytes_per_s,
-    )
-
-
-def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+def check_arguments(
+    pretrained: str, arguments: Mapping[str, Any], speculative: bool = False
+) -> Checked:
     """Divide the arguments into our checked setting and HFLM's, without loading any weights.
 
     Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
     """
     host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    return preflight(str(pretrained), arguments, host_keys)
+    return preflight(str(pretrained), arguments, host_keys, speculative)
 
 
 def _distinct(records: list[RequestRecord]) -> list[RequestRecord]:

@@ -84,7 +84,7 @@ def describe(model: Any, layers: Sequence[MoELayer], name: str) -> Geometry:
         expert_bytes=tuple(
             (size // layer.num_experts,) for size, layer in zip(experts, layers, strict=True)
         ),
-        dense_bytes=_dense_bytes(model, layers),
+        dense_bytes=dense_bytes(model, layers),
         precision=(_DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")),),
         element_bytes=float(dtype.itemsize),
     )
@@ -116,14 +116,14 @@ def _top_k(model: Any, layer: MoELayer) -> int:
     return int(top_k)
 
 
-def _dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
+def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
     """Bytes of the other weights, each counted to the MoE layer a pass reads them for.
 
     A decoder layer without experts counts to the next one with; what follows the last (norm,
     output head) to the last. Of the input embedding a pass reads single rows: it is left out.
     """
     sizes = [0] * len(layers)
-    places = [_place(layer.path) for layer in layers]
+    places = [place_of(layer.path) for layer in layers]
     expert_ids = {id(p) for layer in layers for p in layer.experts.parameters()}
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
@@ -132,7 +132,7 @@ def _dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
     for name, parameter in model.named_parameters():
         if id(parameter) in expert_ids or parameter is embedding:
             continue
-        stack, index = _place(name)
+        stack, index = place_of(name)
         target = len(layers) - 1
         for i, (moe_stack, moe_index) in enumerate(places):
             if stack == moe_stack and index <= moe_index:
@@ -142,7 +142,7 @@ def _dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _place(path: str) -> tuple[str, int]:
-    """Split `model.layers.3.mlp.experts` into (`model.layers.`, 3)."""
+def place_of(path: str) -> tuple[str, int]:
+    """Split `model.layers.3.mlp.experts` into (`model.layers.`, 3); -1 where there is no index."""
     match = _INDEX.match(path + ".")
     return (match[1], int(match[2])) if match else ("", -1)

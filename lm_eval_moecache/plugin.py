@@ -19,7 +19,10 @@ What is fragile:
 - In an editable install the three files are copies: reinstall after changing `startup/`.
 """
 
-MODELS = {"moecache": "lm_eval_moecache.lm:MoECacheLM"}
+MODELS = {
+    "moecache": "lm_eval_moecache.lm:MoECacheLM",
+    "moecache-spec": "lm_eval_moecache.speculative.lm:MoECacheSpecLM",
+}
 
 
 def register() -> None:

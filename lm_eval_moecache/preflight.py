@@ -18,7 +18,10 @@ from lm_eval_moecache.wall.assemble import check_wall
 
 
 def preflight(
-    pretrained: str, arguments: Mapping[str, Any], host_keys: Iterable[str]
+    pretrained: str,
+    arguments: Mapping[str, Any],
+    host_keys: Iterable[str],
+    speculative: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """Return our checked setting and the host's arguments.
 
@@ -27,7 +30,7 @@ def preflight(
     parameters out of an algorithm's range.
     """
     ours, theirs = split_arguments(arguments, host_keys)
-    config = read_config(ours)
+    config = read_config(ours, speculative)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
     model = skeleton(pretrained, theirs)
     layers = find_moe_layers(model)
@@ -37,7 +40,8 @@ def preflight(
         check_wall(model, geometry, capacity, theirs)
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    if config.trace is not None or built["routing"].depth or built["prefetch"].depth:
+    asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
+    if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
         _check_routers_can_be_asked(layers)
     return config, theirs
 
@@ -79,6 +83,11 @@ def _check_batch_size(config: Config, batch_size: str) -> None:
         raise ValueError(
             "batch_size='auto' would make the figures depend on free memory. "
             "Allowed: a whole number."
+        )
+    if config.draft is not None and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with --model moecache-spec: drafts are verified "
+            "for one request at a time. Allowed: 1."
         )
     if config.scoring == "scan" and batch_size != "1":
         raise ValueError(

@@ -25,17 +25,31 @@ if TYPE_CHECKING:
 class Recorder:
     """Records one run. `row_requests` says whose each row of the next pass' batch is.
 
-    Predictions are recorded at least one layer ahead, whether the running policy asks for them
-    or not, so that a trace can be replayed with the common prefetchers.
+    The gates' predictions are recorded at least one layer ahead, whether the running policy asks
+    for them or not, so that a trace can be replayed with the common prefetchers. Where the policy
+    has a predictor (whose digest is `predicted_by`), its predictions stand in their place.
     """
 
     def __init__(
-        self, folder: str, stem: str, geometry: Geometry, *, seed: int, depth: int
+        self,
+        folder: str,
+        stem: str,
+        geometry: Geometry,
+        *,
+        seed: int,
+        depth: int,
+        predicted_by: str = "",
     ) -> None:
         self.depth = min(max(depth, 1), geometry.num_layers - 1)
         self.row_requests: list[int] = []
         self._geometry = geometry
-        header = Header(geometry=geometry, seed=seed, predicted_depth=self.depth)
+        self._by_gates = not predicted_by
+        header = Header(
+            geometry=geometry,
+            seed=seed,
+            predicted_depth=self.depth,
+            predicted_by=predicted_by if self.depth else "",
+        )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
         self._writer = TraceWriter(prepare_folder(folder), name, header)
 
@@ -84,6 +98,8 @@ class Recorder:
             for layer in ahead
             if layer < self._geometry.num_layers
         ]
+        if not self._by_gates:
+            predicted = list(event.predicted.values())
         self._writer.add(
             event.layer,
             event.experts,

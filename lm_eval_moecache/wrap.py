@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.adapters import WeightingRule, detect_rule
+from lm_eval_moecache.adapters import WeightingRule, find_rules, in_numpy
 from lm_eval_moecache.core.artefact import check_router_digest
 from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.predictor import target_of
 from lm_eval_moecache.core.records import (
     DECODE,
     PREFILL,
@@ -31,6 +32,7 @@ from lm_eval_moecache.experts import (
     register_experts_function,
 )
 from lm_eval_moecache.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.predictor.network import network_of
 from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.store import InPlaceStore, Store
 
@@ -61,6 +63,8 @@ class WrappedModel:
         self._valid: npt_bool | None = None
         self._num_tokens = 0
         self._depth = engine.depth
+        self._predictor = network_of(engine.algorithms.prefetch, layers[0].router)
+        self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
         self._wants_weights = engine.wants_weights
         self._wants_logits = engine.wants_logits
         self._is_sorted = [_sorts_its_choice(layer.router) for layer in layers]
@@ -106,18 +110,7 @@ class WrappedModel:
         chosen = self.engine.algorithms
         if chosen.routing.is_lossless and chosen.miss.is_lossless:
             return [None] * len(self._layers)
-        rules = [
-            detect_rule(layer.router, next(layer.router.parameters()).shape[-1])
-            for layer in self._layers
-        ]
-        if None in rules:
-            router = type(self._layers[rules.index(None)].router).__name__
-            raise ValueError(
-                f"routing, miss: the router {router} weighs its experts by a rule that is not "
-                "known, so a changed selection cannot be weighted. Allowed for this model: "
-                "routing=standard with miss=fetch."
-            )
-        return rules
+        return find_rules([layer.router for layer in self._layers])
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -208,7 +201,14 @@ class WrappedModel:
             # Where results cannot change, what algorithms see is what a trace keeps, as below.
             seen = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
             event.logits = self._rows(seen.float())
-        if self._depth:
+        weigh = self._weighers[layer]
+        if weigh is not None:
+            event.weigh = weigh
+        if self._predictor is not None:
+            target = target_of(layer, len(self._layers), phase)
+            if target is not None:
+                event.predicted[target] = self._rounded(self._predictor(layer, hidden))
+        elif self._depth:
             for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
                 event.predicted[ahead] = self._predict(ahead, hidden)
         if self.recorder is not None:
@@ -227,13 +227,13 @@ class WrappedModel:
         return experts
 
     def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
-        """Ask a later layer's gate about this layer's input; its own hooks do not fire.
-
-        Rounded to float16, which is what a routing trace keeps: a replay sees the same numbers.
-        """
+        """Ask a later layer's gate about this layer's input; its own hooks do not fire."""
         router = self._layers[layer].router
         with torch.no_grad():
-            logits = router.forward(hidden.to(next(router.parameters()).device))[0]
+            return self._rounded(router.forward(hidden.to(next(router.parameters()).device))[0])
+
+    def _rounded(self, logits: Tensor) -> FloatArray:
+        """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
         rounded: FloatArray = self._rows(logits.to(torch.float16).float())
         return rounded
 
@@ -255,6 +255,8 @@ class WrappedModel:
         changed = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
         if selection.weigh_as is not None:
             changed |= (weigh_as != selection.experts).any(-1)
+        if selection.weights is not None:
+            changed |= ~np.isnan(selection.weights).all(-1)
         valid = np.arange(len(keep)) if self._valid is None else self._valid.nonzero()[0]
         rows = torch.from_numpy(valid[changed]).to(experts_TK.device)
         weighted = rule(
@@ -262,6 +264,9 @@ class WrappedModel:
             torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
             torch.float32,
         )
+        if selection.weights is not None:
+            given = torch.from_numpy(selection.weights[changed]).to(weighted)
+            weighted = torch.where(given.isnan(), weighted, given)
         kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
         if selection.renormalize:
             # What a token gave to all its experts, the kept ones share; a token may have kept none.

@@ -14,6 +14,7 @@ import numpy as np
 from lm_eval_moecache.core.artefact import (
     ARTEFACT_DIR,
     BUDDIES,
+    PREDICTOR,
     Artefact,
     read_artefact,
     write_artefact,
@@ -25,6 +26,7 @@ from lm_eval_moecache.core.coactivation import (
     WEIGHTED,
     Coactivation,
 )
+from lm_eval_moecache.core.predictor import shapes
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.policy import Choice, Policy
 from lm_eval_moecache.registry import AXES
@@ -55,7 +57,20 @@ def buddies(geometry: Geometry, seed: int = 0) -> Made:
     return arrays, {"alpha": [0.95] * geometry.num_layers, "k_max": 16, "smoothing": 1.0}
 
 
-MAKERS: Mapping[str, Callable[..., Made]] = {BUDDIES: buddies}
+def predictor(geometry: Geometry, seed: int = 0, hidden: int = 6, loss: str = "kl") -> Made:
+    """Draw the weights of a predictor.
+
+    Streams have their own predictions and see its cost only, so an odd seed and the second loss
+    give numbers twice as wide.
+    """
+    rng = np.random.default_rng(seed)
+    wanted = shapes(geometry.num_layers, geometry.num_experts, hidden)
+    kind = np.float32 if seed % 2 or loss != "kl" else np.float16
+    arrays = {name: rng.normal(size=shape).astype(kind) for name, shape in wanted.items()}
+    return arrays, {"loss": loss}
+
+
+MAKERS: Mapping[str, Callable[..., Made]] = {BUDDIES: buddies, PREDICTOR: predictor}
 
 
 @cache
@@ -63,8 +78,8 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="moecache-artefacts-")
 
 
-def artefact_for(kind: str, geometry: Geometry, seed: int = 0) -> Artefact:
-    arrays, made_from = MAKERS[kind](geometry, seed)
+def artefact_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> Artefact:
+    arrays, made_from = MAKERS[kind](geometry, seed, **given)
     return Artefact(
         kind=kind,
         model=geometry.model,
@@ -78,11 +93,11 @@ def artefact_for(kind: str, geometry: Geometry, seed: int = 0) -> Artefact:
 
 
 @cache
-def profile_for(kind: str, geometry: Geometry, seed: int = 0) -> str:
+def profile_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> str:
     """Return the path of an artefact that fits this geometry."""
     folder = Path(_folder().name)
     path = folder / f"{kind}-{len(list(folder.iterdir()))}.safetensors"
-    write_artefact(path, artefact_for(kind, geometry, seed))
+    write_artefact(path, artefact_for(kind, geometry, seed, **given))
     return str(path)
 
 
@@ -91,19 +106,26 @@ def other_profile(kind: str) -> str:
     """Return a path like the one that ships for `tiny`, with the order of its experts reversed."""
     shipped = read_artefact(ARTEFACT_DIR / "tiny" / f"{kind}.safetensors", kind, "profile")
     arrays = dict(shipped.arrays)
-    for name in (PAIRS, WEIGHTED, SIMILARITY):
-        arrays[name] = arrays[name][:, ::-1, ::-1]
+    if kind == PREDICTOR:
+        ends = len({array.shape[0] for array in arrays.values()} - {shipped.num_experts})
+        assert ends == 1, "all but the hidden stage of the last layer end in experts"
+        for name, array in arrays.items():
+            if array.shape[0] == shipped.num_experts:
+                arrays[name] = array[::-1]
+    else:
+        for name in (PAIRS, WEIGHTED, SIMILARITY):
+            arrays[name] = arrays[name][:, ::-1, ::-1]
     path = Path(_folder().name) / f"other-{kind}.safetensors"
     write_artefact(path, dataclasses.replace(shipped, arrays=arrays))
     return str(path)
 
 
-def profile_parameter(algorithm: type[Any], geometry: Geometry) -> dict[str, Any]:
+def profile_parameter(algorithm: type[Any], geometry: Geometry, **given: Any) -> dict[str, Any]:
     """Return `{"profile": path}` for an algorithm that wants one and has none shipped."""
     kind = getattr(algorithm, "artefact_kind", None)
     if kind is None or geometry.model == "tiny":
         return {}
-    return {"profile": profile_for(kind, geometry)}
+    return {"profile": profile_for(kind, geometry, **given)}
 
 
 def equip(policy: Policy, geometry: Geometry) -> Policy:
@@ -112,6 +134,7 @@ def equip(policy: Policy, geometry: Geometry) -> Policy:
     for axis in AXES:
         choice: Choice = getattr(policy, axis)
         if getattr(choice.algorithm, "artefact_kind", None) and not choice.parameters["profile"]:
-            given = profile_parameter(choice.algorithm, geometry)
+            loss = {key: choice.parameters[key] for key in choice.parameters if key == "loss"}
+            given = profile_parameter(choice.algorithm, geometry, **loss)
             changes[axis] = dataclasses.replace(choice, parameters={**choice.parameters, **given})
     return dataclasses.replace(policy, **changes) if changes else policy

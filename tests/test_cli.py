@@ -151,6 +151,10 @@ def test_eval_does_not_override_its_config_file(
         (["sensitivity", "--lambda", "0.5"], "lambda=0.5 has no effect"),
         (["sensitivity", "--seeds", "0"], "seeds=0 must be 1 or more"),
         (["locality", "--capacity", "25%"], "capacity='25%' is one cache for all layers"),
+        (["locality", "--alpha", "0.5"], "alpha=0.5 has no effect on analyze locality"),
+        (["coactivation", "--capacity", "4/layer"], "it belongs to analyze locality"),
+        (["coactivation", "--alpha", "2"], "alpha=2.0 must be above 0 and at most 1"),
+        (["coactivation", "--k_max", "0"], "k_max=0 must be 1 or more"),
     ],
     ids=str,
 )

@@ -33,6 +33,7 @@ MAY_IMPORT = {
         "store",
         "wrap",
         "precision.",
+        "predictor.",
         "speculative.",
         "profiling.",
         "analysis.",
@@ -47,6 +48,7 @@ MAY_IMPORT = {
         "preflight",
         "store",
         "wrap",
+        "predictor.make",
         "speculative.",
         "profiling.",
         "analysis.",
@@ -66,8 +68,14 @@ MAY_IMPORT = {
 }
 # What the torch-free core may use of the package: itself, the axes' bases, and error texts.
 CORE_MAY_IMPORT = ("core.", "errors", *(f"{axis}.base" for axis in AXES))
-# The future of a replay and an artefact (and what it holds) are records, too: some are given them.
-ALGORITHM_MAY_IMPORT = ("core.records", "core.future", "core.artefact", "core.coactivation")
+# The future of a replay and artefacts (and what they hold) are records, too: some are given them.
+ALGORITHM_MAY_IMPORT = (
+    "core.records",
+    "core.future",
+    "core.artefact",
+    "core.coactivation",
+    "core.predictor",
+)
 
 # Offenders against the limits of size that have a reason to be so. Keep it empty.
 LONG_MODULES: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,30 @@ import pytest
 from lm_eval.api.instance import Instance
 
 from lm_eval_moecache.config import read_config
+from lm_eval_moecache.core.artefact import PREDICTOR, write_artefact
 from lm_eval_moecache.core.replay import replay
 from lm_eval_moecache.core.trace_import import load_trace
-from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.policy import load_policy, policy_names
 from lm_eval_moecache.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.report.metrics import task_metrics
+from tests.artefacts import artefact_for
 
 
 def _lossless() -> list[dict[str, str]]:
     """Every lossless composition, and every eviction and prefetch algorithm beside plain ones."""
-    settings = [{"policy": name} for name in policy_names() if load_policy(name).is_lossless]
+    policies = [load_policy(name) for name in policy_names()]
+    settings = [
+        {"policy": policy.name}
+        for policy in policies
+        if policy.is_lossless and not policy.prefetch.algorithm.needs_draft
+    ]
     for axis in ("eviction", "prefetch"):
         for name in algorithm_names(axis):
-            if not find_algorithm(axis, name).is_offline:
+            found = find_algorithm(axis, name)
+            goes_with_fetch = "fetch" in found.pairs_with.get("miss", ["fetch"])
+            if not (found.is_offline or getattr(found, "needs_draft", False)) and goes_with_fetch:
                 settings.append({"policy": "on_demand", axis: name})
     return settings
 
@@ -58,11 +69,25 @@ def _run(lm: MoECacheLM) -> None:
     lm.loglikelihood([_instance("loglikelihood", p, i) for i, p in enumerate(pairs)], True)
 
 
+def _predictor_for(lm: MoECacheLM, chosen: dict[str, str], folder: Path) -> dict[str, str]:
+    """Give a policy that needs a trained predictor one that belongs to this model."""
+    overrides = {key: value for key, value in chosen.items() if key == "prefetch"}
+    prefetch = load_policy(chosen["policy"], overrides).prefetch
+    if not prefetch.algorithm.uses_predictor:
+        return {}
+    drawn = artefact_for(PREDICTOR, lm.geometry, hidden=32, loss=prefetch.parameters["loss"])
+    digest = router_digest(find_moe_layers(lm.model))
+    path = folder / "predictor.safetensors"
+    write_artefact(path, dataclasses.replace(drawn, router_digest=digest))
+    return {"prefetch.profile": str(path)}
+
+
 @pytest.mark.parametrize("chosen", _cases(), ids=lambda c: "-".join(c.values()))
 def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
-    lm.install(read_config({**chosen, "trace": str(tmp_path), "seed": 5}))
+    given = {**chosen, **_predictor_for(lm, chosen, tmp_path)}
+    lm.install(read_config({**given, "trace": str(tmp_path), "seed": 5}))
     _run(lm)
     path = lm.finish_trace()
     assert path is not None
@@ -141,3 +166,85 @@ def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Pa
 def test_an_offline_algorithm_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(ValueError, match="eviction='belady' needs to know the future"):
         read_config({"policy": "on_demand", "eviction": "belady"})
+
+
+def test_a_committed_run_replays_exactly_from_its_own_trace(lm: MoECacheLM, tmp_path: Path) -> None:
+    chosen = {"policy": "commitmoe_no_owa", "capacity": "40%"}
+    given = {**chosen, **_predictor_for(lm, chosen, tmp_path)}
+    lm.install(read_config({**given, "trace": str(tmp_path)}))
+    _run(lm)
+    trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+    again = replay(trace, lm.engine.setting)
+    assert again.ledger.passes == lm.engine.ledger.passes
+    decoded = [p for p in again.ledger.passes if p.phase == "decode"]
+    assert sum(p.unfaithful for p in decoded) > 0 and sum(p.predicted for p in decoded) > 0
+    assert sum(p.unfaithful for p in again.ledger.passes if p.phase == "prefill") == 0
+
+
+def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
+    lm: MoECacheLM, tmp_path: Path
+) -> None:
+    chosen = {"policy": "commitmoe_prefetch", "capacity": "40%"}
+    given = {**chosen, **_predictor_for(lm, chosen, tmp_path)}
+    settings, traces = [], []
+    for each in (given, {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"}):
+        lm.install(read_config({**each, "trace": str(tmp_path)}))
+        _run(lm)
+        settings.append(lm.engine.setting)
+        traces.append(load_trace(str(lm.finish_trace()), predicted=True))
+    with pytest.raises(ValueError, match="predictions are of the model's own gates and not of the"):
+        replay(traces[1], settings[0])
+    with pytest.raises(ValueError, match=r"of the predictor .* and not of the model's own gates"):
+        replay(traces[0], settings[1])
+    other = artefact_for(PREDICTOR, lm.geometry, seed=2, hidden=32)
+    write_artefact(given["prefetch.profile"], other)
+    with pytest.raises(ValueError, match=r"of the predictor .* and not of the predictor"):
+        replay(traces[0], settings[0])
+
+
+def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
+    lm: MoECacheLM, tmp_path: Path
+) -> None:
+    chosen = {"policy": "commitmoe_prefetch"}
+    path = str(tmp_path / "other.safetensors")
+    write_artefact(path, artefact_for(PREDICTOR, lm.geometry, hidden=32))
+    with pytest.raises(ValueError, match=r"router weights .* are not those of"):
+        lm.install(read_config({**chosen, "prefetch.profile": path}))
+    narrow = artefact_for(PREDICTOR, lm.geometry, hidden=16)
+    digest = router_digest(find_moe_layers(lm.model))
+    write_artefact(path, dataclasses.replace(narrow, router_digest=digest))
+    with pytest.raises(ValueError, match="hidden states of 16 numbers, but the routers of"):
+        lm.install(read_config({**chosen, "prefetch.profile": path}))
+    lm.install(read_config({"policy": "on_demand"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("layers", "with num_layers=4, but .* has num_layers=3"),
+        ("cut", "is not a whole artefact file"),
+        ("array", "lacks the array '2.1.bias'"),
+        ("zero", "says nothing of expert 2 of layer 0: its row of '2.1.weight' is all zero"),
+        ("loss", "was trained with loss='bce', but prefetch.loss='kl'"),
+        ("none", "prefetch.profile must be given: no predictor artefact ships for .*profile predi"),
+    ],
+)
+def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
+    lm: MoECacheLM, tmp_path: Path, damage: str, message: str
+) -> None:
+    geometry, path = lm.geometry, tmp_path / "predictor.safetensors"
+    if damage == "layers":
+        sizes = {"expert_bytes": ((1,),) * 4, "dense_bytes": (1,) * 4}
+        geometry = dataclasses.replace(geometry, num_layers=4, **sizes)
+    made = artefact_for(PREDICTOR, geometry, hidden=32, loss="bce" if damage == "loss" else "kl")
+    if damage == "array":
+        arrays = {name: array for name, array in made.arrays.items() if name != "2.1.bias"}
+        made = dataclasses.replace(made, arrays=arrays)
+    if damage == "zero":
+        made.arrays["2.1.weight"][2] = 0
+    write_artefact(path, made)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-50])
+    given = {} if damage == "none" else {"prefetch.profile": str(path)}
+    with pytest.raises(ValueError, match=message):
+        check_arguments(geometry.model, {"policy": "commitmoe_prefetch", **given})

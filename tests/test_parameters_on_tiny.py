@@ -21,8 +21,10 @@ from lm_eval_moecache.wrap import WrappedModel
 from tests.policies.streams import policy_of
 from tests.policies.test_parameters import CASES, moves
 
-# Offline algorithms need a trace; tests/core sweeps those in replays.
-LIVE = [case for case in CASES if not getattr(find_algorithm(*case[:2]), "is_offline", False)]
+# Offline algorithms need a trace, and tests/core sweeps those in replays; those that need a draft
+# are swept in tests/speculative.
+ELSEWHERE = ("is_offline", "needs_draft")
+LIVE = [c for c in CASES if not any(getattr(find_algorithm(*c[:2]), e, False) for e in ELSEWHERE)]
 
 
 @functools.cache

@@ -5,7 +5,7 @@ Shapes: T tokens of a window, E experts, D hidden size, N sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -103,56 +103,56 @@ def _similarity(layer: MoELayer, hidden_ND: Tensor) -> FloatArray:
 
 
 def analyze(
-    observation: Observation, similarity: FloatArray, alpha: float, k_max: int, smoothing: float
+    counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int
 ) -> list[dict[str, Any]]:
     """Return a row for each layer: how uneven its experts and their pairs are, and its lists.
 
-    `similarity_of_buddies` is the mean output cosine of experts and their buddies, beside that of
-    all pairs: whether being chosen together says anything about doing the same.
+    The similarity (mean output cosine) of buddies stands beside that of all pairs: whether being
+    chosen together says anything about doing the same. The `correlation` is that of the two over
+    all pairs.
     """
     rows = []
-    counts = observation.counts
     for layer, (active, pairs) in enumerate(zip(counts.activations, counts.pairs, strict=True)):
-        q = conditional(pairs, smoothing)
+        q = conditional(pairs, 0.0)
         lists = buddy_lists(q, alpha, k_max)
         pivots, places = (lists != NO_BUDDY).nonzero()
+        first = np.flatnonzero(lists[:, 0] != NO_BUDDY)
         others = ~np.eye(len(q), dtype=bool)
-        first = lists[:, 0]
+        cosines = similarity[layer]
         rows.append(
             {
                 "layer": layer,
                 "most_active_share": float(active.max() / active.sum()),
                 "least_active_share": float(active.min() / active.sum()),
-                "mass_of_4_peers": float(np.sort(q, axis=-1)[:, -4:].sum(-1).mean()),
+                "mass_of_4_best_peers": float(np.sort(q, axis=-1)[:, -4:].sum(-1).mean()),
                 "mean_list_size": len(pivots) / len(q),
-                "similarity_of_pairs": float(similarity[layer][others].mean()),
-                "similarity_of_buddies": float(
-                    similarity[layer][pivots, lists[pivots, places]].mean()
-                ),
-                "similarity_of_first_buddy": float(
-                    similarity[layer][np.arange(len(q)), first][first != NO_BUDDY].mean()
-                ),
+                "similarity_of_pairs": float(cosines[others].mean()),
+                "similarity_of_buddies": float(cosines[pivots, lists[pivots, places]].mean()),
+                "similarity_of_best_buddy": float(cosines[first, lists[first, 0]].mean()),
+                "correlation": float(np.corrcoef(q[others], cosines[others])[0, 1]),
             }
         )
     return rows
 
 
-def draw(panels: Mapping[str, FloatArray], active: Any, title: str, path: str) -> None:
-    """Draw one layer: a heat map of each measure [E, E] (diagonals left out), and activations."""
+def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str, path: str) -> None:
+    """Draw a layer's co-activations, output similarities (diagonals left out) and activations."""
     from lm_eval_moecache.report.figure import new_figure, save
 
-    figure, axes = new_figure(columns=len(panels) + 1)
-    for panel, (name, values) in zip(axes, panels.items(), strict=False):
+    figure, (left, middle, right) = new_figure(columns=3)
+    for panel, name, values in (
+        (left, "tokens that chose i and j", counts.pairs[layer]),
+        (middle, "mean cosine of outputs", similarity[layer]),
+    ):
         shown = np.where(np.eye(len(values), dtype=bool), np.nan, values)
         image = panel.imshow(shown, cmap="viridis", interpolation="nearest")
-        figure.colorbar(image, ax=panel, shrink=0.6)
+        figure.colorbar(image, ax=panel, shrink=0.8)
         panel.set_title(name)
         panel.set_xlabel("expert j")
         panel.set_ylabel("expert i")
         panel.grid(False)
-    axes[-1].bar(range(len(active)), active)
-    axes[-1].set_title("activations A(i)")
-    axes[-1].set_xlabel("expert i")
-    axes[-1].set_ylabel("tokens")
+    right.bar(range(len(counts.activations[layer])), counts.activations[layer])
+    right.set_title("tokens that chose i")
+    right.set_xlabel("expert i")
     figure.suptitle(title)
     save(figure, path)

@@ -12,8 +12,9 @@ import torch
 import transformers
 
 from lm_eval_moecache.config import TINY
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.policy import load_policy

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.report.figures import write_figures
 from lm_eval_moecache.report.plots import write_plots
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.sweep.spec import read_sweep
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("dir", help="a folder with results JSONs below it")
+    parser.add_argument(
+        "dir", help="a folder with results JSONs below it; the `figures` of its sweep.yaml, if any"
+    )
     parser.add_argument("--output", type=str | None, help="default: DIR/plots")
     parser.add_argument("--task", type=str | None, help="TASK or TASK:METRIC; default: mean")
     parser.add_argument("--group", default="policy", help="the setting that gives a run its colour")
@@ -22,9 +28,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     folder = Path(arguments.dir)
     target = Path(arguments.output) if arguments.output else folder / "plots"
-    written = write_plots(load_runs(folder), target, task=arguments.task, group=arguments.group)
+    runs = load_runs(folder)
+    own = figures_of(folder)
+    # A sweep that names its figures is told by those, unless another picture is asked for.
+    if own and arguments.task is None:
+        written = write_figures(runs, own, target)
+    else:
+        written = write_plots(runs, target, task=arguments.task, group=arguments.group)
     if arguments.json:
         sys.stdout.write(json.dumps({"files": [str(path) for path in written]}, indent=2) + "\n")
     else:
         sys.stdout.writelines(f"{path}\n" for path in written)
     return 0
+
+
+def figures_of(folder: Path) -> Sequence[Mapping[str, Any]]:
+    path = folder / "sweep.yaml"
+    return read_sweep(path).figures if path.is_file() else ()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.errors import unknown
 from lm_eval_moecache.report.html import as_html
-from lm_eval_moecache.report.render import as_csv, as_json, as_markdown
+from lm_eval_moecache.report.render import as_csv, as_json, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.tables import Table, leaderboard
-from lm_eval_moecache.report.views import view_table
-from lm_eval_moecache.sweep.files import write_atomically
+from lm_eval_moecache.report.views import selected, view_table
+from lm_eval_moecache.sweep.files import RUNS, write_atomically
 from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.tune.outcome import front_table
 
+BOARD = "table.yaml"
+_BOARD_FIELDS = ("title", "where", "columns", "sort", "views")
 _FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "md": as_markdown,
     "csv": lambda tables: as_csv(tables[0]),
@@ -38,24 +45,69 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--write", action="store_true", help="write DIR/table.md (and .csv, .html, .json)"
     )
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="with --write: for every sweep's folder below DIR, for every folder with a "
+        "table.yaml (title, where, columns, sort, views: a leaderboard over what lies below it), "
+        "and for the JSONs of analyses and searches",
+    )
 
 
 def run(arguments: Namespace) -> int:
     folder = Path(arguments.dir)
-    tables = collect(
-        folder, _split(arguments.columns), _split(arguments.sort), title=arguments.title
-    )
     chosen = "json" if arguments.json else arguments.format
-    if not arguments.write:
-        sys.stdout.write(_FORMATS[chosen or "md"](tables))
+    given = _split(arguments.columns), _split(arguments.sort), arguments.title
+    if arguments.each:
+        if not arguments.write or any(given):
+            raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
+        for each in board_folders(folder):
+            _write(each, collect(each), chosen)
+        for path, text in other_tables(folder).items():
+            write_atomically(path, text)
+            sys.stdout.write(f"{path}\n")
         return 0
+    tables = collect(folder, *given)
+    if arguments.write:
+        _write(folder, tables, chosen)
+    else:
+        sys.stdout.write(_FORMATS[chosen or "md"](tables))
+    return 0
+
+
+def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     for name in [chosen] if chosen else _FORMATS:
         path = folder / f"table.{name}"
         write_atomically(path, _FORMATS[name](tables))
         sys.stdout.write(f"{path}\n")
-    return 0
+
+
+def board_folders(folder: Path) -> list[Path]:
+    """Return the folders that have a table of their own: sweeps, and those with a `table.yaml`."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{str(folder)!r}: there is no such folder.")
+    sweeps = {p.parent for p in folder.rglob("sweep.yaml") if any((p.parent / RUNS).glob("*.json"))}
+    found = sorted(sweeps | {path.parent for path in folder.rglob(BOARD)})
+    if not found:
+        raise ValueError(f"{str(folder)!r} has neither finished sweeps nor a {BOARD} below it.")
+    return found
+
+
+def other_tables(folder: Path) -> dict[Path, str]:
+    """Return the Markdown of analyses and searches, remade from the JSON beside it."""
+    found = {}
+    for path in sorted(folder.rglob("*.json")):
+        target = path.with_suffix(".md")
+        if path.name == "table.json" or not target.is_file():
+            continue
+        data = json.loads(path.read_text())
+        if "rows" in data:
+            found[target] = rows_as_markdown(data["rows"])
+        elif "front" in data:
+            found[target] = front_table(data)
+    return found
 
 
 def collect(
@@ -64,13 +116,35 @@ def collect(
     sort: list[str] | None = None,
     title: str | None = None,
 ) -> list[Table]:
-    """Return the leaderboard of a folder, then the views that its sweep file defines."""
+    """Return the leaderboard of a folder, then the views that its `table.yaml` or sweep defines."""
     runs = load_runs(folder)
-    path = folder / "sweep.yaml"
-    sweep = read_sweep(path) if path.is_file() else None
-    heading = (sweep.title or sweep.name) if sweep else ""
-    first = leaderboard(runs, title=heading if title is None else title, columns=columns, sort=sort)
-    return [first, *(view_table(runs, view) for view in (sweep.views if sweep else ()))]
+    board = _board(folder)
+    chosen = [run for run in runs if selected(run, board.get("where", {}))]
+    if not chosen:
+        raise ValueError(f"{folder / BOARD}: no run has where={board['where']!r}.")
+    first = leaderboard(
+        chosen,
+        title=board.get("title", "") if title is None else title,
+        columns=columns or board.get("columns"),
+        sort=sort or board.get("sort"),
+    )
+    return [first, *(view_table(runs, view) for view in board.get("views", ()))]
+
+
+def _board(folder: Path) -> dict[str, Any]:
+    """Read what a folder says of its table; a sweep says only its title and its views."""
+    path = folder / BOARD
+    if not path.is_file():
+        path = folder / "sweep.yaml"
+        sweep = read_sweep(path) if path.is_file() else None
+        return {"title": sweep.title or sweep.name, "views": sweep.views} if sweep else {}
+    board = yaml.safe_load(path.read_text())
+    if not isinstance(board, dict):
+        raise ValueError(f"{path} must hold a mapping of {', '.join(_BOARD_FIELDS)}.")
+    for key in board:
+        if key not in _BOARD_FIELDS:
+            raise unknown(f"{BOARD}: field", key, _BOARD_FIELDS)
+    return board
 
 
 def _split(text: str | None) -> list[str] | None:

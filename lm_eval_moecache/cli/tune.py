@@ -72,7 +72,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(outcome.as_dict(), indent=2) + "\n")
     else:
-        sys.stdout.write(front_table(outcome))
+        sys.stdout.write(front_table(outcome.as_dict()))
     return 0
 
 

@@ -21,7 +21,7 @@ class ExpertCache:
         self.capacity_bytes = capacity_bytes
         self.eviction = eviction
         self._sizes = geometry.expert_bytes
-        self._num_experts = geometry.num_experts
+        self.num_experts = geometry.num_experts
         self.resident: dict[int, int] = {}
         """Resident key -> rung of the precision ladder."""
         self.arriving: dict[int, int] = {}
@@ -32,6 +32,8 @@ class ExpertCache:
         self.peak_bytes = 0
         self.loads = 0
         self.evictions = 0
+        self.replaced = 0
+        """Residents let go because the same expert was asked for at a better rung."""
         self.lifetime_tokens = 0
         """Sum over evicted experts of the tokens processed while they were resident."""
         self.tokens = 0
@@ -46,7 +48,7 @@ class ExpertCache:
         self.eviction.on_pass(pass_index)
 
     def size_of(self, key: int, rung: int = 0) -> int:
-        return self._sizes[key // self._num_experts][rung]
+        return self._sizes[key // self.num_experts][rung]
 
     def count_evicted_in_this_pass(self, keys: Iterable[int]) -> int:
         evicted_in, now = self._evicted_in, self._pass_index
@@ -80,25 +82,30 @@ class ExpertCache:
         self._settle(key, self.arriving.pop(key), prefetched=True)
         self.unused_prefetches.add(key)
 
+    def let_go(self, key: int) -> None:
+        """Free a resident's bytes: it is about to be loaded again at a better rung."""
+        self._remove(key)
+        self.replaced += 1
+
     def clear(self) -> None:
         """Evict everything that is resident; what is arriving still arrives."""
         for key in list(self.resident):
             self._evict(key)
 
     def check_integrity(self) -> None:
-        """Assert the conservation laws: bytes add up, and loads - evictions = residents."""
+        """Assert the conservation laws: bytes add up, and so do loads and departures."""
         held = sum(self.size_of(k, r) for k, r in (self.resident | self.arriving).items())
         assert held == self.used_bytes <= self.capacity_bytes, (
             f"bytes held {held}, counted {self.used_bytes}, capacity {self.capacity_bytes}"
         )
-        settled = self.loads - self.evictions
+        settled = self.loads - self.evictions - self.replaced
         assert settled == len(self.resident) + len(self.arriving), (
-            f"loads {self.loads} - evictions {self.evictions} != residents {len(self.resident)} "
-            f"+ arriving {len(self.arriving)}"
+            f"loads {self.loads} - evictions {self.evictions} - replaced {self.replaced} != "
+            f"residents {len(self.resident)} + arriving {len(self.arriving)}"
         )
 
     def _take(self, key: int, rung: int) -> None:
-        self.used_bytes += self._sizes[key // self._num_experts][rung]
+        self.used_bytes += self._sizes[key // self.num_experts][rung]
         assert self.used_bytes <= self.capacity_bytes, (
             f"{self.used_bytes} bytes in a cache of {self.capacity_bytes}"
         )
@@ -112,10 +119,14 @@ class ExpertCache:
         self.eviction.on_insert(key, prefetched)
 
     def _evict(self, key: int) -> None:
-        rung = self.resident.pop(key)
-        self.used_bytes -= self._sizes[key // self._num_experts][rung]
         self.evictions += 1
-        self.lifetime_tokens += self.tokens - self._loaded_at.pop(key)
+        self.lifetime_tokens += self.tokens - self._loaded_at[key]
         self._evicted_in[key] = self._pass_index
+        self._remove(key)
+
+    def _remove(self, key: int) -> None:
+        rung = self.resident.pop(key)
+        self.used_bytes -= self._sizes[key // self.num_experts][rung]
+        del self._loaded_at[key]
         self.unused_prefetches.discard(key)
         self.eviction.on_evict(key)

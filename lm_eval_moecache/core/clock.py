@@ -36,6 +36,10 @@ class Clock(ABC):
         """Return the seconds that applying `num_gates` further gates as predictors takes."""
 
     @abstractmethod
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        """Return the seconds that a small network beside the model takes for a pass's tokens."""
+
+    @abstractmethod
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
         """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
 
@@ -50,21 +54,25 @@ class VirtualClock(Clock):
     A pass over n tokens of a part with W weights costs 2 W n FLOP and reads W once. Attention
     over the context and the KV cache are left out: they are the same for every policy, and small
     beside the weights at the lengths the tasks have.
+
+    Experts stored at a low precision are read at that precision's bytes and multiplied at the
+    compute dtype, as kernels do that dequantise in registers: FLOP follow the number of weights,
+    and no decoded copy goes through memory. Kernels are per format: an event whose experts have
+    several rungs launches them once for each.
     """
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
         self.now = 0.0
+        self._hardware = hardware
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
         self._dense = tuple(
             (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
             for size in geometry.dense_bytes
         )
-        # FLOP follow the number of weights (rung 0), bytes read follow the stored precision.
+        computed = geometry.compute_bytes or [rungs[0] for rungs in geometry.expert_bytes]
         self._expert = tuple(
-            tuple(
-                (rungs[0] * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in rungs
-            )
-            for rungs in geometry.expert_bytes
+            tuple((whole * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in rungs)
+            for whole, rungs in zip(computed, geometry.expert_bytes, strict=True)
         )
         self._dense_overhead_s = DENSE_KERNELS * hardware.kernel_overhead_s
         self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
@@ -84,6 +92,12 @@ class VirtualClock(Clock):
 
     def gates(self, num_gates: int) -> float:
         return num_gates * self._gate_s
+
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        hardware = self._hardware
+        flop_s = 2 * num_weights * num_tokens / hardware.peak_flops
+        read_s = nbytes / hardware.memory_bytes_per_s
+        return max(flop_s, read_s) + num_kernels * hardware.kernel_overhead_s
 
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:
         if not num_experts:
@@ -115,6 +129,9 @@ class WallClock(Clock):
         return
 
     def gates(self, num_gates: int) -> float:
+        return 0.0
+
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
         return 0.0
 
     def experts(self, layer: int, num_experts: int, num_assignments: int, rung: int = 0) -> None:

@@ -67,10 +67,9 @@ def activating_entropy(shares: FloatArray) -> FloatArray:
 def conditional(counts: npt.NDArray[Any], smoothing: float) -> Counts:
     """Return q [E, E], row i being q(j|i) (equation 4) after Laplace smoothing.
 
-    A row without any evidence stays zero: smoothing it would invent buddies. Negative similarities
-    count as none.
+    A row without any evidence stays zero: smoothing it would invent buddies.
     """
-    evidence = np.maximum(counts.astype(np.float64), 0.0)
+    evidence = counts.astype(np.float64)
     np.fill_diagonal(evidence, 0.0)
     smoothed = evidence + smoothing
     np.fill_diagonal(smoothed, 0.0)
@@ -122,12 +121,19 @@ class BuddyProfile:
         """Return q [L, E, E], and which experts j are among the first `rank` buddies of i."""
         alphas = self._alphas(alpha)
         k_max = int(self._settings["k_max"]) if k_max is None else k_max
-        for name, value in (("k_max", k_max), ("H", rank)):
-            if value is not None and value < 1:
-                raise ValueError(f"miss.{name}={value} must be 1 or more.")
-        q = np.stack(
-            [conditional(c, self._settings["smoothing"]) for c in self._arrays[MEASURES[measure]]]
-        )
+        if k_max < 1:
+            raise ValueError(f"miss.k_max={k_max} must be 1 or more.")
+        longest = min(k_max, self._num_experts - 1)
+        if rank is not None and not 1 <= rank < longest:
+            raise ValueError(
+                f"miss.H={rank} must be at least 1 and below the longest list, {longest}: leave it "
+                "out to search whole lists."
+            )
+        evidence, smoothing = self._arrays[MEASURES[measure]], self._settings["smoothing"]
+        if measure == "similarity":
+            # Cosines from 0 to 1, so that every expert has a buddy; smoothing is for counts.
+            evidence, smoothing = (1 + evidence) / 2, 0.0
+        q = np.stack([conditional(layer, smoothing) for layer in evidence])
         is_buddy = np.zeros(q.shape, dtype=bool)
         for layer, share in enumerate(alphas):
             lists = buddy_lists(q[layer], share, k_max)[:, :rank]

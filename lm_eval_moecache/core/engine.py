@@ -3,66 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
+from lm_eval_moecache.core.algorithms import Algorithms
 from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock, VirtualClock, WallClock
+from lm_eval_moecache.core.draft_stage import DraftStage
 from lm_eval_moecache.core.future import Future
-from lm_eval_moecache.core.hardware import Hardware
-from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
+from lm_eval_moecache.core.layer_step import LayerStep
 from lm_eval_moecache.core.ledger import Ledger, PassRecord
 from lm_eval_moecache.core.link import Link
+from lm_eval_moecache.core.predictor import digest_of
 from lm_eval_moecache.core.records import DECODE, Event, Geometry, Selection
-from lm_eval_moecache.core.sizes import Capacity
+from lm_eval_moecache.core.setting import Setting, offline, without_draft
 from lm_eval_moecache.core.slots import SlottedCache
 from lm_eval_moecache.core.wall_link import WallLink
 from lm_eval_moecache.core.wall_step import WallStep
 from lm_eval_moecache.core.worker import Mover
 from lm_eval_moecache.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
-
-
-class Builder(Protocol):
-    """Builds one axis' algorithm for a model: what `policy.Choice` does."""
-
-    def build(self, geometry: Geometry, seed: int) -> Any: ...
-
-
-class Composition(Protocol):
-    """The part of a policy that the engine needs."""
-
-    @property
-    def phases(self) -> str: ...
-    @property
-    def routing(self) -> Builder: ...
-    @property
-    def prefetch(self) -> Builder: ...
-    @property
-    def eviction(self) -> Builder: ...
-    @property
-    def miss(self) -> Builder: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What a run is made of, beside the model."""
-
-    policy: Composition
-    capacity: Capacity
-    hardware: Hardware
-    seed: int = 0
-    throttle_bytes_per_s: float | None = None
-    """What the real link is slowed down to (wall clock only); None for as fast as it is."""
-
-
-def offline(algorithm: object) -> ValueError:
-    """Build the error for an algorithm (or its class) that only a replay can run."""
-    module = algorithm.__module__.split(".")
-    return ValueError(
-        f"{module[-2]}={module[-1]!r} needs to know the future, which only a replay does. Record "
-        "the run with trace=DIR and give the file to `moecache replay`."
-    )
 
 
 class Engine:
@@ -99,6 +57,7 @@ class Engine:
         else:
             self._build_wall(mover)
         self._prepare(future)
+        self.draft_stage = self._make_draft_stage()
         # Called once a layer and token: bound here, so that no call goes through two functions.
         self.enter = self._step.enter
         self.run = self._step.run
@@ -163,14 +122,51 @@ class Engine:
         return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
 
     @property
+    def predictor_digest(self) -> str:
+        """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
+        prefetch = self.algorithms.prefetch
+        if not prefetch.uses_predictor or prefetch.artefact is None:
+            return ""
+        return digest_of(prefetch.artefact)
+
+    @property
     def peak_cache_bytes(self) -> int:
         """The most bytes ever held (summed over the layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
 
-    def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
-        record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+    def _make_draft_stage(self) -> DraftStage | None:
+        setting, prefetch = self.setting, self.algorithms.prefetch
+        if setting.draft is None:
+            if prefetch.needs_draft:
+                raise without_draft(prefetch)
+            return None
+        queue = self._step.queue
+        stage = DraftStage(setting.draft, setting.hardware, self.link, self.clock, queue, prefetch)
+        stage.plan(self.geometry, setting.capacity.bytes_by_partition)
+        return stage
+
+    def begin_draft(self) -> DraftStage:
+        """Begin drafting, which belongs to the next pass: its evictions and its time do, too."""
+        assert self.draft_stage is not None, "drafting without a draft"
+        index = len(self.ledger.passes)
+        self.draft_stage.begin(index)
         for pool in self.pools:
-            pool.begin_pass(record.index, num_tokens)
+            pool.begin_pass(index, 0)
+        return self.draft_stage
+
+    def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
+        stage = self.draft_stage
+        if stage is not None and stage.is_open:
+            record = self.ledger.begin_pass(phase, num_tokens, stage.start_s)
+            record.draft_s = self.clock.now - stage.start_s
+            record.stall_s = stage.stall_s
+            for pool in self.pools:
+                pool.tokens += num_tokens
+            stage.end()
+        else:
+            record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+            for pool in self.pools:
+                pool.begin_pass(record.index, num_tokens)
         self._step.begin_pass(record)
         self.record = record
         return record
@@ -190,6 +186,11 @@ class Engine:
         record.lifetime_tokens = after[3] - self._before[3]
         self._before = after
         self.record = None
+
+    def settle_drafts(self, drafted: int, accepted: int) -> None:
+        """Note how many tokens the last pass was given to verify, and how many were right."""
+        record = self.ledger.passes[-1]
+        record.drafted, record.accepted = drafted, accepted
 
     def begin_scan(self, num_tokens: int) -> None:
         """Begin a text whose tokens are routed one after another, as if they were decoded."""
@@ -242,7 +243,8 @@ class Engine:
         for pool in self.pools:
             pool.check_integrity()
         counted = sum(record.bytes_moved for record in self.ledger.passes)
-        assert self.record is not None or counted == self.link.bytes_moved, (
+        is_open = self.draft_stage is not None and self.draft_stage.is_open
+        assert is_open or self.record is not None or counted == self.link.bytes_moved, (
             f"ledger has {counted} bytes, link {self.link.bytes_moved}"
         )
         moved = sum(pool.loads for pool in self.pools)

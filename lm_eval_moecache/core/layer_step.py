@@ -6,15 +6,16 @@ It asks the cache, the link, the clock and the algorithms; none of them calls ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 
+from lm_eval_moecache.core.algorithms import Algorithms
 from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.clock import Clock
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
-from lm_eval_moecache.core.prefetch_queue import PrefetchQueue
+from lm_eval_moecache.core.predictor import PredictorCost, costs
+from lm_eval_moecache.core.prefetch_queue import Chooser, PrefetchQueue
 from lm_eval_moecache.core.records import (
     DROPPED,
     PREFILL,
@@ -23,28 +24,16 @@ from lm_eval_moecache.core.records import (
     Geometry,
     IntArray,
     Selection,
+    num_assignments,
     softmax,
     spell_out,
     token_miss_count,
     unique_in_order,
 )
-from lm_eval_moecache.miss.base import MissAlgorithm
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.routing.base import RoutingAlgorithm
+from lm_eval_moecache.core.rungs import execute_by_rung, let_worse_go, not_good_enough
 
 Execute = Callable[[Sequence[int]], None]
 _NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithms:
-    """One algorithm per axis; the eviction algorithms live in their caches."""
-
-    routing: RoutingAlgorithm
-    prefetch: PrefetchAlgorithm
-    miss: MissAlgorithm
-    decode_only: bool = False
-    """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
 
 
 class LayerStep:
@@ -65,6 +54,12 @@ class LayerStep:
         self._algorithms = algorithms
         self._may_change = not (algorithms.routing.is_lossless and algorithms.miss.is_lossless)
         self._prefetches = algorithms.prefetch.is_active
+        self._cached_first = algorithms.miss.cached_first
+        self._ladder = len(geometry.precision) > 1
+        self._predictor: Sequence[PredictorCost] = ()
+        if algorithms.prefetch.uses_predictor:
+            assert algorithms.prefetch.artefact is not None, "a predictor without its artefact"
+            self._predictor = costs(algorithms.prefetch.artefact)
         self.queue = PrefetchQueue(geometry, caches, link, algorithms.prefetch)
         self._record = PassRecord(-1, PREFILL, 0, 0.0)
         self.observer: Callable[[Event], None] | None = None
@@ -109,8 +104,13 @@ class LayerStep:
         if self.observer is not None:
             self.observer(event)
         fetches: Sequence[Fetch] | None = None
-        if absent and self._is_lossy_here(self._algorithms.miss.is_lossless, event):
-            fetches, selection = self._resolve(event, cache, absent, selection)
+        miss = self._algorithms.miss
+        if self._is_lossy_here(miss.is_lossless, event):
+            if absent or (self._ladder and miss.upgrade):
+                fetches, selection = self._resolve(event, cache, absent, selection)
+        elif self._ladder:
+            # Where lossy algorithms stand aside, what they left at a lower rung is not enough.
+            absent = not_good_enough(cache, event.keys)
         if selection is not None and asked is not None:
             self._judge(asked, selection)
         return selection, [Fetch(key) for key in absent] if fetches is None else fetches
@@ -123,22 +123,39 @@ class LayerStep:
         pinned = set(event.keys) if demands or prefetches else _NOTHING
         if demands:
             ready_s, remaining = self._load(event, cache, demands, pinned, execute)
+            if self._cached_first:
+                remaining = self._execute_near(event, remaining, demands, execute)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._geometry.num_layers + event.layer)
         self._record.stall_s += self._clock.wait_until(ready_s)
         if prefetches:
-            ready_s = gate_s + self._clock.gates(len(event.predicted))
-            self.queue.submit(event, ready_s)
+            ready_s = gate_s + self._predicting_s(event)
+            self.queue.submit(event, ready_s, self._chooser(event))
             self._clock.wait_until(ready_s)
         self._execute(event, remaining, execute)
         if prefetches and link.active:
             self.queue.drain(self._clock.now, pinned, event.layer)
         cache.eviction.on_event(event)
 
+    def _predicting_s(self, event: Event) -> float:
+        """Return the seconds that the event's predictions take: of gates, or of a predictor."""
+        if not self._predictor or not event.predicted:
+            return self._clock.gates(len(event.predicted))
+        cost = self._predictor[event.layer]
+        return self._clock.network(
+            cost.num_weights, cost.num_bytes, cost.num_kernels, event.num_tokens
+        )
+
     def _is_lossy_here(self, is_lossless: bool, event: Event) -> bool:
         if is_lossless:
             return False
         return not (self._algorithms.decode_only and event.phase == PREFILL)
+
+    def _chooser(self, event: Event) -> Chooser | None:
+        miss = self._algorithms.miss
+        if not (self._ladder and self._is_lossy_here(miss.is_lossless, event)):
+            return None
+        return miss.prefetch_rungs
 
     def _route(self, event: Event, cache: ExpertCache) -> Selection | None:
         routing = self._algorithms.routing
@@ -179,6 +196,9 @@ class LayerStep:
             scores, live = softmax(event.logits), event.experts != DROPPED
             scores[live.nonzero()[0], event.experts[live]] = event.weights[live]
             event.weights = np.take_along_axis(scores, experts, axis=-1)
+            if selection.weights is not None:
+                ruled = np.isnan(selection.weights)
+                event.weights = np.where(ruled, event.weights, selection.weights)
         if selection.keep is not None:
             experts = np.where(selection.keep, experts, DROPPED)
         event.experts = experts
@@ -226,9 +246,11 @@ class LayerStep:
             if link.inflight in pinned:
                 ready_s = link.busy_until
             # Off the list: a wave may execute and evict it before its turn comes.
-            fetches = [fetch for fetch in fetches if fetch.key != link.inflight]
+            fetches = [f for f in fetches if cache.arriving.get(f.key, f.rung + 1) > f.rung]
             self.queue.land()
             cache.unused_prefetches -= pinned
+        if self._ladder:
+            let_worse_go(cache, fetches)
         for fetch in fetches:
             key = fetch.key
             if link.active and link.is_pending(key):
@@ -246,14 +268,22 @@ class LayerStep:
             cache.insert(key, fetch.rung)
         return ready_s, remaining
 
+    def _execute_near(
+        self, event: Event, keys: list[int], demands: Sequence[Fetch], execute: Execute | None
+    ) -> list[int]:
+        """Execute what was resident all along, before the wait; return what has to wait."""
+        # The compute is busy from here on: predicting does not hide behind the wait.
+        self._clock.wait_until(self._clock.now + self._predicting_s(event))
+        awaited = {fetch.key for fetch in demands}
+        self._execute(event, [key for key in keys if key not in awaited], execute)
+        return [key for key in keys if key in awaited]
+
     def _execute(self, event: Event, keys: list[int], execute: Execute | None) -> None:
         if execute is not None:
             execute(keys)
-        if event.experts is None:
-            assignments = len(keys)
-        elif len(keys) == len(event.keys):
-            assignments = int((event.experts >= 0).sum())
+        if self._ladder:
+            cache = self._caches[event.layer]
+            self._record.low_precision += execute_by_rung(self._clock, cache, event, keys)
         else:
-            wave = np.asarray(keys) - event.layer * self._geometry.num_experts
-            assignments = int(np.isin(event.experts, wave).sum())
-        self._clock.experts(event.layer, len(keys), assignments)
+            assignments = num_assignments(event, keys, self._geometry.num_experts)
+            self._clock.experts(event.layer, len(keys), assignments)

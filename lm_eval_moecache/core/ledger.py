@@ -36,6 +36,13 @@ class PassRecord:
     """Executed assignments that the unmodified router did not choose."""
     substituted: int = 0
     low_precision: int = 0
+    """Executed assignments whose expert was near at a lower rung than the best stored one."""
+    draft_s: float = 0.0
+    """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
+    drafted: int = 0
+    """Tokens drafted for this pass to verify."""
+    accepted: int = 0
+    """Drafted tokens that it accepted, so that it gave one output token more."""
 
     @property
     def hits(self) -> int:
@@ -48,6 +55,11 @@ class PassRecord:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that a pass of a generation gives: its own, and the drafts it accepted."""
+        return self.accepted + 1
 
 
 @dataclass(slots=True)

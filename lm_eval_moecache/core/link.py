@@ -25,9 +25,11 @@ class Link:
         self.inflight: int | None = None
         """Key of the prefetch in flight, which lands at `busy_until`."""
         self._heap: list[tuple[int, int, int]] = []
-        self._queued: dict[int, tuple[int, float]] = {}
-        """Key -> (sequence number of its live heap entry, time of submission)."""
+        self._queued: dict[int, tuple[int, float, int | None]] = {}
+        """Key -> (sequence number of its live heap entry, time of submission, batch)."""
         self._sequence = 0
+        self._open_batch: int | None = None
+        """Batch of the last transfer, which the next one joins if nothing comes between."""
 
     @property
     def num_issued(self) -> int:
@@ -42,20 +44,29 @@ class Link:
     def is_pending(self, key: int) -> bool:
         return key == self.inflight or key in self._queued
 
-    def transfer(self, nbytes: int, now: float) -> float:
-        """Move `nbytes` as soon as the link is free, not before `now`; return when they land."""
+    def transfer(self, nbytes: int, now: float, joins: bool = False) -> float:
+        """Move `nbytes` as soon as the link is free, not before `now`; return when they land.
+
+        A transfer that `joins` the one before it, in one batch, pays no latency of its own.
+        """
         start = now if now > self.busy_until else self.busy_until
-        duration = self._latency_s + nbytes / self._bytes_per_s
+        duration = nbytes / self._bytes_per_s
+        if not joins:
+            duration += self._latency_s
+            self._open_batch = None
         self.busy_until = start + duration
         self.busy_s += duration
         self.bytes_moved += nbytes
         self.transfers += 1
         return self.busy_until
 
-    def submit(self, key: int, due: int, now: float) -> None:
-        """Queue a prefetch. The earliest `due` event goes first, then the order of submission."""
+    def submit(self, key: int, due: int, now: float, batch: int | None = None) -> None:
+        """Queue a prefetch. The earliest `due` event goes first, then the order of submission.
+
+        Prefetches of one `batch` that follow each other without a gap pay one latency together.
+        """
         assert not self.is_pending(key), f"key {key} is already on its way"
-        self._queued[key] = (self._sequence, now)
+        self._queued[key] = (self._sequence, now, batch)
         heapq.heappush(self._heap, (due, self._sequence, key))
         self._sequence += 1
 
@@ -75,7 +86,8 @@ class Link:
 
     def postpone(self, key: int, until: float) -> None:
         """Keep a queued prefetch from starting before `until`."""
-        self._queued[key] = (self._queued[key][0], until)
+        sequence, _, batch = self._queued[key]
+        self._queued[key] = (sequence, until, batch)
 
     def cancel_due(self, due: int) -> int:
         """Drop the queued prefetches of events up to `due`; return how many."""
@@ -99,8 +111,10 @@ class Link:
     def start(self, key: int, nbytes: int, now: float) -> None:
         """Begin a queued prefetch; the link must be free of another one in flight."""
         assert self.inflight is None, f"key {self.inflight} is still in flight"
-        del self._queued[key]
-        self.transfer(nbytes, now)
+        batch = self._queued.pop(key)[2]
+        joins = batch is not None and batch == self._open_batch and now <= self.busy_until
+        self.transfer(nbytes, now, joins)
+        self._open_batch = batch
         self.inflight = key
 
     def land(self) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from lm_eval_moecache.core.cache import ExpertCache
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.link import Link
 from lm_eval_moecache.core.records import Event, Geometry
 from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
+
+Chooser = Callable[[Event, int, Sequence[int]], Sequence[int]]
+"""(event, layer, its keys, most wanted first) -> the rung of each."""
 
 
 class PrefetchQueue:
@@ -26,7 +29,10 @@ class PrefetchQueue:
         self._caches = caches
         self._link = link
         self._algorithm = algorithm
+        self._rungs: dict[int, int] = {}
+        """Key -> rung to prefetch it at, where that is not the best."""
         self._predictions: dict[int, set[int]] = {}
+        self._num_batches = 0
 
     def forget(self) -> None:
         """Judge no event by what was predicted for it so far."""
@@ -40,11 +46,16 @@ class PrefetchQueue:
             record.predicted_right += len(predicted.intersection(event.keys))
             record.predictable += len(event.keys)
 
-    def submit(self, event: Event, ready_s: float) -> None:
-        """Queue what the prefetcher proposes at an event, known from `ready_s` on."""
+    def submit(self, event: Event, ready_s: float, choose: Chooser | None = None) -> None:
+        """Queue what the prefetcher proposes at an event, known from `ready_s` on.
+
+        `choose` says at which rung; what is near or on its way stays at the rung it has.
+        """
         num_experts, link = self._num_experts, self._link
+        proposed = self._algorithm.propose(event)
+        rungs = {} if choose is None else self._choose(event, proposed, choose)
         layer = -1
-        for key in self._algorithm.propose(event):
+        for key in proposed:
             if key // num_experts != layer:
                 layer = key // num_experts
                 wanted = self._predictions.setdefault(layer, set())
@@ -56,6 +67,26 @@ class PrefetchQueue:
                 cache.eviction.on_predicted(key)
             elif not link.is_pending(key):
                 link.submit(key, due, ready_s)
+                if rungs or self._rungs:
+                    self._rungs[key] = rungs.get(key, 0)
+
+    def submit_draft(
+        self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
+    ) -> None:
+        """Queue one layer's keys, proposed while drafting for a pass that has not begun."""
+        link = self._link
+        self._num_batches += 1
+        for key in keys:
+            layer = key // self._num_experts
+            self._predictions.setdefault(layer, set()).add(key)
+            cache = self._caches[layer]
+            if key in cache.resident:
+                cache.eviction.on_predicted(key)
+            elif not link.is_pending(key):
+                due = pass_index * self._num_layers + layer
+                link.submit(key, due, ready_s, self._num_batches if batched else None)
+                if self._rungs:
+                    self._rungs[key] = 0
 
     def drain(self, now: float, pinned: Set[int], layer: int) -> None:
         """Let the link work through its prefetches up to `now`.
@@ -73,16 +104,26 @@ class PrefetchQueue:
                 return
             key, start_s = head
             cache = self._caches[key // self._num_experts]
-            nbytes = cache.size_of(key)
+            rung = self._rungs.get(key, 0)
+            nbytes = cache.size_of(key, rung)
             if key in cache.resident:
                 link.withdraw(key)
             elif cache.make_room(nbytes, pinned, layer):
-                cache.reserve(key)
+                cache.reserve(key, rung)
                 link.start(key, nbytes, start_s)
             else:
                 # Everything else is in use until `now`.
                 link.postpone(key, now)
                 return
+
+    def _choose(self, event: Event, keys: Sequence[int], choose: Chooser) -> dict[int, int]:
+        by_layer: dict[int, list[int]] = {}
+        for key in keys:
+            by_layer.setdefault(key // self._num_experts, []).append(key)
+        found: dict[int, int] = {}
+        for layer, own in by_layer.items():
+            found.update(zip(own, choose(event, layer, own), strict=True))
+        return found
 
     def land(self) -> None:
         key = self._link.land()

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.records import PHASES, Event, FloatArray
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.trace import Halves, Trace
 
 _CHUNK_PASSES = 256
@@ -23,6 +24,8 @@ class Needs:
     weights: bool
     logits: bool
     depth: int
+    predicted_by: str
+    """Digest of the predictor that predictions have to be of; empty for the gates."""
 
 
 def replay(
@@ -39,7 +42,7 @@ def replay(
     lacks what an algorithm of the policy has to see.
     """
     engine = Engine(trace.geometry, setting, future)
-    needs = Needs(engine.wants_weights, engine.wants_logits, engine.depth)
+    needs = Needs(engine.wants_weights, engine.wants_logits, engine.depth, engine.predictor_digest)
     _check_needs(trace, needs)
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers
@@ -82,9 +85,16 @@ def _check_needs(trace: Trace, needs: Needs) -> None:
     if needs.depth:
         if trace.predicted is None:
             raise lacks("there is no column 'predicted'")
+        by, wanted = trace.predicted.by, needs.predicted_by
+        if by != wanted:
+            raise lacks(f"its predictions are {_whose(by)} and not {_whose(wanted)}")
         depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
         if depth < min(needs.depth, reachable):
             raise lacks(f"its predictions reach {depth} layers ahead and not {needs.depth}")
+
+
+def _whose(digest: str) -> str:
+    return f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
 
 
 def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
@@ -146,17 +156,22 @@ def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event
             event.logits = trace.logits[row:stop].astype(np.float32)
         if offsets and trace.predicted is not None:
             values = trace.predicted.values[offsets[place] : offsets[place + 1]]
-            event.predicted = _predictions(values, event, needs.depth, num_experts)
+            event.predicted = _predictions(values, event, needs.depth, num_experts, num_layers)
         yield event
 
 
 def _predictions(
-    values: Halves, event: Event, depth: int, num_experts: int
+    values: Halves, event: Event, depth: int, num_experts: int, num_layers: int
 ) -> dict[int, FloatArray]:
-    """Return [tokens, experts] logits for each of the next `depth` layers, by layer."""
+    """Return [tokens, experts] logits for each of the next `depth` layers, by layer.
+
+    Only a predictor's rows reach past the last layer, to the first one of the next pass.
+    """
     by_token = values.reshape(event.num_tokens, -1)
     reach = min(depth * num_experts, by_token.shape[1])
     return {
-        event.layer + 1 + ahead: by_token[:, start : start + num_experts].astype(np.float32)
+        (event.layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
+            np.float32
+        )
         for ahead, start in enumerate(range(0, reach, num_experts))
     }

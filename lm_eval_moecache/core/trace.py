@@ -47,15 +47,17 @@ class TracedRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Logits that later layers' gates gave on a row's input, for `depth` layers ahead.
+    """Logits that were predicted from a row's input for the next `depth` layers.
 
     Row r of layer l holds min(depth, num_layers - 1 - l) * num_experts values, nearest layer
-    first, at `values[offsets[r]:offsets[r + 1]]`.
+    first, at `values[offsets[r]:offsets[r + 1]]`. Where `by` names a trained predictor and not the
+    gates, a decode pass' rows of the last layer hold num_experts values for layer 0 of the next.
     """
 
     depth: int
     values: Halves
     offsets: IntArray
+    by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

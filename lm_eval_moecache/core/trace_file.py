@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm_eval_moecache.core.records import PHASES, FloatArray, IntArray
+from lm_eval_moecache.core.records import DECODE, PHASES, FloatArray, IntArray
 from lm_eval_moecache.core.trace import (
     Columns,
     Halves,
@@ -70,7 +70,7 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
         seed=header.seed,
         requests=read_requests(name, metadata, num_passes),
         logits=trace_logits,
-        predicted=_predicted(name, table, header, columns.layer),
+        predicted=_predicted(name, table, header, columns),
     )
 
 
@@ -170,7 +170,7 @@ def _optional(name: str, table: Any, column: str, width: int) -> FloatArray | No
     return values
 
 
-def _predicted(name: str, table: Any, header: Header, layer: Ints) -> Predicted | None:
+def _predicted(name: str, table: Any, header: Header, columns: Columns) -> Predicted | None:
     if "predicted" not in table.column_names:
         return None
     if not header.predicted_depth:
@@ -178,14 +178,19 @@ def _predicted(name: str, table: Any, header: Header, layer: Ints) -> Predicted 
             f"trace {name}: column 'predicted' needs the metadata field predicted_depth."
         )
     geometry = header.geometry
-    ahead = np.clip(geometry.num_layers - 1 - layer, 0, header.predicted_depth)
+    ahead = np.clip(geometry.num_layers - 1 - columns.layer, 0, header.predicted_depth)
+    if header.predicted_by:
+        wraps = (columns.layer == geometry.num_layers - 1) & (columns.phase == PHASES.index(DECODE))
+        ahead = np.where(wraps, 1, ahead)
     lengths = ahead.astype(np.int64) * geometry.num_experts
     values: Halves = _values(name, table, "predicted", lengths)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     if np.isnan(values).any():
         row = int(np.searchsorted(offsets, int(np.isnan(values).argmax()), side="right")) - 1
         raise misfit(name, f"row {row}", "predicted", "holds a NaN")
-    return Predicted(depth=header.predicted_depth, values=values, offsets=offsets)
+    return Predicted(
+        depth=header.predicted_depth, values=values, offsets=offsets, by=header.predicted_by
+    )
 
 
 def _check_numbers(name: str, column: str, values: Halves) -> None:

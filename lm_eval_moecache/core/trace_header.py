@@ -31,18 +31,21 @@ _REQUIRED: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a trace says of its model. `predicted_depth` is 0 where it holds no predictions."""
+    """What a trace says of its model. `predicted_depth` is 0 where it holds no predictions;
+    `predicted_by` is the digest of the predictor that made them, or empty for the model's gates."""
 
     geometry: Geometry
     seed: int
     predicted_depth: int = 0
+    predicted_by: str = ""
 
 
 def write_header(header: Header) -> bytes:
     """Return the JSON of the metadata key `moecache`.
 
-    Beside the fields every reader needs, `element_bytes` and `rungs` keep what a replay needs for
-    the same times to the last digit, where `precision` and `expert_bytes` cannot say it.
+    Beside the fields every reader needs, `element_bytes`, `rungs` and `compute_bytes` keep what a
+    replay needs for the same times to the last digit, where `precision` and `expert_bytes` cannot
+    say it.
     """
     geometry = header.geometry
     fields: dict[str, Any] = {
@@ -59,8 +62,12 @@ def write_header(header: Header) -> bytes:
     }
     if len(geometry.precision) > 1:
         fields["rungs"] = [list(rungs) for rungs in geometry.expert_bytes]
+    if geometry.compute_bytes:
+        fields["compute_bytes"] = list(geometry.compute_bytes)
     if header.predicted_depth:
         fields["predicted_depth"] = header.predicted_depth
+    if header.predicted_by:
+        fields["predicted_by"] = header.predicted_by
     return json.dumps(fields).encode()
 
 
@@ -80,7 +87,15 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     depth = fields.get("predicted_depth", 0)
     if not isinstance(depth, int) or not 0 <= depth < max(fields["num_layers"], 1):
         raise _bad(name, "predicted_depth", depth, "must lie below num_layers")
-    return Header(geometry=_geometry(name, fields), seed=fields["seed"], predicted_depth=depth)
+    by = fields.get("predicted_by", "")
+    if not isinstance(by, str) or (by and depth != 1):
+        raise _bad(name, "predicted_by", by, "must be text, and predicted_depth 1 with it")
+    return Header(
+        geometry=_geometry(name, fields),
+        seed=fields["seed"],
+        predicted_depth=depth,
+        predicted_by=by,
+    )
 
 
 def _geometry(name: str, fields: Mapping[str, Any]) -> Geometry:
@@ -90,9 +105,14 @@ def _geometry(name: str, fields: Mapping[str, Any]) -> Geometry:
         known = ", ".join(_ELEMENT_BYTES)
         raise _bad(name, "precision", fields["precision"], f"needs one of {known} or element_bytes")
     rungs = fields.get("rungs", [[size] for size in fields["expert_bytes"]])
-    for field, least in (("expert_bytes", 1), ("dense_bytes", 0)):
-        if not _are_sizes(fields[field], least):
-            raise _bad(name, field, fields[field], f"must be whole numbers of {least} or more")
+    computed = fields.get("compute_bytes", [])
+    for field, sizes, least in (
+        ("expert_bytes", fields["expert_bytes"], 1),
+        ("dense_bytes", fields["dense_bytes"], 0),
+        ("compute_bytes", computed, 1),
+    ):
+        if not isinstance(sizes, list) or not _are_sizes(sizes, least):
+            raise _bad(name, field, sizes, f"must be whole numbers of {least} or more")
     if not isinstance(rungs, list) or not all(
         isinstance(r, list) and len(r) == len(precision) and _are_sizes(r, 1) for r in rungs
     ):
@@ -107,6 +127,7 @@ def _geometry(name: str, fields: Mapping[str, Any]) -> Geometry:
             dense_bytes=tuple(fields["dense_bytes"]),
             precision=precision,
             element_bytes=float(element_bytes),
+            compute_bytes=tuple(computed),
         )
     except ValueError as error:
         raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error

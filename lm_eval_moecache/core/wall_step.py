@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from lm_eval_moecache.core.algorithms import Algorithms
 from lm_eval_moecache.core.clock import Clock
-from lm_eval_moecache.core.layer_step import Algorithms, LayerStep
 from lm_eval_moecache.core.layer_step import Execute as ExecuteAtOnce
+from lm_eval_moecache.core.layer_step import LayerStep
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.prefetch_queue import PrefetchQueue
 from lm_eval_moecache.core.records import PREFILL, Event, Fetch, Geometry, Selection

@@ -20,10 +20,14 @@ from lm_eval_moecache.core.records import (
     Event,
     Geometry,
     IntArray,
-    Selection,
     near_mask,
 )
-from lm_eval_moecache.miss.base import MissAlgorithm, Resolution, absent_entries, still_needed
+from lm_eval_moecache.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    check_budget,
+    resolve_substitution,
+)
 
 
 class Buddy(MissAlgorithm):
@@ -34,7 +38,8 @@ class Buddy(MissAlgorithm):
        renormalised probabilities of gamma or more. tau is the percentile of the profile's tokens
        of each layer (the paper's 10 to 20), or absolute. An expert that routing dropped counts as
        none.
-    3. A token's absent experts, heaviest first and at most rho of them, take the near expert with
+    3. A token's absent experts, heaviest first and at most rho of them (the paper does not say
+       which; `order=lightest` spares the ones that matter most), take the near expert with
        the largest Psi (equation 3) among the first H of B(i; alpha), never one of the token's own.
 
     An expert that finds no buddy is loaded, or dropped; where a gate or the budget stands against
@@ -65,6 +70,7 @@ class Buddy(MissAlgorithm):
         k_max: int | None = None,
         H: int | None = None,
         rho: int | None = None,
+        order: Literal["heaviest", "lightest"] = "heaviest",
         tau: float = 15.0,
         tau_scale: Literal["percentile", "absolute"] = "percentile",
         temperature: float = 1.0,
@@ -79,8 +85,11 @@ class Buddy(MissAlgorithm):
     ) -> None:
         super().__init__(geometry, seed=seed)
         self.beta, self.gamma, self.temperature = beta, gamma, temperature
-        self.eta, self.rho, self.reuse = eta, rho, reuse
-        self.fallback, self.weight = fallback, weight
+        self.eta, self.reuse = eta, reuse
+        self.budget = check_budget(rho, geometry.top_k)
+        self.order: Literal["heaviest", "lightest"] = order
+        self.fallback: Literal["fetch", "drop"] = fallback
+        self.weight: Literal["missing", "own"] = weight
         self._check_ranges(kappa, partitions)
         self.artefact = load_artefact(BUDDIES, profile, geometry, "miss.profile")
         known = BuddyProfile(self.artefact)
@@ -93,11 +102,6 @@ class Buddy(MissAlgorithm):
         top_k, experts = self.geometry.top_k, self.geometry.num_experts
         if top_k < 2:
             raise ValueError("a router with top_k=1 has no experts chosen together.")
-        if self.rho is not None and not 1 <= self.rho < top_k:
-            raise ValueError(
-                f"miss.rho={self.rho} must be at least 1 and below the router's top_k={top_k}: "
-                "give a smaller one, or leave it out to have no budget."
-            )
         for name in ("beta", "gamma"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(
@@ -124,19 +128,25 @@ class Buddy(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        experts = event.experts
-        assert experts is not None
         if len(absent) >= self.beta * len(event.keys):
             return None
-        near = near_mask(event.layer, self.geometry.num_experts, resident)
-        chosen, sought = self._replace(event, near)
-        lost = sought & absent_entries(chosen, near)
-        keep = ~lost if self.fallback == "drop" and lost.any() else None
-        if keep is None and np.array_equal(chosen, experts):
-            return None
-        weigh_as = experts if self.weight == "missing" else None
-        fetch = still_needed(event, absent, chosen, keep, self.geometry.num_experts)
-        return Resolution(fetch, Selection(chosen, keep, weigh_as=weigh_as))
+
+        def cost(tokens: IntArray, missing: IntArray) -> Counts:
+            return np.where(
+                self.is_buddy[event.layer, missing], -self._psi(event, tokens, missing), np.inf
+            )
+
+        return resolve_substitution(
+            event,
+            absent,
+            near_mask(event.layer, self.geometry.num_experts, resident),
+            cost,
+            fallback=self.fallback,
+            weight=self.weight,
+            budget=np.where(self.tolerates(event), self.budget, 0),
+            reuse=self.reuse,
+            order=self.order,
+        )
 
     def tolerates(self, event: Event) -> BoolArray:
         """Mark the tokens [tokens] that pass the gates of entropy and margin."""
@@ -157,29 +167,3 @@ class Buddy(MissAlgorithm):
             low, high = logits.min(axis=-1, keepdims=True), logits.max(axis=-1, keepdims=True)
             q = q * (1 + self.eta * (logits - low) / np.maximum(high - low, 1e-9))
         return q
-
-    def _replace(self, event: Event, near: BoolArray) -> tuple[IntArray, BoolArray]:
-        """Return [tokens, top_k] experts after algorithm 1, and for which of them it looked."""
-        assert event.experts is not None
-        chosen: IntArray = event.experts.copy()
-        factor = np.ones((len(chosen), len(near)))
-        free = np.broadcast_to(near, factor.shape).copy()
-        rows, ranks = (chosen != DROPPED).nonzero()
-        free[rows, chosen[rows, ranks]] = False
-        missing = absent_entries(chosen, near)
-        sought = np.zeros_like(missing)
-        left = np.where(self.tolerates(event), self.rho or chosen.shape[1], 0)
-        for rank in range(chosen.shape[1]):
-            tokens = (missing[:, rank] & (left > 0)).nonzero()[0]
-            sought[tokens, rank] = True
-            asked = chosen[tokens, rank]
-            psi = self._psi(event, tokens, asked) * factor[tokens]
-            psi = np.where(self.is_buddy[event.layer, asked] & free[tokens], psi, -np.inf)
-            best = psi.argmax(axis=-1)
-            found = psi[np.arange(len(tokens)), best] > -np.inf
-            tokens, best = tokens[found], best[found]
-            chosen[tokens, rank] = best
-            left[tokens] -= 1
-            factor[tokens, best] *= self.reuse
-            free[tokens, best] = self.reuse > 0
-        return chosen, sought

@@ -9,7 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.core.records import Event, Geometry, IntArray, near_mask
-from lm_eval_moecache.miss.base import MissAlgorithm, Resolution, resolve_substitution
+from lm_eval_moecache.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    check_budget,
+    resolve_substitution,
+)
 
 
 class SubstituteRandom(MissAlgorithm):
@@ -17,10 +22,14 @@ class SubstituteRandom(MissAlgorithm):
 
     The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
     selected GPU-resident experts", read as those of the layer, without a budget. Where none is
-    left, `fallback=fetch` loads the expert and `drop` leaves it out. The substitute is weighted by
-    its own score; `weight=missing` gives it the other's, as replacing indices does (the composition
-    `buddy_random`). Draws depend on the seed, the pass and the layer alone.
+    left, `fallback=fetch` loads the expert and `drop` leaves it out. With a budget rho it is the
+    control that tells the effect of the budget from that of the buddies. The substitute is
+    weighted by its own score; `weight=missing` gives it the other's, as replacing indices does (the
+    composition `buddy_random`). Draws depend on the seed, the pass and the layer alone.
     Cost: O(E) per absent expert of a token.
+
+    Parameters: rho, replacements of a token in a layer, heaviest first (no limit); the rest is
+    loaded.
     """
 
     source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"
@@ -31,10 +40,12 @@ class SubstituteRandom(MissAlgorithm):
         geometry: Geometry,
         *,
         seed: int = 0,
+        rho: int | None = None,
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["own", "missing"] = "own",
     ) -> None:
         super().__init__(geometry, seed=seed)
+        self.budget = check_budget(rho, geometry.top_k)
         self.fallback: Literal["fetch", "drop"] = fallback
         self.weight: Literal["own", "missing"] = weight
 
@@ -49,5 +60,11 @@ class SubstituteRandom(MissAlgorithm):
 
         near = near_mask(event.layer, num_experts, resident)
         return resolve_substitution(
-            event, absent, near, cost, fallback=self.fallback, weight=self.weight
+            event,
+            absent,
+            near,
+            cost,
+            fallback=self.fallback,
+            weight=self.weight,
+            budget=np.full(event.num_tokens, self.budget),
         )

@@ -10,7 +10,14 @@ import numpy as np
 
 from lm_eval_moecache.core.artefact import Artefact
 from lm_eval_moecache.core.future import Future
-from lm_eval_moecache.core.records import DROPPED, Event, FloatArray, Geometry, IntArray
+from lm_eval_moecache.core.records import (
+    DROPPED,
+    Event,
+    FloatArray,
+    Geometry,
+    IntArray,
+    softmax,
+)
 
 
 class PrefetchAlgorithm(ABC):
@@ -30,8 +37,12 @@ class PrefetchAlgorithm(ABC):
     """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
     is_offline: ClassVar[bool] = False
     """Whether it needs the future, so that only a replay can run it."""
+    needs_draft: ClassVar[bool] = False
+    """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
+    uses_predictor: ClassVar[bool] = False
+    """Whether `Event.predicted` come from the predictor that is its artefact, not from gates."""
     artefact_kind: ClassVar[str | None] = None
     """The kind of artefact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     artefact: Artefact | None = None
@@ -55,6 +66,48 @@ class PrefetchAlgorithm(ABC):
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
         """Return the keys to prefetch now, in order of priority, without duplicates."""
+
+
+class DraftStagePrefetch(PrefetchAlgorithm):
+    """Prefetches by what a draft model sees, while it drafts: only `moecache-spec` has one."""
+
+    needs_draft: ClassVar[bool] = True
+    cutoff: int | str
+    """Draft-stage prefetch covers the layers before it; `auto` until `plan` has been called."""
+    critical: int
+    """Experts prefetched per layer and drafted token, at most."""
+    batched: bool
+    """Whether the experts proposed together move as one batch."""
+    synchronous: bool
+    """Whether the draft waits, after each of its layers, for what that layer has asked for."""
+
+    @abstractmethod
+    def plan(self, cutoff: int) -> None:
+        """Take the cutoff that the profile allows, before the first draft: `auto` becomes it."""
+
+    @abstractmethod
+    def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
+        """Return the keys of a layer to prefetch, from its gate's [1, experts] on a draft."""
+
+    def propose(self, event: Event) -> Sequence[int]:
+        return ()
+
+
+def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
+    """Return the keys of each token's `count` likeliest experts, by `by_mass`.
+
+    `logits` are [tokens, experts].
+    """
+    if len(logits) == 1:
+        # One token's experts go by its own order: no need for probabilities.
+        top = np.argsort(-logits[0], kind="stable")[:count]
+        keys: list[int] = (top + layer * logits.shape[-1]).tolist()
+        return keys
+    scores = softmax(logits)
+    top = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+    wanted = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(wanted, top, True, axis=-1)
+    return by_mass(layer, wanted, scores)
 
 
 def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:

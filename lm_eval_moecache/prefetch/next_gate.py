@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-
-from lm_eval_moecache.core.records import Event, Geometry, softmax
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, by_mass
+from lm_eval_moecache.core.records import Event, Geometry
+from lm_eval_moecache.prefetch.base import PrefetchAlgorithm, most_likely
 
 
 class NextGate(PrefetchAlgorithm):
@@ -44,14 +42,5 @@ class NextGate(PrefetchAlgorithm):
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
         for layer, logits in event.predicted.items():
-            if len(logits) == 1:
-                # One token's experts go by its own order: no need for probabilities.
-                top = np.argsort(-logits[0], kind="stable")[: self._count]
-                keys += (top + layer * self.geometry.num_experts).tolist()
-                continue
-            scores = softmax(logits)
-            top = np.argsort(-scores, axis=-1, kind="stable")[:, : self._count]
-            wanted = np.zeros(scores.shape, dtype=bool)
-            np.put_along_axis(wanted, top, True, axis=-1)
-            keys += by_mass(layer, wanted, scores)
+            keys += most_likely(layer, logits, self._count)
         return keys

@@ -39,9 +39,11 @@ METRICS: Mapping[str, tuple[str, int, bool | None]] = {
     "low_precision_share": ("Low precision", 4, None),
     "peak_cache_bytes": ("Peak bytes", 0, False),
     "draft_acceptance": ("Acceptance", 4, True),
+    "accepted_per_verify": ("Accepted/verify", 3, True),
+    "draft_time_share": ("Drafting", 4, None),
     "requests": ("Requests", 0, None),
 }
-_PHASES = {"prefill_": "prefill ", "decode_": "decode "}
+_PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
 _PERCENTILES = ("mean", "p50", "p90", "p99")
 DEFAULT_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 
@@ -133,6 +135,11 @@ def setting(run: Run, name: str) -> Value:
         return Value(run.label or run.run_id)
     if name in ("experiment", "model"):
         return Value(str(getattr(run, name)))
+    if name == "tasks":
+        return Value("+".join(run.tasks_given or run.scored))
+    if name == "parameters":
+        given = [f"{k}={v}" for k, v in run.model_args.items() if k.partition(".")[0] in AXES]
+        return Value(", ".join(text for text in given if "." in text.partition("=")[0]) or None)
     if name in AXES:
         return Value(_choice(report["policy"][name]))
     if name == "policy":
@@ -153,6 +160,7 @@ def _choice(choice: Mapping[str, Any]) -> str:
 def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
     return ValueError(
         f"column {name!r} is not known.{nearest(name, allowed)} Allowed: "
-        f"{', '.join(allowed)}; with `prefill_` or `decode_` before a rate, `.p50`, `.p90` or "
-        "`.p99` after a latency, `@TASK` after a metric, and `TASK:METRIC` for another score."
+        f"{', '.join(allowed)}; with `prefill_`, `decode_` or `verify_` before a rate, `.p50`, "
+        "`.p90` or `.p99` after a latency, `@TASK` after a metric, and `TASK:METRIC` for another "
+        "score."
     )

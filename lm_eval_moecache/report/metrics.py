@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
-from lm_eval_moecache.core.records import PREFILL
+from lm_eval_moecache.core.records import PREFILL, VERIFY
 
 Metrics = dict[str, Any]
 GENERATE = "generate_until"
@@ -68,6 +68,32 @@ def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
     }
 
 
+def draft_metrics(passes: Sequence[PassRecord]) -> Metrics:
+    """The figures of speculative decoding; nothing where no pass had drafts to verify."""
+    verifying = [p for p in passes if p.drafted]
+    if not verifying:
+        return {}
+    accepted = sum(p.accepted for p in verifying)
+    return {
+        **rates([p for p in passes if p.phase == VERIFY], "verify_"),
+        "draft_acceptance": accepted / sum(p.drafted for p in verifying),
+        "accepted_per_verify": accepted / len(verifying),
+        "draft_time_share": share(
+            sum(p.draft_s for p in passes), sum(p.duration_s for p in passes if p.phase != PREFILL)
+        ),
+    }
+
+
+def inter_token_ms(request: RequestRecord) -> list[float]:
+    """Return the wait before each token after the first; what a verify pass adds has none."""
+    waits: list[float] = []
+    for record in request.passes[1:]:
+        if record.phase != PREFILL:
+            waits += [record.duration_s * 1000, *[0.0] * record.accepted]
+    # The last pass may have accepted drafts that come after the request's end.
+    return waits[: max((request.output_tokens or 0) - 1, len(request.passes) - 1)]
+
+
 def request_metrics(request: RequestRecord) -> dict[str, float]:
     """The figures of one request, as they are put on its harness Instance (milliseconds)."""
     durations_ms = [p.duration_s * 1000 for p in request.passes]
@@ -102,7 +128,7 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
     generation_s = sum(p.duration_s for p in unique_passes(generating))
     prefills = [p for p in passes if p.phase == PREFILL]
     singles = [request_metrics(r) for r in requests]
-    itl_ms = [p.duration_s * 1000 for r in generating for p in r.passes[1:] if p.phase != PREFILL]
+    itl_ms = [wait for request in generating for wait in inter_token_ms(request)]
     return {
         "requests": len(requests),
         **summary("ttft_ms", (s["ttft_ms"] for s in singles if "ttft_ms" in s)),
@@ -114,6 +140,7 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
             sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
         ),
         **cache_metrics(passes),
+        **draft_metrics(passes),
         "peak_cache_bytes": peak_cache_bytes,
     }
 

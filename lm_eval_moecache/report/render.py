@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.report.columns import Column, Value
@@ -81,3 +81,11 @@ def _plain(table: Table) -> dict[str, Any]:
         "columns": [column.name for column in table.columns],
         "rows": as_records(table),
     }
+
+
+def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of one shape as a table; figures get four decimals, None is left empty."""
+    from pytablewriter import MarkdownTableWriter
+
+    cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    return str(MarkdownTableWriter(headers=list(rows[0]), value_matrix=cells).dumps())

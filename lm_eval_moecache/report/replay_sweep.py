@@ -8,10 +8,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lm_eval_moecache.core.engine import Setting
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.replay import replay
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.core.trace import Trace
 from lm_eval_moecache.core.trace_import import load_trace

@@ -37,6 +37,8 @@ class Run:
     experiment: str
     label: str | None
     model: str
+    tasks_given: tuple[str, ...]
+    """Tasks and groups as asked for; empty for lm-eval's own files, which do not say."""
     model_args: Mapping[str, Any]
     options: Mapping[str, Any]
     moecache: Mapping[str, Any]
@@ -131,6 +133,7 @@ def _load(path: Path) -> Run | None:
         experiment=str(data.get("experiment", path.parent.name)),
         label=data.get("label"),
         model=str(given["model"]),
+        tasks_given=tuple(given.get("tasks", ())),
         model_args=given["model_args"],
         options=options,
         moecache=config["moecache"],

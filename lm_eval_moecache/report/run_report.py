@@ -29,6 +29,7 @@ def run_report(
         by_task.setdefault(request.task, []).append(request)
     capacity = engine.setting.capacity
     report: dict[str, Any] = {
+        **_draft(engine, config),
         "policy": config.policy.as_dict(),
         "capacity": capacity.text,
         "capacity_bytes": capacity.total_bytes,
@@ -57,3 +58,17 @@ def _of_this_machine(config: Config, measured: Mapping[str, Any]) -> dict[str, A
         "store": config.store,
         "load": dict(measured["load"]),
     }
+
+
+def _draft(engine: Engine, config: Config) -> dict[str, Any]:
+    """Return what drafted, and the memory that it takes beside the cache (`moecache-spec`)."""
+    if config.draft is None:
+        return {}
+    found: dict[str, Any] = {"name": config.draft, "tokens": config.draft_tokens, "bytes": 0}
+    draft, stage = engine.setting.draft, engine.draft_stage
+    if draft is not None and stage is not None:
+        found["bytes"] = draft.nbytes
+        found["precision"] = draft.geometry.precision[draft.rung]
+        if stage.solution is not None:
+            found["cutoff"] = stage.solution
+    return {"draft": found}

@@ -47,6 +47,9 @@ def _title(report: Mapping[str, Any]) -> str:
         f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
         f"clock: {report['clock']}",
     ]
+    if "draft" in report:
+        draft = report["draft"]
+        parts.append(f"draft: {draft['name']}, {draft['tokens']} tokens, {draft['bytes']} bytes")
     settings = {**report, "phases": policy["phases"]}
     parts += [f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings[k] != usual]
     return ", ".join(parts)

@@ -24,7 +24,10 @@ from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
 
 PARETO, ACCURACY = "pareto", "accuracy"
-_SETTINGS = ("run", "experiment", "model", "policy", *AXES, "capacity", "capacity_bytes")
+_SETTINGS = (
+    *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
+    *("capacity", "capacity_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,9 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class Reader:
+    """A column and how it is read from a run."""
+
     column: Column
     read: Callable[[Run], Value]
 
@@ -52,7 +57,7 @@ def leaderboard(
 ) -> Table:
     """Build the table. Raises ValueError naming a column that no run has."""
     names = list(columns) if columns else default_columns(runs)
-    readers = [_reader(runs, name) for name in names]
+    readers = [reader(runs, name) for name in names]
     ordered = _sorted(runs, sort or default_sort(runs))
     # On the front by accuracy against tok/s; its mark is a column like any other.
     front = pareto_front(ordered, lambda run: accuracy(run).number, _speed)
@@ -63,7 +68,7 @@ def leaderboard(
         )
         for index, run in enumerate(ordered)
     ]
-    shown = tuple(reader.column for reader in readers)
+    shown = tuple(each.column for each in readers)
     return Table(title, shown, tuple(rows), _best(shown, rows))
 
 
@@ -109,20 +114,21 @@ def _is_accuracy(runs: Sequence[Run], name: str) -> bool:
     return column is not None and column.higher_is_better is True
 
 
-def _reader(runs: Sequence[Run], name: str) -> _Reader:
+def reader(runs: Sequence[Run], name: str) -> Reader:
+    """Return a column by name. Raises ValueError where no run has it."""
     if name == PARETO:
-        return _Reader(Column(PARETO, "Pareto"), lambda run: Value(None))
+        return Reader(Column(PARETO, "Pareto"), lambda run: Value(None))
     if name == ACCURACY:
-        return _Reader(Column(name, "Accuracy", 3, True, True), accuracy)
+        return Reader(Column(name, "Accuracy", 3, True, True), accuracy)
     metric = metric_column(name)
     if metric is not None:
-        return _Reader(metric, lambda run: metric_value(run, name))
+        return Reader(metric, lambda run: metric_value(run, name))
     scored = score_column(runs, name)
     if scored is not None:
-        return _Reader(scored, lambda run: _score_value(run, name))
+        return Reader(scored, lambda run: _score_value(run, name))
     if name in _SETTINGS or any(setting(run, name).raw is not None for run in runs):
         is_number = name == "capacity_bytes"
-        return _Reader(
+        return Reader(
             Column(name, name.replace("_", " ").capitalize(), is_number=is_number),
             lambda run: setting(run, name),
         )
@@ -146,12 +152,12 @@ def _sorted(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
     ordered = list(runs)
     for text in reversed(names):
         name, forced = _split_order(text)
-        reader = _reader(runs, name)
-        descending = forced == "desc" or (not forced and reader.column.higher_is_better is True)
-        read = reader.read
+        found = reader(runs, name)
+        descending = forced == "desc" or (not forced and found.column.higher_is_better is True)
+        read = found.read
         present = [run for run in ordered if read(run).raw is not None]
         absent = [run for run in ordered if read(run).raw is None]
-        ordered = sorted(present, key=lambda r: _sort_key(read(r)), reverse=descending) + absent
+        ordered = sorted(present, key=lambda r: sort_key(read(r)), reverse=descending) + absent
     return ordered
 
 
@@ -160,7 +166,7 @@ def _split_order(text: str) -> tuple[str, str]:
     return (name, order) if colon and order in ("asc", "desc") else (text, "")
 
 
-def _sort_key(value: Value) -> tuple[int, float, str]:
+def sort_key(value: Value) -> tuple[int, float, str]:
     """Numbers before texts; a text that begins with a number (`5%`, `30/layer`) goes by it."""
     if value.number is not None:
         return (0, value.number, "")

@@ -63,6 +63,7 @@ class SweepFile:
     executor_options: Mapping[str, Any]
     jobs: int = 1
     views: tuple[Mapping[str, Any], ...] = ()
+    figures: tuple[Mapping[str, Any], ...] = ()
 
     def cells(self) -> list[Cell]:
         """Expand to cells, in the order written, the last key of a grid varying fastest."""
@@ -119,7 +120,7 @@ def read_sweep(path: Path) -> SweepFile:
         fields[key] = str(fields.get(key, SweepFile.__dataclass_fields__[key].default))
     for key in ("base", "executor_options"):
         fields[key] = _mapping(key, fields.get(key, {}))
-    for key in ("runs", "exclude", "views"):
+    for key in ("runs", "exclude", "views", "figures"):
         if key in fields:
             fields[key] = _mappings(key, fields[key])
     if "grid" in fields:

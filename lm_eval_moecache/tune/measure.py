@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lm_eval_moecache.core.engine import Setting
 from lm_eval_moecache.core.hardware import load_hardware
 from lm_eval_moecache.core.replay import replay
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.core.trace import Trace
 from lm_eval_moecache.core.trace_import import load_trace

@@ -123,23 +123,22 @@ def read_outcome(study: Any, floor: float) -> Outcome:
     )
 
 
-def front_table(outcome: Outcome) -> str:
-    """Return the front and the shipped compositions as Markdown, with the verdict."""
-    metric = outcome.question["metric"]
-    speed = Column(metric, METRICS[metric][0], METRICS[metric][1], None, True)
-    shipped = sorted(
-        (e for e in outcome.entries if e.kind == SHIPPED), key=lambda e: -outcome.sign * e.speed
-    )
+def front_table(found: Mapping[str, Any]) -> str:
+    """Return front, shipped compositions and verdict as Markdown, from `Outcome.as_dict`."""
+    metric = found["question"]["metric"]
+    heading, decimals, higher = METRICS[metric]
+    speed = Column(metric, heading, decimals, None, True)
+    shipped = sorted(found["shipped"], key=lambda e: -e["speed"] if higher else e["speed"])
     tables = [
-        _table("Pareto front", outcome.front, speed),
+        _table("Pareto front", found["front"], speed),
         _table("Shipped compositions", shipped, speed),
     ]
-    lines = [as_markdown(tables), outcome.verdict]
-    lines += [f"Left out: {name}: {reason}" for name, reason in outcome.left_out.items()]
+    lines = [as_markdown(tables), found["verdict"]]
+    lines += [f"Left out: {name}: {reason}" for name, reason in found["left_out"].items()]
     return "\n".join(lines) + "\n"
 
 
-def _table(title: str, entries: Sequence[Entry], speed: Column) -> Table:
+def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> Table:
     columns = (
         Column("name", "Policy"),
         Column("composition", "Composition"),
@@ -150,12 +149,12 @@ def _table(title: str, entries: Sequence[Entry], speed: Column) -> Table:
     )
     rows = tuple(
         (
-            Value(e.name),
-            Value(composition_text(e.policy)),
-            Value(e.accuracy, e.stderr),
-            Value(e.speed),
-            Value(e.measured_by),
-            Value("yes" if e.within_budget else "no"),
+            Value(e["name"]),
+            Value(composition_text(e["policy"])),
+            Value(e["accuracy"], e["stderr"]),
+            Value(e["speed"]),
+            Value(e["measured_by"]),
+            Value("yes" if e["within_budget"] else "no"),
         )
         for e in entries
     )

@@ -36,7 +36,7 @@ def tune(
         if best is not None:
             _confirm(bench, best, say)
     write_atomically(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
-    write_atomically(folder / "front.md", front_table(outcome))
+    write_atomically(folder / "front.md", front_table(outcome.as_dict()))
     if best is not None:
         write_atomically(folder / "best.yaml", policy_yaml(best, outcome))
     return outcome

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import Capacity
 from lm_eval_moecache.core.slots import slots_of
 from lm_eval_moecache.wall.loading import ExpertLoader

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from lm_eval_moecache.config import Config
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.wall.assemble import assemble
 from lm_eval_moecache.wall.loading import ExpertLoader
 from lm_eval_moecache.wall.store import SlotStore

@@ -116,3 +116,38 @@ def test_clearing_keeps_only_the_transfer_in_flight() -> None:
     assert link.land() == 1
     assert not link.active
     assert link.peek() is None
+
+
+def test_a_batch_that_moves_without_a_gap_pays_one_latency() -> None:
+    link = make_link()
+    for key in (1, 2):
+        link.submit(key, due=0, now=0.0, batch=7)
+    link.submit(3, due=0, now=0.0, batch=8)
+    for key, lands_at in ((1, 5.0), (2, 9.0), (3, 14.0)):  # 1 + 4, then 4, then a batch of its own
+        assert link.peek() == (key, link.busy_until)
+        link.start(key, 100, now=link.busy_until)
+        assert link.busy_until == lands_at
+        link.land()
+    assert link.busy_s == 14.0
+
+
+@pytest.mark.parametrize("gap", ["a demand between", "a pause", "another batch", "no batch"])
+def test_whatever_comes_between_ends_a_batch(gap: str) -> None:
+    link = make_link()
+    batch = None if gap == "no batch" else 7
+    link.submit(1, due=0, now=0.0, batch=batch)
+    link.submit(2, due=1, now=0.0, batch=batch)
+    link.start(1, 100, now=0.0)
+    link.land()
+    if gap == "a demand between":
+        assert link.transfer(100, now=0.0) == 10.0
+    elif gap == "a pause":
+        link.postpone(2, until=10.0)
+    elif gap == "another batch":
+        link.submit(3, due=0, now=0.0, batch=8)
+        link.start(3, 100, now=5.0)
+        link.land()
+    before = 5.0 if gap == "no batch" else 10.0
+    assert link.peek() == (2, before)
+    link.start(2, 100, now=before)
+    assert link.busy_until == before + 5.0

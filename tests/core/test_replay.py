@@ -26,6 +26,13 @@ from lm_eval_moecache.report.replay_sweep import closeness
 
 from . import traces
 
+EVICTIONS = [
+    name
+    for name in algorithm_names("eviction")
+    for found in [find_algorithm("eviction", name)]
+    if not found.is_offline and "fetch" in found.pairs_with.get("miss", ["fetch"])
+]
+
 
 def metrics_of(engine: Engine) -> dict[str, Any]:
     return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
@@ -33,10 +40,7 @@ def metrics_of(engine: Engine) -> dict[str, Any]:
 
 @pytest.mark.parametrize("capacity", ["25%", "5", "3/layer"])
 @pytest.mark.parametrize("prefetch", ["none", "next_gate", "score"])
-@pytest.mark.parametrize(
-    "eviction",
-    [n for n in algorithm_names("eviction") if not find_algorithm("eviction", n).is_offline],
-)
+@pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_run_and_the_replay_of_its_own_trace_are_equal(
     tmp_path: Path, capacity: str, prefetch: str, eviction: str
 ) -> None:

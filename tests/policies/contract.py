@@ -24,7 +24,7 @@ from lm_eval_moecache.core.records import DROPPED, Event, near_mask
 from lm_eval_moecache.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.miss.base import MissAlgorithm
 from lm_eval_moecache.policy import Choice, Policy
-from lm_eval_moecache.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.registry import base_of, parameters_of
 from lm_eval_moecache.routing.base import RoutingAlgorithm
 from tests.artefacts import profile_parameter
@@ -32,6 +32,7 @@ from tests.policies.streams import (
     StreamFuture,
     all_events,
     fresh,
+    laddered,
     make_geometry,
     make_stream,
     policy_of,
@@ -51,7 +52,8 @@ class Contract:
 
     def make(self, seed: int = 0) -> Any:
         given = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
-        made = self.algorithm(GEOMETRY, seed=seed, **given)
+        geometry = laddered(GEOMETRY) if getattr(self.algorithm, "uses_ladder", 0) else GEOMETRY
+        made = self.algorithm(geometry, seed=seed, **given)
         if getattr(made, "is_offline", False):
             made.prepare(StreamFuture(GEOMETRY, PASSES))
         return made
@@ -237,10 +239,14 @@ class PrefetchContract(Contract):
 
     def proposals(self) -> list[tuple[Event, Sequence[int]]]:
         prefetch, found = self.make(), []
+        if isinstance(prefetch, DraftStagePrefetch):
+            return [(e, prefetch.propose_draft(e.layer, e.logits[-1:])) for e in all_events(PASSES)]
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
             for event in events:
-                found.append((event, prefetch.propose(fresh(event, prefetch.depth))))
+                found.append(
+                    (event, prefetch.propose(fresh(event, prefetch.depth, prefetch.uses_predictor)))
+                )
         return found
 
     def test_proposals_are_keys_of_the_model_without_duplicates(self) -> None:
@@ -275,8 +281,9 @@ class MissContract(Contract):
                 event.experts[:, -1] = DROPPED
                 live = event.experts[event.experts != DROPPED] + event.layer * GEOMETRY.num_experts
                 event.keys = list(dict.fromkeys(live.tolist()))
+            rungs = range(3 if self.algorithm.uses_ladder else 1)
             resident = {
-                event.layer * GEOMETRY.num_experts + e
+                event.layer * GEOMETRY.num_experts + e: int(rng.choice(rungs))
                 for e in range(GEOMETRY.num_experts)
                 if rng.random() < share
             }
@@ -290,15 +297,30 @@ class MissContract(Contract):
             for event, resident, absent, resolution in self.resolutions(share):
                 if resolution is None:
                     continue
-                loaded = [fetch.key for fetch in resolution.fetch]
-                assert set(loaded) <= set(absent) and len(set(loaded)) == len(loaded)
+                loaded = {fetch.key: fetch.rung for fetch in resolution.fetch}
+                assert set(loaded) <= set(event.keys) and len(loaded) == len(resolution.fetch)
+                # What is near comes again at a better rung only, and only where that is asked for.
+                better = {k for k, rung in loaded.items() if k in resident and rung < resident[k]}
+                assert set(loaded) <= set(absent) | better
+                assert self.make().upgrade or not better
                 executed = _executed(event, resolution)
-                near = near_mask(event.layer, GEOMETRY.num_experts, resident | set(loaded))
+                near = near_mask(event.layer, GEOMETRY.num_experts, resident | loaded)
                 assert near[executed].all()
 
     def test_a_lossless_handler_loads_all(self) -> None:
         changed = [r for *_, r in self.resolutions(0.4) if r is not None]
         assert not (changed and self.algorithm.is_lossless)
+
+    def test_rungs_are_of_the_store_and_the_best_one_alone_where_it_needs_no_ladder(self) -> None:
+        fetched = [f for *_, r in self.resolutions(0.3) if r is not None for f in r.fetch]
+        assert all(isinstance(f.rung, int) and 0 <= f.rung < 3 for f in fetched)
+        assert any(f.rung for f in fetched) == self.algorithm.uses_ladder
+        for event in all_events(PASSES):
+            for layer in range(GEOMETRY.num_layers):
+                keys = [GEOMETRY.key(layer, e) for e in (5, 0, 7, 2)]
+                rungs = self.make().prefetch_rungs(event, layer, keys)
+                assert len(rungs) == len(keys) and all(0 <= rung < 3 for rung in rungs)
+                assert self.algorithm.uses_ladder or not any(rungs)
 
     def test_no_token_gets_an_expert_twice(self) -> None:
         for event, _, _, resolution in self.resolutions(0.5):

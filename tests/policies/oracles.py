@@ -23,6 +23,7 @@ class Entry:
     what: str
     key: int = -1
     weights: tuple[float, ...] = ()
+    rung: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def fifo(scene: Scene, key: int) -> Sequence[float]:
 
 def lfu(scene: Scene, key: int) -> Sequence[float]:
     return (scene.uses(key), key)
+
+
+def lhu(scene: Scene, key: int) -> Sequence[float]:
+    return (sum(e.what == "use" and e.key == key and e.rung == 0 for e in scene.log), key)
 
 
 def score(
@@ -122,6 +127,7 @@ EVICTIONS: dict[str, Oracle] = {
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,
+    "lhu": lhu,
     "score": score,
     "fld": fld,
     "shallow_first": shallow_first,
@@ -249,11 +255,13 @@ def buddy_token(
     eta: float = 0.0,
     hop_factor: Callable[[int, int], float] = lambda i, j: 1.0,
     reuse: float = 0.0,
+    order: str = "heaviest",
 ) -> list[int]:
     """One token that passed the gates: sections 3.1 and 3.3 with equation 3."""
     chosen, given = list(own), list[int]()
     low, high = min(logits), max(logits)
-    for place, missing in enumerate(own):
+    places = list(enumerate(own))
+    for place, missing in places if order == "heaviest" else places[::-1]:
         if missing in near or len(given) == rho:
             continue
         worth = {}
@@ -292,3 +300,34 @@ def best_match(matrix: Any, past: Sequence[Any]) -> int:
         sum(cosine(a, b) for a, b in zip(matrix, old, strict=True) if a.any()) for old in past
     ]
     return similarity.index(max(similarity))
+
+
+# --- commit: equations 5 and 6 of CommitMoE on lists ------------------------------------------
+
+
+def output_weights(
+    logits: Sequence[float],
+    predicted: Sequence[float],
+    top_k: int,
+    alpha1: float,
+    alpha2: float,
+    trigger: Collection[int],
+    by_router: bool,
+) -> dict[int, float]:
+    """One token: expert -> G''_pred, where G is a softmax over all experts."""
+
+    def shares(values: Sequence[float]) -> list[float]:
+        mass = [math.exp(v) for v in values]
+        return [m / sum(mass) for m in mass]
+
+    g_true = shares(logits)
+    g_pred = g_true if by_router else shares(predicted)
+    true, pred = rank(logits)[:top_k], rank(predicted)[:top_k]
+    correct = [e for e in pred if e in true]
+    if len(correct) not in trigger:
+        return {e: g_pred[e] for e in pred}
+    missed = sum(g_true[j] for j in true if j not in pred)
+    kept = sum(g_true[e] for e in correct)
+    first = {e: g_true[e] * (1 + missed / kept) * alpha1 if e in true else g_pred[e] for e in pred}
+    scale = sum(g_true[j] for j in true) / sum(first.values())
+    return {e: weight * scale * alpha2 for e, weight in first.items()}

@@ -6,6 +6,7 @@ Letters: T tokens, L layers, E experts, K experts per token, D hidden size.
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.core.draft_stage import Draft
 from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.future import Future
 from lm_eval_moecache.core.hardware import Hardware
@@ -45,6 +47,12 @@ def make_geometry(num_layers: int = 3, num_experts: int = 8, top_k: int = 3) -> 
         expert_bytes=((100,),) * num_layers,
         dense_bytes=(200,) * num_layers,
     )
+
+
+def laddered(geometry: Geometry) -> Geometry:
+    """Store each expert at two lower precisions as well."""
+    rungs = tuple((sizes[0], sizes[0] // 2, sizes[0] // 4) for sizes in geometry.expert_bytes)
+    return dataclasses.replace(geometry, expert_bytes=rungs, precision=("int8", "int4", "int2"))
 
 
 def make_hardware() -> Hardware:
@@ -79,6 +87,9 @@ def make_stream(
                 reach = range(layer, min(layer + DEPTH + 1, geometry.num_layers))
                 seen = [(state_TD @ gates_LED[at].T).astype(np.float32) for at in reach]
                 predicted = dict(zip(reach[1:], seen[1:], strict=True))
+                if layer == geometry.num_layers - 1 and phase == DECODE:
+                    # What only a trained predictor looks at: the next token's first layer.
+                    predicted[0] = (state_TD @ gates_LED[0].T).astype(np.float32)
                 events.append(make_event(geometry, len(passes), layer, seen[0], phase, predicted))
                 state_TD = state_TD + 0.2 * rng.normal(size=state_TD.shape)
             passes.append(events)
@@ -109,9 +120,13 @@ def make_event(
     )
 
 
-def fresh(event: Event, depth: int = DEPTH) -> Event:
-    """Copy an event, as the layer step changes it, with predictions only as far as asked."""
-    predicted = {at: p for at, p in event.predicted.items() if at <= event.layer + depth}
+def fresh(event: Event, depth: int = DEPTH, wraps: bool = False) -> Event:
+    """Copy an event, as the layer step changes it, with predictions only as far as asked.
+
+    `wraps`: also what a trained predictor says of the next token.
+    """
+    reach = range(0 if wraps else event.layer + 1, event.layer + depth + 1)
+    predicted = {at: p for at, p in event.predicted.items() if at in reach}
     return dataclasses.replace(event, keys=list(event.keys), predicted=predicted)
 
 
@@ -156,26 +171,48 @@ def policy_of(overrides: Mapping[str, Any], base: str = "on_demand") -> Policy:
 def run(
     policy: Policy, geometry: Geometry, capacity: object = "30%", seed: int = 0, **stream: int
 ) -> Run:
-    """Serve a stream under a policy and check the conservation laws after every event."""
+    """Serve a stream under a policy and check the conservation laws after every event.
+
+    The store has several rungs where the policy is for that.
+    """
+    if policy.miss.algorithm.uses_ladder:
+        geometry = laddered(geometry)
     passes = make_stream(geometry, **stream)
     setting = Setting(
         policy=equip(policy, geometry),
         capacity=parse_capacity(capacity, geometry),
         hardware=make_hardware(),
         seed=seed,
+        draft=Draft(geometry=geometry) if policy.prefetch.algorithm.needs_draft else None,
     )
     engine = Engine(geometry, setting, StreamFuture(geometry, passes))
     outputs = []
     depth = max(engine.algorithms.routing.depth, engine.algorithms.prefetch.depth)
+    wraps = engine.algorithms.prefetch.uses_predictor
     for events in passes:
+        if setting.draft is not None and events[0].phase != PREFILL:
+            draft(engine, events)
         engine.begin_pass(events[0].phase, events[0].num_tokens)
         for event in events:
             engine.enter(event.layer, event.num_tokens)
-            outputs.append(weigh(event, engine.run(fresh(event, depth))))
+            outputs.append(weigh(event, engine.run(fresh(event, depth, wraps))))
             engine.check_integrity()
         engine.end_pass()
         engine.check_integrity()
     return Run(engine, outputs)
+
+
+def draft(engine: Engine, events: Sequence[Event]) -> None:
+    """Draft one token, whose states are nearly those of the pass to come."""
+    stage, rng = engine.begin_draft(), np.random.default_rng(events[0].pass_index)
+    for event in events:
+        assert event.logits is not None
+        stage.dense(event.layer, 1)
+        if stage.wants(event.layer):
+            noise = 0.3 * rng.normal(size=event.logits[-1:].shape)
+            stage.predict(event.layer, (event.logits[-1:] + noise).astype(np.float32))
+        stage.experts(event.layer, engine.geometry.top_k, 1)
+        engine.check_integrity()
 
 
 def weigh(event: Event, selection: Selection | None) -> Output:
@@ -187,6 +224,9 @@ def weigh(event: Event, selection: Selection | None) -> Output:
     for token, experts in enumerate(chosen.experts.tolist()):
         sources = experts if chosen.weigh_as is None else chosen.weigh_as[token].tolist()
         weights = [float(scores[token, source]) for source in sources]
+        if chosen.weights is not None:
+            given = chosen.weights[token].tolist()
+            weights = [w if math.isnan(g) else g for w, g in zip(weights, given, strict=True)]
         keep = [True] * len(experts) if chosen.keep is None else chosen.keep[token].tolist()
         kept = sum(w for w, k in zip(weights, keep, strict=True) if k)
         factor = sum(weights) / kept if chosen.renormalize and kept else 1.0

@@ -108,6 +108,18 @@ def test_equation_4_counts_become_shares_and_rows_without_evidence_stay_empty() 
     assert not conditional(empty, 1.0)[4].any()
 
 
+def test_similarities_stand_in_for_counts_and_are_not_smoothed() -> None:
+    path = profile_for(BUDDIES, WIDE)
+    cosines = artefact_for(BUDDIES, WIDE).arrays["similarity"]
+    handler = find_algorithm("miss", "buddy")(WIDE, profile=path, measure="similarity", alpha=1.0)
+    for layer in range(WIDE.num_layers):
+        np.testing.assert_array_equal(handler.is_buddy[layer], ~np.eye(8, dtype=bool))
+        # The most similar expert first, and shares as (1 + cosine).
+        shares = np.where(handler.is_buddy[layer], 1 + cosines[layer], 0)
+        expected = shares / shares.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(handler.q[layer], expected, rtol=1e-5, atol=1e-7)
+
+
 def test_equations_5_and_6_take_the_shortest_prefix_that_covers_alpha() -> None:
     q = conditional(M, 0.0)
     # By falling share: 3 (0.4), 2 (0.3), 1 (0.2), 4 (0.1).
@@ -184,6 +196,8 @@ def test_the_budget_counts_replacements_of_a_token_heaviest_first(profile: str) 
     one = resolve(make(profile, rho=1), {2, 3, 4})
     assert one.selection.experts.tolist() == [[3, 1, 2]]
     assert [fetch.key for fetch in one.fetch] == [1]
+    light = resolve(make(profile, rho=1, order="lightest"), {2, 3, 4})
+    assert light.selection.experts.tolist() == [[0, 3, 2]]
     # Everything absent is delta = 1, which no beta lets through.
     assert resolve(make(profile), near) is None
 
@@ -192,7 +206,7 @@ def test_the_search_rank_cuts_every_list(profile: str) -> None:
     assert resolve(make(profile, H=1), {1, 2, 4}) is None
     # 3 and 2 come first for expert 0; then 1, which the token has; then 4.
     assert resolve(make(profile, H=3), {1, 2, 4}) is None
-    assert resolve(make(profile, H=4), {1, 2, 4}).selection.experts.tolist() == [[4, 1, 2]]
+    assert resolve(make(profile), {1, 2, 4}).selection.experts.tolist() == [[4, 1, 2]]
 
 
 def test_a_collision_takes_the_next_buddy_or_reuses_at_a_penalty(profile: str) -> None:
@@ -265,9 +279,9 @@ def answer(handler: Any, event: Event, near: set[int]) -> Any:
 
 
 @LIGHT
-@given(TEXTS, NEAR, st.integers(1, 7), st.integers(0, 1))
+@given(TEXTS, NEAR, st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 1))
 def test_all_tokens_at_once_agree_with_algorithm_1(
-    texts: list[list[float]], near: set[int], H: int, layer: int
+    texts: list[list[float]], near: set[int], H: int | None, layer: int
 ) -> None:
     handler, event = wide(H=H, alpha=1.0), make_event(WIDE, 0, layer, texts)
     assert event.experts is not None
@@ -275,7 +289,7 @@ def test_all_tokens_at_once_agree_with_algorithm_1(
     expected = event.experts.tolist()
     if {k % 8 for k in event.keys} & near:
         mask = [e in near for e in range(8)]
-        expected = oracles.buddy_substitute(expected, mask, full, H)
+        expected = oracles.buddy_substitute(expected, mask, full, H or 7)
         # A token of one expert that leads beyond float32 has no entropy, and is left alone.
         open_ = handler.tolerates(event)
         expected = [r if open_[t] else event.experts[t].tolist() for t, r in enumerate(expected)]
@@ -294,6 +308,7 @@ def test_all_tokens_at_once_agree_with_algorithm_1(
     st.sampled_from([(0.0, 1), (0.3, 2), (0.4, 4)]),
     st.sampled_from([0.0, 2.0]),
     st.sampled_from([0.0, 0.7]),
+    st.sampled_from(["heaviest", "lightest"]),
 )
 def test_gates_scores_and_budget_agree_with_plain_loops(
     texts: list[list[float]],
@@ -306,11 +321,12 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
     topology: tuple[float, int],
     eta: float,
     reuse: float,
+    order: str,
 ) -> None:
     kappa, partitions = topology
     handler = wide(
         tau=tau, gamma=gamma, temperature=temperature, alpha=alpha, rho=rho,
-        kappa=kappa, partitions=partitions, eta=eta, reuse=reuse,
+        kappa=kappa, partitions=partitions, eta=eta, reuse=reuse, order=order,
     )  # fmt: skip
     event = make_event(WIDE, 0, 0, texts)
     made = artefact_for(BUDDIES, WIDE)
@@ -334,7 +350,7 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
         if not bypass and entropy > tau and margin < gamma:
             expected = oracles.buddy_token(
                 text, own, near, lists, q,
-                rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse,
+                rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse, order=order,
             )  # fmt: skip
         assert changed == expected
 
@@ -403,7 +419,8 @@ def test_what_routing_dropped_is_neither_replaced_nor_counted(profile: str) -> N
         ({"alpha": 1.5}, r"miss\.alpha=1\.5 must be above 0 and at most 1"),
         ({"alpha": [0.5, 0.5]}, r"one number, or 1, one for each MoE layer"),
         ({"k_max": 0}, r"miss\.k_max=0 must be 1 or more"),
-        ({"H": 0}, r"miss\.H=0 must be 1 or more"),
+        ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 4"),
+        ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
     ],
 )
 def test_a_setting_without_sense_is_refused(

@@ -28,6 +28,13 @@ PAPERS = {
     # BuddyMoE section 5.1.
     "buddymoe": ("standard", "next_gate", "lru", "buddy"),
     "buddy_random": ("standard", "next_gate", "lru", "substitute_random"),
+    # CommitMoE sections 4, 5.1 and 5.3.
+    "commitmoe": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_neutral_owa": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_no_owa": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_mixtral": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_prefetch": ("standard", "predictor", "lfu", "fetch"),
+    "promoe": ("standard", "predictor", "lru", "fetch"),
     # Systems the five papers compare with.
     "moe_infinity": ("standard", "history", "lfu", "fetch"),
     "adapmoe": ("pruning", "next_gate", "lru", "fetch"),

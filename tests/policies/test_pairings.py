@@ -20,6 +20,10 @@ def is_sensible(pairing: Pairing) -> bool:
     routing, prefetch, eviction, miss = pairing
     if routing == "pre_gated" and prefetch not in ("none", "next_gate"):
         return False
+    if eviction == "lhu" and not find_algorithm("miss", miss).uses_ladder:
+        return False
+    if routing == "commit" and prefetch != "predictor":
+        return False
     lossless = all(
         find_algorithm(axis, name).is_lossless
         for axis, name in (("routing", routing), ("miss", miss))
@@ -70,7 +74,10 @@ def test_an_eviction_between_layers_is_refused_for_a_cache_per_layer(name: str) 
 
 @pytest.mark.parametrize("name", algorithm_names("eviction"))
 def test_other_evictions_run_with_a_cache_per_layer(name: str) -> None:
-    policy = policy_of({"eviction": name})
+    partners = {
+        axis: names[-1] for axis, names in find_algorithm("eviction", name).pairs_with.items()
+    }
+    policy = policy_of({"eviction": name, **partners})
     if not policy.eviction.algorithm.compares_layers:
         check_cache_form(policy, per_layer=True)
         run(policy, GEOMETRY, "3/layer", **SMALL)

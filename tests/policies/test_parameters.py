@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from lm_eval_moecache.core.artefact import BUDDIES
+from lm_eval_moecache.core.artefact import BUDDIES, PREDICTOR
 from lm_eval_moecache.policy import unmangle
 from lm_eval_moecache.registry import AXES, algorithm_names, find_algorithm, parameters_of
 from tests.artefacts import other_profile, profile_for
@@ -19,8 +19,15 @@ NUMBERS = (1, 2, 4, 5, 6, 0.01, 0.05, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 50.0, 95.0)
 # Values that no rule would find; a new parameter needs an entry only if the test says so.
 EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("routing", "cache_prior", "logit_range"): (0.5, [0.5, 3.0, 6.0]),
+    # At least t1, which is 0.6.
+    ("miss", "cascade", "t2"): (0.61, 0.7, 0.8),
+    ("miss", "drop_cascade", "t2"): (0.61, 0.7, 0.8),
     # One that fits the streams, one that fits `tiny`: what does not fit is refused.
     ("miss", "buddy", "profile"): (profile_for(BUDDIES, GEOMETRY, 1), other_profile(BUDDIES)),
+    ("prefetch", "predictor", "profile"): (
+        profile_for(PREDICTOR, GEOMETRY, 1),
+        other_profile(PREDICTOR),
+    ),
 }
 # Settings without which a parameter has no effect, or its other value is refused.
 BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lm_eval_moecache.core.artefact import PREDICTOR, write_artefact
 from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.records import Selection
 from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.wrap import WrappedModel
+from tests.artefacts import artefact_for
 from tests.models import FAMILIES, random_model
 from tests.policies.streams import make_hardware, policy_of
 
@@ -57,6 +60,42 @@ def test_every_lossy_algorithm_runs_in_every_family_and_leaves_the_model_as_it_w
             assert torch.isfinite(changed).all(), (family, overrides)
             assert not torch.equal(changed, plain), (family, overrides)
         assert torch.equal(logits_of(model), plain), family
+
+
+def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model = random_model(family)
+        plain, layers = logits_of(model), find_moe_layers(model)
+        drawn = artefact_for(PREDICTOR, describe(model, layers, "random"), hidden=32)
+        path = str(tmp_path / f"{family}.safetensors")
+        write_artefact(path, dataclasses.replace(drawn, router_digest=router_digest(layers)))
+        found = []
+        for rule in ({}, {"routing__weights": "owa"}, {"routing__scores": "router"}):
+            chosen = {"routing": "commit", "prefetch": "predictor", "prefetch__profile": path}
+            wrapped = wrap(model, **chosen, **rule)
+            found.append(logits_of(model))
+            wrapped.engine.check_integrity()
+            wrapped.unwrap()
+        assert all(torch.isfinite(logits).all() for logits in found), family
+        for one, other in ((found[0], found[1]), (found[0], found[2]), (found[0], plain)):
+            assert not torch.equal(one, other), family
+        assert torch.equal(logits_of(model), plain), family
+
+
+def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(
+    olmoe: Any, router_output: Any
+) -> None:
+    wrapped = wrap(olmoe, miss="drop")
+    _, weights, experts = router_output
+    own = np.full(experts.shape, np.nan, dtype=np.float32)
+    own[1] = [0.5, 0.25, 0.125]
+    own[2, 1] = 0.75
+    changed = wrapped._changed(0, router_output, Selection(experts.numpy().copy(), weights=own))
+    wrapped.unwrap()
+    assert torch.equal(changed[1][0], weights[0]) and torch.equal(changed[1][3], weights[3])
+    assert changed[1][1].tolist() == [0.5, 0.25, 0.125]
+    assert float(changed[1][2, 1]) == 0.75
+    torch.testing.assert_close(changed[1][2, ::2], weights[2, ::2], rtol=0.01, atol=0.001)
 
 
 @pytest.fixture(scope="module")

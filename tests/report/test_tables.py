@@ -163,3 +163,13 @@ def test_a_group_with_a_score_stands_for_its_tasks(tmp_path: Path) -> None:
 def test_of_equal_points_all_are_on_the_front_and_incomplete_ones_are_not() -> None:
     points = [(1.0, 1.0), (1.0, 1.0), (0.5, 2.0), (0.5, 1.0), (None, 9.0)]
     assert pareto_front(points, lambda p: p[0], lambda p: p[1]) == {0, 1, 2}
+
+
+def test_parameters_of_algorithms_can_stand_in_one_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = {"miss": "drop", "miss.h": 1, "eviction.order": "fifo", "bandwidth": "5GB/s"}
+    write(tmp_path, record("a", **others), record("b"))
+    assert main(["table", str(tmp_path), "--columns=policy,parameters", "--sort=parameters"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:4] == ["| specmd | miss.h=1, eviction.order=fifo |", "| specmd |  |"]

@@ -103,7 +103,8 @@ def test_the_best_policys_file_is_that_policy(tmp_path: Any) -> None:
 
 
 def test_the_table_shows_front_shipped_verdict_and_what_was_left_out() -> None:
-    text = front_table(outcome(entry("specmd", 0.9, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0)))
+    found = outcome(entry("specmd", 0.9, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0))
+    text = front_table(found.as_dict())
     front, _, shipped = text.partition("## Shipped compositions")
     assert "| trial 7 |" in front
     assert "specmd" not in front

@@ -1,0 +1,135 @@
+"""How well experts can be predicted, and where it matters (CommitMoE section 3).
+
+Figure 2: the certainty of a router, as the KL divergence of its softmax from uniform, against how
+many of the token's experts a trained predictor names. Table 1: accuracy when the experts of
+tokens of which none was predicted rightly are replaced by the predicted ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval_moecache.config import Config, read_config
+from lm_eval_moecache.core.predictor import load_predictor
+from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.moe_layers import find_moe_layers
+from lm_eval_moecache.predictor.accuracy import certainty_rows, judge, layer_rows
+from lm_eval_moecache.predictor.collect import Watch
+from lm_eval_moecache.predictor.network import PredictorNetwork
+from lm_eval_moecache.predictor.samples import Samples
+from lm_eval_moecache.sweep.evaluation import SPEED_FILTER, check_task_names, evaluate, quiet
+from lm_eval_moecache.sweep.spec import Cell
+
+TITLE = "Router certainty against the number of experts predicted rightly"
+TINY_TASKS = ("tiny_gsm8k", "tiny_bbh")
+_REPLACED = {"routing": "commit", "routing.tokens": "mispredicted", "phases": "decode"}
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The three tables of the analysis."""
+
+    certainty: Rows
+    layers: Rows
+    replacement: Rows
+
+
+def analyze(
+    pretrained: str, tasks: Sequence[str], *, limit: int, profile: str | None = None
+) -> Found:
+    """Run the tasks as they are and with the replacement; every expert is near all the time.
+
+    The frequency baseline names the experts that these very tokens chose most often, which no
+    predictor made beforehand could know better.
+    """
+    check_task_names(tasks, ())
+    settings = [_config(profile, {}), _config(profile, _REPLACED)]
+    with quiet():
+        lm = MoECacheLM(pretrained=pretrained)
+        artefact = load_predictor(profile, "kl", lm.geometry)
+        lm.install(settings[0])
+        plain, certainty, layers = _watched(lm, _cell(tasks, limit), PredictorNetwork(artefact))
+        lm.install(settings[1])
+        replaced = evaluate(_cell(tasks, limit), lm)
+    return Found(certainty=certainty, layers=layers, replacement=_compare(plain, replaced))
+
+
+def draw(rows: Rows, title: str, path: str) -> None:
+    """Draw Figure 2: mean certainty over accuracy, and how many predictions have each."""
+    from lm_eval_moecache.report.figure import new_figure, save
+
+    figure, (left, right) = new_figure(columns=2)
+    accuracy = [row["accuracy"] for row in rows]
+    width = 0.6 / len(rows)
+    left.bar(accuracy, [row["certainty"] or 0.0 for row in rows], width=width)
+    left.set_ylabel("mean KL divergence from uniform (nats)")
+    right.bar(accuracy, [row["share"] for row in rows], width=width)
+    right.set_ylabel("share of the predictions")
+    for axes in (left, right):
+        axes.set_xticks(accuracy)
+        axes.set_xlabel("share of a token's experts predicted rightly")
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def _config(profile: str | None, overrides: dict[str, Any]) -> Config:
+    given = {"policy": "on_demand", "prefetch": "predictor", "capacity": "100%", **overrides}
+    if profile is not None:
+        given["prefetch.profile"] = profile
+    return read_config(given)
+
+
+def _cell(tasks: Sequence[str], limit: int) -> Cell:
+    return Cell(
+        model="moecache",
+        model_args={},
+        tasks=tuple(tasks),
+        options={"limit": limit},
+        include_path=(),
+    )
+
+
+def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, Rows, Rows]:
+    """Evaluate, and judge the predictor on the decode steps that were seen meanwhile."""
+    layers = find_moe_layers(lm.model)
+    with tempfile.TemporaryDirectory() as folder:
+        shard = Path(folder) / "seen.safetensors"
+        with Watch(lm.model, layers) as seen:
+            results = evaluate(cell, lm)
+        if not seen.prompts:
+            raise ValueError(
+                f"tasks={','.join(cell.tasks)!r}: nothing was generated, so there is nothing to "
+                "predict. Allowed: tasks that generate text, such as gsm8k."
+            )
+        seen.write(shard)
+        samples = Samples([shard])
+        every = samples.prompts
+        top_k = lm.geometry.top_k
+        judged = judge(samples, network, layers, num_chosen=top_k, known=every, held_out=every)
+    return results, certainty_rows(judged, top_k), layer_rows(judged, top_k)
+
+
+def _compare(plain: Any, replaced: Any) -> Rows:
+    """Return Table 1: each task's metrics without and with the replacement."""
+    rows = []
+    for task, metrics in sorted(plain["results"].items()):
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            if not isinstance(value, float) or kind == SPEED_FILTER or metric.endswith("_stderr"):
+                continue
+            stderr = metrics.get(f"{metric}_stderr,{kind}")
+            rows.append(
+                {
+                    "task": task,
+                    "metric": key,
+                    "original": value,
+                    "replaced": replaced["results"][task][key],
+                    "stderr": stderr if isinstance(stderr, float) else None,
+                }
+            )
+    return rows

@@ -1,0 +1,72 @@
+"""Drop-cascade: an absent expert's precision falls with its importance, and the last are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.core.records import DROPPED, Event, Geometry, Selection, near_mask
+from lm_eval_moecache.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    absent_entries,
+    expected_choice,
+    prefetch_at,
+    rung_fetches,
+    weight_before,
+)
+
+
+class DropCascade(MissAlgorithm):
+    """Loads an absent expert the lower, the more weight stands before it, and drops the last.
+
+    "Drop Priority Cascade" of SpecMD section 5.4, which it does not describe; HOBBIT, whose
+    unimportance (see `cascade`) and thresholds these are, "decides whether to fully load, skip, or
+    use lower-bitwidth versions" (cache-conditional experts, section 5). Up to t1 an
+    expert comes at the best rung, above t2 it is dropped, and the lower rungs share what lies
+    between. A dropped expert's weight is lost; `renormalize` shares it among the kept ones.
+    Prefetches come as with `cascade`, none is dropped. Cost: O(k) a token.
+
+    Parameters: t1 (0.6) and t2 (0.9), shares of a token's weight.
+    """
+
+    source: ClassVar[str] = "SpecMD section 5.4 (drop priority cascade); HOBBIT"
+    uses_logits: ClassVar[bool] = True
+    uses_ladder: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        t1: float = 0.6,
+        t2: float = 0.9,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < t1 < t2 < 1:
+            raise ValueError(f"miss.t1={t1}, miss.t2={t2}: allowed is 0 < t1 < t2 < 1.")
+        self.renormalize = renormalize
+        self._num_rungs = len(geometry.precision)
+        self._bounds = np.linspace(t1, t2, self._num_rungs, dtype=np.float32)
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        assert event.experts is not None and event.weights is not None
+        live = event.experts != DROPPED
+        rungs = np.searchsorted(self._bounds, weight_before(event.weights, live))
+        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        keep = ~(absent_entries(event.experts, near) & (rungs == self._num_rungs))
+        fetch = rung_fetches(event, absent, rungs, live & keep, self.geometry, resident)
+        selection = None if keep.all() else Selection(event.experts, keep, self.renormalize)
+        return Resolution(fetch, selection)
+
+    def prefetch_rungs(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        if layer not in event.predicted:
+            return [0] * len(keys)
+        experts, scores = expected_choice(event.predicted[layer], self.geometry.top_k)
+        rungs = np.searchsorted(self._bounds, weight_before(scores, experts >= 0))
+        return prefetch_at(keys, experts, rungs, self.geometry)

@@ -1,0 +1,142 @@
+"""Train CommitMoE's predictors of the next layer's experts (section 4.2) on what a model generates.
+
+The prompts are documents that `--tasks` are trained on (never what they are tested on) or files:
+`.jsonl` with a string or {"prompt": ...} a line, or plain text with a prompt a line. `tiny` has
+its own generator's where neither is given. Stopped early, the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.config import TINY
+from lm_eval_moecache.core.predictor import LOSSES
+from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.profiling._texts import read_file, task_examples
+
+_SCHEDULE = ("halve_every", "batch_size", "max_epochs", "patience")
+_RECIPE = ("loss", "learning_rate", *_SCHEDULE, "seed")
+_COUNTS = ("limit", "tokens", "prompts_per_batch", *_SCHEDULE)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=str, required=True, help="the predictor: NAME.safetensors")
+    parser.add_argument("--pretrained", type=str, default=TINY, help="tiny, a folder or a hub id")
+    parser.add_argument("--tasks", type=str | None, help="their training documents: a,b,c")
+    parser.add_argument("--data", type=str | None, help="files of prompts: a.txt,b.jsonl")
+    parser.add_argument("--include_path", type=str | None, help="folder with more tasks")
+    parser.add_argument("--limit", type=int, default=1000, help="documents of each task")
+    parser.add_argument("--tokens", type=int, default=20, help="generated tokens of each prompt")
+    parser.add_argument("--prompts_per_batch", type=int, default=64, help="generated together")
+    parser.add_argument(
+        "--loss", type=str, default="kl", help="kl (eq. 4), or bce of the chosen experts"
+    )
+    parser.add_argument("--learning_rate", type=float, default=5e-5, help="of Adam at the start")
+    parser.add_argument("--halve_every", type=int, default=5, help="epochs until it is halved")
+    parser.add_argument("--batch_size", type=int, default=32, help="tokens of a training step")
+    parser.add_argument("--max_epochs", type=int, default=30, help="most epochs")
+    parser.add_argument(
+        "--patience", type=int, default=5, help="epochs without gain until it stops"
+    )
+    parser.add_argument("--seed", type=int, default=42, help="of the 80/20 split and the training")
+    parser.add_argument("--work", type=str | None, help="folder for what is kept until the end")
+
+
+def run(arguments: Namespace) -> int:
+    """Record, train layer after layer, judge on the held-out prompts, write."""
+    _check(arguments)
+    prompts, data = _collect(arguments)
+    # Imported late: they bring torch, and a wrong option should not wait for it.
+    from lm_eval_moecache.predictor.make import make
+    from lm_eval_moecache.predictor.train import Recipe
+
+    recipe = {name: getattr(arguments, name) for name in _RECIPE}
+    work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
+    found = make(
+        arguments.pretrained,
+        prompts,
+        work,
+        num_tokens=arguments.tokens,
+        prompts_per_batch=arguments.prompts_per_batch,
+        recipe=Recipe(**recipe),
+    )
+    found.write(arguments.out, data)
+    if arguments.work is None:
+        shutil.rmtree(work)
+    _report(arguments.out, found.layers, found.certainty, arguments.json)
+    return 0
+
+
+def _check(arguments: Namespace) -> None:
+    if Path(arguments.out).suffix != ".safetensors":
+        raise ValueError(f"out={arguments.out!r} must end in .safetensors.")
+    if arguments.loss not in LOSSES:
+        raise unknown("loss", arguments.loss, LOSSES)
+    for name in _COUNTS:
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"{name}={getattr(arguments, name)} must be 1 or more.")
+    if arguments.seed < 0:
+        raise ValueError(f"seed={arguments.seed} must be 0 or more.")
+    if not arguments.learning_rate > 0:
+        raise ValueError(f"learning_rate={arguments.learning_rate} must be above 0.")
+    if not (arguments.tasks or arguments.data) and arguments.pretrained != TINY:
+        raise ValueError(
+            "tasks, data: give --tasks, --data or both: only tiny has its own prompts."
+        )
+
+
+def _collect(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return the prompts, each once, and what to write down of where they come from."""
+    tasks = [name for name in (arguments.tasks or "").split(",") if name]
+    files = [name for name in (arguments.data or "").split(",") if name]
+    prompts: list[str] = []
+    if tasks:
+        examples = task_examples(tasks, arguments.limit, arguments.include_path)
+        prompts += [example.prompt for example in examples]
+    for name in files:
+        prompts += _read_prompts(name)
+    if not (tasks or files):
+        from lm_eval_moecache.tiny.prompts import training_prompts
+
+        prompts = training_prompts(arguments.limit, arguments.seed)
+    prompts = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
+    if len(prompts) < 2:
+        raise ValueError(f"tasks, data: {len(prompts)} prompts, but training needs 2 or more.")
+    names = [Path(name).name for name in files]
+    return prompts, {"tasks": tasks, "data": names, "limit": arguments.limit}
+
+
+def _read_prompts(path: str) -> list[str]:
+    lines = read_file("data", path).splitlines()
+    if Path(path).suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data={path!r}: line {number} is not JSON: {error}.") from error
+        prompt = found.get("prompt") if isinstance(found, dict) else found
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f'data={path!r}: line {number} must be a string or {{"prompt": string, ...}}.'
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _report(out: str, layers: list[Any], certainty: list[Any], as_json: bool) -> None:
+    if as_json:
+        found = {"out": out, "layers": layers, "certainty": certainty}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return
+    from lm_eval_moecache.report.render import rows_as_markdown
+
+    sys.stdout.write(f"{out}: share of the experts named rightly, on held-out prompts\n\n")
+    sys.stdout.write(rows_as_markdown(layers) + "\n" + rows_as_markdown(certainty))

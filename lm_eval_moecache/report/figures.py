@@ -1,0 +1,111 @@
+"""Draws the `figures` of a sweep file: any column against any other, one line or cloud a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.report.columns import Column, Value, setting
+from lm_eval_moecache.report.figure import STYLE, new_figure, pyplot, save
+from lm_eval_moecache.report.results import Run
+from lm_eval_moecache.report.tables import reader, sort_key
+from lm_eval_moecache.report.views import selected
+
+_FIELDS = ("title", "name", "panels", "group", "where", "line")
+_PANEL = ("x", "y", "title", "where")
+_MARKERS = "osD^vP*X<>"
+
+
+def write_figures(
+    runs: Sequence[Run], figures: Sequence[Mapping[str, Any]], folder: Path
+) -> list[Path]:
+    """Write every figure as `<folder>/<name>.svg` and `.png`; return the files.
+
+    A figure has `name`, `panels` (each with `x` and `y`, names of columns, and perhaps a `title`
+    and a `where` of its own), `group` (the setting that gives a run its colour), and perhaps
+    `title`, `where`, and `line: true`, which joins a group's points in order of x.
+    """
+    written: list[Path] = []
+    for figure in figures:
+        for key in figure:
+            if key not in _FIELDS:
+                raise unknown("figures: field", key, _FIELDS)
+        if not isinstance(figure.get("name"), str) or not figure.get("panels"):
+            raise ValueError(f"figures: {dict(figure)!r} needs a `name` and `panels`.")
+        drawn = _draw(runs, figure)
+        for suffix in ("svg", "png"):
+            written.append(folder / f"{figure['name']}.{suffix}")
+            save(drawn[suffix], written[-1])
+    return written
+
+
+def _draw(runs: Sequence[Run], figure: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the picture twice: writing closes it."""
+    found: dict[str, Any] = {}
+    for suffix in ("svg", "png"):
+        panels = figure["panels"]
+        picture, axes = new_figure(columns=len(panels))
+        with pyplot().rc_context(STYLE):
+            for place, panel in zip(axes, panels, strict=True):
+                _panel(place, runs, figure, panel)
+            handles, labels = axes[0].get_legend_handles_labels()
+            if labels:
+                picture.legend(handles, labels, loc="outside lower center", ncols=4)
+            picture.suptitle(str(figure.get("title", "")))
+        found[suffix] = picture
+    return found
+
+
+def _panel(
+    axes: Any, runs: Sequence[Run], figure: Mapping[str, Any], panel: Mapping[str, Any]
+) -> None:
+    for key in panel:
+        if key not in _PANEL:
+            raise unknown("figures: panel", key, _PANEL)
+    x, y = (reader(runs, str(panel[key])) for key in ("x", "y"))
+    where = {**figure.get("where", {}), **panel.get("where", {})}
+    names = figure.get("group", "policy")
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        if not selected(run, where):
+            continue
+        point = _number(x.read(run)), _number(y.read(run))
+        if point[0] is not None and point[1] is not None:
+            groups.setdefault(_name(run, names), []).append((point[0], point[1]))
+    if not groups:
+        raise ValueError(f"figures: {figure['name']!r}: no run has where={where!r} and figures.")
+    for index, (name, points) in enumerate(sorted(groups.items())):
+        ordered = sorted(points)
+        axes.plot(
+            [a for a, _ in ordered],
+            [b for _, b in ordered],
+            linestyle="-" if figure.get("line") else "none",
+            marker=_MARKERS[index % len(_MARKERS)],
+            color=f"C{index % 10}",
+            markersize=5,
+            label=name,
+        )
+    axes.set_xlabel(_label(x.column))
+    axes.set_ylabel(_label(y.column))
+    axes.set_title(str(panel.get("title", "")))
+
+
+def _name(run: Run, names: Any) -> str:
+    listed = [names] if isinstance(names, str) else names
+    return " ".join(str(setting(run, name).raw) for name in listed)
+
+
+def _number(value: Value) -> float | None:
+    """A figure, or the number that a setting like `8/layer` or `5%` begins with."""
+    if value.raw is None:
+        return None
+    kind, number, _ = sort_key(value)
+    return number if kind < 2 else None
+
+
+def _label(column: Column) -> str:
+    better = {True: " (more is better)", False: " (less is better)", None: ""}
+    text = column.heading.removesuffix(" (lower is better)")
+    return text + better[column.higher_is_better]

@@ -1,0 +1,1 @@
+"""Speculative decoding behind the expert cache: the harness model `moecache-spec`."""

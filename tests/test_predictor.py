@@ -1,0 +1,315 @@
+"""Predictors end to end on a small random model: trained, applied, replayed, and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.core.artefact import ARTEFACT_DIR, PREDICTOR, read_artefact, write_artefact
+from lm_eval_moecache.core.clock import VirtualClock
+from lm_eval_moecache.core.predictor import costs, shapes, target_of
+from lm_eval_moecache.core.records import DECODE, PREFILL
+from lm_eval_moecache.moe_layers import find_moe_layers
+from lm_eval_moecache.predictor import make as making
+from lm_eval_moecache.predictor.accuracy import (
+    certainty,
+    certainty_rows,
+    count_right,
+    judge,
+    layer_rows,
+)
+from lm_eval_moecache.predictor.collect import Watch
+from lm_eval_moecache.predictor.network import PredictorNetwork
+from lm_eval_moecache.predictor.samples import Pairs, Samples, write_shard
+from lm_eval_moecache.predictor.train import Recipe, train
+from tests.conftest import Checkpoint
+from tests.policies.streams import make_geometry, make_hardware
+
+PROMPTS = [f"Say {word}" for word in ("one", "two", "three", "four", "five", "six")]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> str:
+    return str(checkpoint("olmoe"))
+
+
+def command(model: str, folder: Path, out: str, *options: str) -> list[str]:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    given = ["profile", "predictor", "--pretrained", model, "--data", str(prompts)]
+    sizes = ["--tokens", "4", "--prompts_per_batch", "2", "--max_epochs", "3"]
+    return [*given, *sizes, "--out", str(folder / out), *options]
+
+
+def test_the_command_reports_repeats_itself_and_resumes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(model, tmp_path, "a.safetensors", "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["target"] for row in report["layers"]] == [1, 2, 0]
+    assert all(0 <= row["predictor"] <= 1 and "next_gate" in row for row in report["layers"])
+    assert sum(row["tokens"] for row in report["certainty"]) > 0
+    assert not (tmp_path / "a.work").exists(), "what is not needed any more goes"
+
+    done = making.train
+    trained: list[int] = []
+
+    def interrupted(*args: Any, layer: int, **kwargs: Any) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        trained.append(layer)
+        return done(*args, layer=layer, **kwargs)
+
+    monkeypatch.setattr(making, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(command(model, tmp_path, "b.safetensors"))
+    shards = list(tmp_path.glob("b.work/recorded-*/*.safetensors"))
+    before = [shard.stat().st_mtime_ns for shard in shards]
+    monkeypatch.setattr(making, "train", done)
+    assert main(command(model, tmp_path, "b.safetensors")) == 0
+    assert trained == [0] and len(before) == 3
+    a, b = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "ab")
+    assert a == b
+
+
+def test_another_loss_uses_the_same_recordings(model: str, tmp_path: Path) -> None:
+    work = ["--work", str(tmp_path / "kept")]
+    for loss in ("kl", "bce"):
+        assert main(command(model, tmp_path, f"{loss}.safetensors", "--loss", loss, *work)) == 0
+    folders = sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir())
+    assert folders == ["recorded", "trained", "trained"]
+    kl, bce = (
+        read_artefact(tmp_path / f"{loss}.safetensors", PREDICTOR, "profile")
+        for loss in ("kl", "bce")
+    )
+    assert (kl.made_from["loss"], bce.made_from["loss"]) == ("kl", "bce")
+    assert any((kl.arrays[name] != bce.arrays[name]).any() for name in kl.arrays)
+
+
+def test_recorded_are_the_passes_over_generated_tokens(model: str) -> None:
+    """Row t of a prompt is the pass that read its generated token t, and the next row the next."""
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    layers = find_moe_layers(loaded)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), Watch(loaded, layers) as seen:
+        output = loaded.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert seen.prompts == [0, 0, 0]
+    kept: list[Any] = []
+    handle = layers[1].router.register_forward_hook(lambda m, a, o: kept.append((a[0], o[0])))
+    with torch.no_grad():
+        loaded(output[:, :-1])
+    handle.remove()
+    hidden, logits = kept[0]
+    for step in range(3):
+        close = {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(
+            seen.hidden[1][step][0].float(), hidden[3 + step].float(), **close
+        )
+        torch.testing.assert_close(
+            seen.logits[1][step][0].float(), logits[3 + step].float(), **close
+        )
+
+
+def test_pairs_join_neighbouring_layers_and_neighbouring_tokens(tmp_path: Path) -> None:
+    hidden = np.arange(2 * 5 * 3).reshape(2, 5, 3).astype(np.float16)
+    logits = np.arange(2 * 5 * 4).reshape(2, 5, 4).astype(np.float16)
+    prompts = np.array([0, 0, 0, 1, 1])
+    write_shard(tmp_path / "a.safetensors", hidden, logits, prompts)
+    samples = Samples([tmp_path / "a.safetensors"])
+    same = samples.pairs(0, 2)
+    np.testing.assert_array_equal(same.inputs_ND, hidden[0])
+    np.testing.assert_array_equal(same.targets_NE, logits[1])
+    across = samples.pairs(1, 2)
+    np.testing.assert_array_equal(across.inputs_ND, hidden[1][[0, 1, 3]])
+    np.testing.assert_array_equal(across.targets_NE, logits[0][[1, 2, 4]])
+    assert across.prompts_N.tolist() == [0, 0, 1]
+
+
+def test_no_prompt_is_on_both_sides_of_the_split(tmp_path: Path) -> None:
+    prompts = np.repeat(np.arange(20), 3)
+    write_shard(
+        tmp_path / "a.safetensors",
+        np.zeros((1, 60, 2), np.float16),
+        np.zeros((1, 60, 2), np.float16),
+        prompts,
+    )
+    samples = Samples([tmp_path / "a.safetensors"])
+    known, held_out = samples.split(42)
+    assert (len(known), len(held_out)) == (16, 4) and not set(known) & set(held_out)
+    again = Samples([tmp_path / "a.safetensors"]).split(42)
+    assert held_out.tolist() == again[1].tolist() != samples.split(43)[1].tolist()
+
+
+@pytest.mark.parametrize(("loss", "stages"), [("kl", 1), ("kl", 2), ("bce", 1)])
+def test_training_learns_a_linear_router(loss: str, stages: int) -> None:
+    rng = np.random.default_rng(0)
+    gate = rng.normal(size=(6, 8))
+    inputs = rng.normal(size=(1200, 6)).astype(np.float16)
+    targets = (inputs.astype(np.float64) @ gate).astype(np.float16)
+    pairs = Pairs(inputs, targets, np.arange(1200))
+    recipe = Recipe(loss=loss, learning_rate=0.01, max_epochs=12)
+    seen, held_out = pairs.where(np.arange(1200) < 1000), pairs.where(np.arange(1200) >= 1000)
+    found = train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)
+    values = held_out.inputs_ND.astype(np.float32)
+    for place, (weight, bias) in enumerate(found.stages):
+        values = (np.maximum(values, 0) if place else values) @ weight.T + bias
+    true = np.argsort(-held_out.targets_NE, axis=-1)[:, :2]
+    right = count_right(np.argsort(-values, axis=-1)[:, :2], true)
+    assert right.mean() / 2 > 0.9
+    again = train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)
+    for (weight, bias), (same_weight, same_bias) in zip(found.stages, again.stages, strict=True):
+        assert (weight == same_weight).all() and (bias == same_bias).all()
+
+
+def test_the_loss_is_equation_4_by_hand() -> None:
+    """One sample, no training: KL of (0.7, 0.2, 0.1) from what an untrained network says."""
+    inputs = np.ones((2, 1), np.float16)
+    targets = np.log(np.array([[0.7, 0.2, 0.1]] * 2)).astype(np.float16)
+    pairs = Pairs(inputs, targets, np.arange(2))
+    recipe = Recipe(learning_rate=1e-12, max_epochs=1)
+    found = train(pairs, pairs, stages=1, num_chosen=1, recipe=recipe, layer=3)
+    weight, bias = (array.astype(np.float64) for array in found.stages[0])
+    logits = weight[:, 0] + bias
+    predicted = np.exp(logits) / np.exp(logits).sum()
+    true = np.exp(targets[0].astype(np.float64))
+    expected = float((true * np.log(true / predicted)).sum())
+    assert found.held_out_loss == pytest.approx(expected, rel=0.01)
+
+
+def test_early_stopping_keeps_the_best_epoch() -> None:
+    rng = np.random.default_rng(1)
+    noise = [
+        Pairs(*(rng.normal(size=(40, 8)).astype(np.float16) for _ in "ab"), np.arange(40))
+        for _ in "cd"
+    ]
+    recipe = Recipe(learning_rate=0.05, batch_size=4, max_epochs=30, patience=2)
+    found = train(noise[0], noise[1], stages=2, num_chosen=2, recipe=recipe, layer=0)
+    assert found.epochs == found.best_epoch + 2 < 30
+
+
+def test_certainty_is_the_divergence_from_uniform() -> None:
+    assert certainty(np.zeros((1, 4), np.float32))[0] == pytest.approx(0.0, abs=1e-6)
+    sure = np.array([[100.0, 0, 0, 0]], np.float32)
+    assert certainty(sure)[0] == pytest.approx(np.log(4))
+    half = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
+    expected = np.log(4) - 1.75 * np.log(2)
+    assert certainty(half)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    layers = find_moe_layers(loaded)
+    with torch.no_grad(), Watch(loaded, layers) as seen:
+        for start in (5, 9):
+            loaded.generate(torch.tensor([[start, 6]]), max_new_tokens=6, do_sample=False)
+    seen.write(tmp_path / "a.safetensors")
+    samples = Samples([tmp_path / "a.safetensors"])
+    geometry = make_geometry(num_layers=3, num_experts=8, top_k=3)
+    from tests.artefacts import artefact_for
+
+    network = PredictorNetwork(artefact_for(PREDICTOR, geometry, hidden=32))
+    judged = judge(
+        samples, network, layers, num_chosen=3, known=np.array([0]), held_out=np.array([1])
+    )
+    rows = layer_rows(judged, 3)
+    assert [(row["layer"], row["target"]) for row in rows] == [(0, 1), (1, 2), (2, 0)]
+    assert rows[0]["tokens"] == rows[2]["tokens"] + 1 == int((samples.prompts == 1).sum())
+    first = samples.pairs(0, 3)
+    rows_held = first.prompts_N == 1
+    gate = layers[1].router.forward(torch.from_numpy(first.inputs_ND[rows_held]).bfloat16())[0]
+    named = gate.float().topk(3).indices.numpy()
+    true = torch.from_numpy(first.targets_NE[rows_held]).float().topk(3).indices.numpy()
+    shared = sum(len(set(a) & set(b)) for a, b in zip(named.tolist(), true.tolist(), strict=True))
+    assert rows[0]["next_gate"] == pytest.approx(shared / true.size)
+    assert sum(row["tokens"] for row in certainty_rows(judged, 3)) == sum(r["tokens"] for r in rows)
+
+
+def test_the_network_is_relu_between_two_linear_stages() -> None:
+    from tests.artefacts import artefact_for
+
+    artefact = artefact_for(PREDICTOR, make_geometry(), hidden=4)
+    network = PredictorNetwork(artefact)
+    hidden = np.linspace(-1, 1, 8).reshape(2, 4).astype(np.float32)
+    arrays = {name: a.astype(np.float32) for name, a in artefact.arrays.items()}
+    one = hidden @ arrays["0.0.weight"].T + arrays["0.0.bias"]
+    wide = np.maximum(hidden @ arrays["2.0.weight"].T + arrays["2.0.bias"], 0)
+    two = wide @ arrays["2.1.weight"].T + arrays["2.1.bias"]
+    assert arrays["2.0.weight"].shape == (8, 4), "twice the input's width"
+    for layer, expected in ((0, one), (2, two)):
+        np.testing.assert_allclose(network(layer, torch.from_numpy(hidden)), expected, rtol=1e-4)
+
+
+def test_a_predictor_costs_its_own_weights_bytes_and_kernels() -> None:
+    from tests.artefacts import artefact_for
+
+    geometry, hardware = make_geometry(), make_hardware()
+    linear, _, two = costs(artefact_for(PREDICTOR, geometry, hidden=4))
+    assert (linear.num_weights, linear.num_bytes, linear.num_kernels) == (40, 80, 3)
+    weights = 4 * 8 + 8 + 8 * 8 + 8
+    assert (two.num_weights, two.num_bytes, two.num_kernels) == (weights, 2 * weights, 5)
+    clock = VirtualClock(hardware, geometry)
+    assert clock.network(40, 80, 3, 1) == pytest.approx(80 / 400.0 + 3 * 0.001)
+    many = 10**6
+    assert clock.network(40, 80, 3, many) == pytest.approx(2 * 40 * many / 1e6 + 3 * 0.001)
+
+
+def test_only_decoding_predicts_the_next_token() -> None:
+    assert [target_of(layer, 3, PREFILL) for layer in range(3)] == [1, 2, None]
+    assert [target_of(layer, 3, DECODE) for layer in range(3)] == [1, 2, 0]
+    assert len(shapes(3, 8, 4)) == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--loss", "mse"], "loss='mse' is not known"),
+        (["--learning_rate", "0"], "learning_rate=0.0 must be above 0"),
+        (["--patience", "0"], "patience=0 must be 1 or more"),
+        (["--data", "nowhere.txt"], "data='nowhere.txt': there is no such file"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_model_is_loaded(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command("no/model", tmp_path, "x.safetensors", *options)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_come_from_lines_or_from_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval_moecache.profiling.predictor import _read_prompts
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"two\\nlines"\n{"prompt": "one", "id": 3}\n')
+    assert _read_prompts(str(file)) == ["two\nlines", "one"]
+    file.write_text('{"text": "no prompt"}\n')
+    with pytest.raises(ValueError, match="line 1 must be a string or"):
+        _read_prompts(str(file))
+
+
+def test_what_ships_for_tiny_was_made_by_the_command_and_beats_both_baselines() -> None:
+    """Above next_gate and frequency on held-out prompts in every layer, for both losses."""
+    for name, loss in (("predictor", "kl"), ("predictor_bce", "bce")):
+        path = ARTEFACT_DIR / "tiny" / f"{name}.safetensors"
+        found = read_artefact(path, PREDICTOR, "profile")
+        assert found.made_from["loss"] == loss and path.stat().st_size < 300_000
+        rows = found.made_from["layers"]
+        assert len(rows) == found.num_layers
+        for row in rows:
+            assert row["predictor"] > max(row["next_gate"], row["frequency"]), row
+
+
+def test_rewriting_an_artefact_keeps_it(tmp_path: Path) -> None:
+    shipped = read_artefact(ARTEFACT_DIR / "tiny" / "predictor.safetensors", PREDICTOR, "profile")
+    write_artefact(tmp_path / "copy.safetensors", dataclasses.replace(shipped))
+    original = (ARTEFACT_DIR / "tiny" / "predictor.safetensors").read_bytes()
+    assert (tmp_path / "copy.safetensors").read_bytes() == original

@@ -1,0 +1,65 @@
+"""What `results/` shows is what its JSONs hold, and its index lists what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from lm_eval.utils import make_table
+
+from lm_eval_moecache.cli.table import _FORMATS, board_folders, collect, other_tables
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.speed_table import speed_table
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+INDEX = (RESULTS / "README.md").read_text()
+# A recipe alone has no results to tell of yet.
+FOLDERS = sorted(
+    {RESULTS / path.relative_to(RESULTS).parts[0] for path in RESULTS.rglob("*/*.json")}
+)
+BOARDS = board_folders(RESULTS)
+WRITTEN_BY_HAND = ("README.md", "CLAIMS.md")
+
+
+@pytest.mark.parametrize("folder", BOARDS, ids=lambda p: str(p.relative_to(RESULTS)))
+def test_every_committed_table_comes_from_its_jsons_to_the_byte(folder: Path) -> None:
+    tables = collect(folder)
+    for name, render in _FORMATS.items():
+        committed = folder / f"table.{name}"
+        assert committed.is_file(), "run: moecache table results --each --write"
+        assert committed.read_text() == render(tables), committed
+
+
+def test_analyses_and_searches_are_told_as_their_jsons_say() -> None:
+    found = other_tables(RESULTS)
+    assert found
+    for path, text in found.items():
+        assert path.read_text() == text, path
+    boards = {folder / "table.md" for folder in BOARDS}
+    generated = {*found, *boards, RESULTS / "first_run/table.md"}
+    # A table that nothing regenerates could say anything.
+    others = {p for p in RESULTS.rglob("*.md") if p.name not in WRITTEN_BY_HAND} - generated
+    assert others == set()
+
+
+def test_the_first_runs_table_is_that_of_its_results() -> None:
+    path = RESULTS / "first_run/results.json"
+    [run] = load_runs(path)
+    committed = (path.parent / "table.md").read_text()
+    _, _, speed = speed_table(dict(run.moecache)).partition("\n")
+    assert speed.strip() in committed
+    assert make_table(json.loads(path.read_text())).strip() in committed
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_every_folder_is_in_the_index_and_says_what_it_holds(folder: Path) -> None:
+    assert f"]({folder.name}/README.md)" in INDEX
+    assert (folder / "README.md").is_file()
+
+
+def test_links_of_the_readmes_lead_somewhere() -> None:
+    for path in RESULTS.rglob("*.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path}: {link}"
