@@ -65,9 +65,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     # Only this action needs torch, and only when it runs.
     import torch
 
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype_name!r} is not known. Allowed: bfloat16, float16, float32.")
+    dtype = _dtype(dtype_name)
     device = _device(device_name)
     if nbytes < 16 * _SMALL_BYTES:
         raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
@@ -101,6 +99,15 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
             "memory_bytes": f"reported by {where}",
         },
     )
+
+
+def _dtype(dtype_name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype_name!r} is not known. Allowed: bfloat16, float16, float32.")
+    return dtype
 
 
 def _device(name: str) -> torch.device:
