@@ -22,6 +22,10 @@ def test_it_gives_figure_2_and_table_1_of_what_tasks_generate(
     assert sum(row["share"] for row in found["certainty"]) == pytest.approx(1.0)
     for row in found["layers"]:
         assert 0.6 < row["predictor"] <= 1.0
+    for row in found["correlations"]:
+        # With so few tokens one side may not vary, which has no correlation.
+        assert row["set_by_gap"] is None or -1 <= row["set_by_gap"] <= 1
+    assert any(row["set_by_certainty"] is not None for row in found["correlations"])
     (table,) = found["replacement"]
     assert table["task"] == "tiny_bbh" and table["metric"].startswith("exact_match")
     assert table["original"] == table["replaced"] == 1.0

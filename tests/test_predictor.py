@@ -22,6 +22,7 @@ from lm_eval_moecache.predictor import make as making
 from lm_eval_moecache.predictor.accuracy import (
     certainty,
     certainty_rows,
+    correlation_rows,
     count_right,
     judge,
     layer_rows,
@@ -204,6 +205,10 @@ def test_certainty_is_the_divergence_from_uniform() -> None:
     assert certainty(half)[0] == pytest.approx(expected, rel=1e-5)
 
 
+def judged_top(network: PredictorNetwork, pairs: Pairs, rows: Any) -> Any:
+    return network(0, torch.from_numpy(pairs.inputs_ND[rows])).topk(3).indices.numpy()
+
+
 def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     layers = find_moe_layers(loaded)
@@ -229,6 +234,12 @@ def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path:
     true = torch.from_numpy(first.targets_NE[rows_held]).float().topk(3).indices.numpy()
     shared = sum(len(set(a) & set(b)) for a, b in zip(named.tolist(), true.tolist(), strict=True))
     assert rows[0]["next_gate"] == pytest.approx(shared / true.size)
+    ordered = np.sort(first.targets_NE[rows_held].astype(np.float32), axis=-1)[:, ::-1]
+    np.testing.assert_allclose(judged[0].gap, ordered[:, 2] - ordered[:, 3])
+    counted = count_right(judged_top(network, first, rows_held), true)
+    (row, *_) = correlation_rows(judged)
+    expected = np.corrcoef(counted, judged[0].gap)[0, 1] if np.ptp(counted) else None
+    assert row["set_by_gap"] == (None if expected is None else pytest.approx(expected))
     assert sum(row["tokens"] for row in certainty_rows(judged, 3)) == sum(r["tokens"] for r in rows)
 
 

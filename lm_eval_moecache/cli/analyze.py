@@ -144,6 +144,7 @@ def _predictability(arguments: Namespace) -> None:
     tables = {
         "certainty": found.certainty,
         "layers": found.layers,
+        "correlations": found.correlations,
         "replacement": found.replacement,
     }
     if arguments.json:

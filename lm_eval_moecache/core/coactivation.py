@@ -161,6 +161,9 @@ def check_profile(artefact: Artefact) -> None:
     num_sampled = artefact.arrays[TOP_LOGITS].shape[1:2] if TOP_LOGITS in artefact.arrays else (1,)
     artefact.require(**shapes, **{TOP_LOGITS: (layers, *num_sampled, artefact.top_k)})
     where = artefact.path or "the profile"
+    missing = [name for name in ("alpha", "k_max", "smoothing") if name not in artefact.made_from]
+    if missing:
+        raise ValueError(f"{where}: its `made_from` lacks {', '.join(missing)}.")
     for name in (PAIRS, WEIGHTED):
         counts = artefact.arrays[name]
         if (counts < 0).any() or not np.allclose(counts, counts.transpose(0, 2, 1)):

@@ -29,6 +29,10 @@ class Judged:
     right: Mapping[str, IntArray]
     certainty: FloatArray
     """Of the target's router: KL divergence of its softmax from uniform, in nats [N]."""
+    first: IntArray
+    """Whether the predictor's likeliest expert is the router's, 0 or 1 [N]."""
+    gap: FloatArray
+    """Between the logits of the router's last chosen expert and the next one [N]."""
 
 
 def certainty(logits_NE: FloatArray | Halves) -> FloatArray:
@@ -62,8 +66,9 @@ def judge(
         counted = pairs.where(np.isin(pairs.prompts_N, known))
         true = top_k(judged.targets_NE, num_chosen)
         inputs = torch.from_numpy(judged.inputs_ND)
+        named = top_k(network(layer, inputs).numpy(), num_chosen)
         predictions = {
-            PREDICTOR: top_k(network(layer, inputs).numpy(), num_chosen),
+            PREDICTOR: named,
             NEXT_GATE: top_k(_ask_gate(layers[target], inputs), num_chosen),
             FREQUENCY: np.broadcast_to(_most_frequent(counted, num_chosen), true.shape),
         }
@@ -73,6 +78,8 @@ def judge(
                 target=target,
                 right={name: count_right(chosen, true) for name, chosen in predictions.items()},
                 certainty=certainty(judged.targets_NE),
+                first=(named[:, 0] == true[:, 0]).astype(np.int64),
+                gap=_gap(judged.targets_NE, num_chosen),
             )
         )
     return found
@@ -108,6 +115,34 @@ def certainty_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, 
             }
         )
     return rows
+
+
+def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return one row a layer: what goes with how much of a token's set is predicted rightly."""
+    return [
+        {
+            "layer": one.layer,
+            "target": one.target,
+            "set_by_certainty": _correlation(one.right[PREDICTOR], one.certainty),
+            "first_by_certainty": _correlation(one.first, one.certainty),
+            "set_by_gap": _correlation(one.right[PREDICTOR], one.gap),
+        }
+        for one in judged
+    ]
+
+
+def _correlation(left: IntArray, right: FloatArray) -> float | None:
+    """Return Pearson's coefficient, or None where one side does not vary."""
+    if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
+        return None
+    return float(np.corrcoef(left, right)[0, 1])
+
+
+def _gap(logits_NE: Halves, num_chosen: int) -> FloatArray:
+    ordered = -np.sort(-logits_NE.astype(np.float32), axis=-1)
+    if ordered.shape[1] == num_chosen:
+        return np.zeros(len(ordered), dtype=np.float32)
+    return np.asarray(ordered[:, num_chosen - 1] - ordered[:, num_chosen])
 
 
 def _most_frequent(pairs: Pairs, num_chosen: int) -> IntArray:

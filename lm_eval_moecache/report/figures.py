@@ -94,7 +94,8 @@ def _panel(
 
 def _name(run: Run, names: Any) -> str:
     listed = [names] if isinstance(names, str) else names
-    return " ".join(str(setting(run, name).raw) for name in listed)
+    values = (setting(run, name).raw for name in listed)
+    return " ".join(str(value) for value in values if value is not None)
 
 
 def _number(value: Value) -> float | None:
@@ -106,6 +107,6 @@ def _number(value: Value) -> float | None:
 
 
 def _label(column: Column) -> str:
-    better = {True: " (more is better)", False: " (less is better)", None: ""}
+    better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
     text = column.heading.removesuffix(" (lower is better)")
     return text + better[column.higher_is_better]

@@ -22,6 +22,7 @@ def shown(column: Column, value: Value) -> str:
     if value.number is None:
         return str(value.raw)
     text = f"{value.number:.{column.decimals}f}"
+    text = text if float(text) else text.removeprefix("-")
     return text if value.stderr is None else f"{text} ±{value.stderr:.{column.decimals}f}"
 
 

@@ -456,6 +456,13 @@ def test_a_profile_whose_counts_cannot_be_counts_is_refused(tmp_path: Path) -> N
             make(broken(tmp_path, **{PAIRS: counts}))
 
 
+def test_a_profile_without_its_settings_is_refused(tmp_path: Path) -> None:
+    made, path = artefact_for(BUDDIES, GEOMETRY), tmp_path / "bare.safetensors"
+    write_artefact(path, dataclasses.replace(made, made_from={"k_max": 4}))
+    with pytest.raises(ValueError, match=r"`made_from` lacks alpha, smoothing"):
+        make(str(path))
+
+
 def test_a_profile_of_other_counts_is_refused_and_top_1_routers_too() -> None:
     with pytest.raises(ValueError, match=r"with num_layers=2, but 'stream' has num_layers=1"):
         make(profile_for(BUDDIES, WIDE))
