@@ -136,11 +136,10 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
-    if choices["scoring"] == "scan":
-        _check_scan(policy, capacity)
+    _check_clock(choices, given, policy)
+    _check_scan(choices, policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
-    _check_clock(choices, given, policy)
     drafting = _read_draft(given, policy, speculative)
     precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
     return Config(
@@ -151,12 +150,18 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         ),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
-        seed=_seed(given.get("seed", 0)),
+        seed=_read_seed(given.get("seed", 0)),
         precision=precision,
         trace=_trace_folder(given.get("trace")),
         **choices,
         **drafting,
     )
+
+
+def _read_seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    return seed
 
 
 def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,12 +171,6 @@ def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
         if choices[key] not in allowed:
             raise unknown(key, choices[key], allowed)
     return choices
-
-
-def _seed(seed: object) -> int:
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
-    return seed
 
 
 def _precision(
@@ -278,8 +277,10 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: P
         )
 
 
-def _check_scan(policy: Policy, capacity: str) -> None:
+def _check_scan(choices: Mapping[str, str], policy: Policy, capacity: str) -> None:
     """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
+    if choices["scoring"] != "scan":
+        return
     if not is_per_layer(capacity):
         raise ValueError(
             f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
