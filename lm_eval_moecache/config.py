@@ -128,14 +128,10 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
-    if choices["scoring"] == "scan":
-        _check_scan(policy, capacity)
+    _check_clock(choices, given, policy)
+    _check_scan(choices, policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
-    _check_clock(choices, given, policy)
-    seed = given.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
     return Config(
         policy=policy,
         capacity=capacity,
@@ -144,11 +140,17 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         ),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
-        seed=seed,
+        seed=_read_seed(given.get("seed", 0)),
         trace=_trace_folder(given.get("trace")),
         **choices,
         **_read_draft(given, policy, speculative),
     )
+
+
+def _read_seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    return seed
 
 
 def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,8 +240,10 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: P
         )
 
 
-def _check_scan(policy: Policy, capacity: str) -> None:
+def _check_scan(choices: Mapping[str, str], policy: Policy, capacity: str) -> None:
     """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
+    if choices["scoring"] != "scan":
+        return
     if not is_per_layer(capacity):
         raise ValueError(
             f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "

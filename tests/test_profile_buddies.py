@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -128,7 +130,6 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
     [
         ([], "give --tasks, --data or both"),
         (["--data", "gone.txt"], "data='gone.txt': there is no such file"),
-        (["--tasks", "tiny_ark"], "Did you mean 'tiny_arc'"),
         (["--data", "TEXT", "--alpha", "1.5"], "alpha=1.5 must be above 0 and at most 1"),
         (["--data", "TEXT", "--alpha", "[0.9,0.8]"], "or 8, one for each MoE layer"),
         (["--data", "TEXT", "--k_max", "0"], "k_max=0 must be 1 or more"),
@@ -148,6 +149,33 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_written(
     assert profile(*given, "--out", str(tmp_path / "p.safetensors")) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+class FakeManager:
+    """lm-eval's index without its 10,000 tasks, and one task that has test documents only."""
+
+    task_index: ClassVar[dict[str, object]] = {"tiny_arc": None, "only_test": None}
+
+    def __init__(self, include_path: Sequence[str] = (), include_defaults: bool = True) -> None:
+        pass
+
+    def load(self, names: list[str]) -> dict[str, Any]:
+        task = SimpleNamespace(
+            has_training_docs=lambda: False,
+            has_validation_docs=lambda: True,
+            has_test_docs=lambda: False,
+        )
+        return {"tasks": {name: task for name in names}}
+
+
+def test_unknown_tasks_and_tasks_without_other_documents_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", FakeManager)
+    with pytest.raises(ValueError, match=r"tasks='tiny_ark' is not known.*mean 'tiny_arc'"):
+        task_examples(["tiny_ark"], 5)
+    with pytest.raises(ValueError, match=r"tasks='only_test' has no documents beside those it is"):
+        task_examples(["only_test"], 5)
 
 
 def test_the_file_has_to_be_named_as_what_it_is(
