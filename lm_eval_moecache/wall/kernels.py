@@ -96,6 +96,7 @@ class OnSlots:
         self.num_experts = len(next(iter(slots.values())))
         self._is_expert_parallel = sparse
         self._module = module
+        self.own_class = type(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

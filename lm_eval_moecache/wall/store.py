@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from lm_eval_moecache.core.engine import Engine
@@ -13,6 +15,8 @@ KERNELS = ("grouped_mm", "batched_mm")
 
 class SlotStore:
     """Runs experts from slots, as transformers' own kernel would have from the whole layer."""
+
+    rungs: list[Mapping[int, int] | None] | None = None
 
     def __init__(self, pools: SlotPools, engine: Engine, kernel: str, device_type: str) -> None:
         self.pools = pools
