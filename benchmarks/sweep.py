@@ -4,16 +4,17 @@
 
 Prints the wall time per run, how often and how long the model was loaded, and the share of the
 runs' time spent outside the model: lm-eval's tasks, prompts and scoring, our bookkeeping between
-passes, and the writing of records. Hooks inside a pass count as the model's.
+passes, and the writing of records. Hooks inside a pass count as the model's. Shares are of CPU
+time, which other jobs on the machine change little.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from functools import cache
 from pathlib import Path
@@ -33,47 +34,43 @@ POLICIES = ["on_demand", "specmd", "mixtral_offloading", "importance_scheduling"
 EVICTIONS = ["lru", "lfu", "fifo", "least_stale"]
 CAPACITIES = ["5%", "10%", "25%", "50%"]
 NUM_RUNS = 64
+# The model's methods that are timed. A load puts up its first cache by itself.
+PARTS = {"model": ("_model_call", "_model_generate"), "load": ("__init__",), "cache": ("install",)}
 
 
 @cache
-def model_time() -> list[float]:
-    """Return this process' seconds in the model and number of loads.
-
-    The first call puts the stopwatch in place.
-    """
-    spent = [0.0, 0]
-    load = MoECacheLM.__init__
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
-        spent[1] += 1
-        load(self, *args, **kwargs)
-
-    MoECacheLM.__init__ = counted  # type: ignore[method-assign]
-    for name in ("_model_call", "_model_generate"):
-        inner = getattr(MoECacheLM, name)
-
-        def timed(self: Any, *args: Any, _inner: Any = inner, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return _inner(self, *args, **kwargs)
-            finally:
-                spent[0] += time.perf_counter() - begin
-
-        setattr(MoECacheLM, name, timed)
+def stopwatch() -> dict[str, list[float]]:
+    """Return this process' seconds by part and call; the first call puts the stopwatch in place."""
+    spent: dict[str, list[float]] = {part: [] for part in PARTS}
+    for part, names in PARTS.items():
+        for name in names:
+            _time(name, part, spent)
     return spent
 
 
-def measured(planned: Planned, folder: str) -> tuple[str, int, float, float, bool]:
-    """Run a cell; return its id, the process, its seconds in all and in the model, and whether
-    the model was loaded for it.
-    """
-    spent = model_time()
-    (before, loads), begin = spent, time.perf_counter()
+def _time(name: str, part: str, spent: dict[str, list[float]]) -> None:
+    """Add the seconds of every call of a method of the model to its part."""
+    inner = getattr(MoECacheLM, name)
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            spent[part].append(time.process_time() - begin)
+
+    setattr(MoECacheLM, name, timed)
+
+
+def measured(planned: Planned, folder: str) -> dict[str, Any]:
+    """Run a cell; return the process, and the run's seconds by part and in all."""
+    spent = stopwatch()
+    before, begin = {part: len(calls) for part, calls in spent.items()}, time.process_time()
     outcome = run_cell(planned, folder, "benchmark")
     if outcome.error is not None:
         raise RuntimeError(outcome.error)
-    whole_s, model_s = time.perf_counter() - begin, spent[0] - before
-    return outcome.run_id, os.getpid(), whole_s, model_s, spent[1] > loads
+    calls = {part: spent[part][before[part] :] for part in PARTS}
+    return {"process": os.getpid(), "all": time.process_time() - begin, **calls}
 
 
 def main() -> None:
@@ -97,34 +94,26 @@ def main() -> None:
             futures = [pool.submit(measured, each, name) for each in planned]
             found = [future.result() for future in as_completed(futures)]
         wall_s = time.perf_counter() - begin
-        report(found, wall_s, folder, options)
+        report(found, wall_s, options.jobs)
 
 
-def report(
-    found: list[tuple[str, int, float, float, bool]], wall_s: float, folder: Path, options: Any
-) -> None:
-    loads_s, installs_s, loads = 0.0, 0.0, dict[int, int]()
-    for run_id, process, _, _, has_loaded in found:
-        record = json.loads((folder / "runs" / f"{run_id}.json").read_text())
-        seconds = record["environment"]["seconds"]["load"]
-        loads[process] = loads.get(process, 0) + has_loaded
-        if has_loaded:
-            loads_s += seconds
-        else:
-            installs_s += seconds
-    runs_s = sum(seconds for _, _, seconds, _, _ in found)
-    model_s = sum(seconds for *_, seconds, _ in found)
-    print(f"runs                   {len(found)} in {options.jobs} processes")
-    print(f"wall time              {wall_s:.1f} s, {wall_s / len(found):.2f} s a run")
-    print(f"in its process         {runs_s / len(found):.2f} s a run, of these:")
-    print(f"  in the model         {model_s / runs_s:.1%}")
-    print(f"  loading the model    {loads_s / runs_s:.1%}, loads by process: {[*loads.values()]}")
-    rest_s = runs_s - model_s - loads_s
+def report(runs: Sequence[Mapping[str, Any]], wall_s: float, jobs: int) -> None:
+    count = len(runs)
+    whole_s = sum(run["all"] for run in runs)
+    parts_s = {part: sum(sum(run[part]) for run in runs) for part in PARTS}
+    loads: dict[int, int] = {}
+    for run in runs:
+        loads[run["process"]] = loads.get(run["process"], 0) + len(run["load"])
+    rest_s = whole_s - sum(parts_s.values())
+    print(f"runs               {count} in {jobs} processes")
+    print(f"wall time          {wall_s:.1f} s, {wall_s / count:.2f} s a run")
+    print(f"CPU time           {whole_s / count:.2f} s a run, of these:")
+    print(f"  in the model     {parts_s['model'] / whole_s:.1%}")
     print(
-        f"  outside the model    {rest_s / runs_s:.1%}, {1000 * rest_s / len(found):.0f} ms a run"
+        f"  loading it       {parts_s['load'] / whole_s:.1%}; loads by process: {[*loads.values()]}"
     )
-    num_installs = len(found) - sum(loads.values())
-    print(f"    a new cache        {1000 * installs_s / num_installs:.1f} ms a run")
+    print(f"  a new cache      {parts_s['cache'] / whole_s:.1%}")
+    print(f"  everything else  {rest_s / whole_s:.1%}, {rest_s / count:.3f} s a run")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from lm_eval_moecache.core.sizes import (
 from lm_eval_moecache.core.trace_writer import prepare_folder
 from lm_eval_moecache.errors import nearest, unknown
 from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
+from lm_eval_moecache.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.registry import AXES
 
 TINY = "tiny"
@@ -32,7 +33,8 @@ _CHOICES = {
     "cache_reset": ("never", "request"),
 }
 KEYS = (
-    *("policy", *AXES, "capacity", "hardware", "bandwidth", "phases", "seed", "trace", "store_dir"),
+    *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
+    *("trace", "store_dir"),
     *_CHOICES,
     *("draft", "draft_tokens"),
 )
@@ -74,6 +76,12 @@ class Config:
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None
     """What the wall clock slows its link down to."""
+    precision: str | None = None
+    """Rungs at which experts are stored, best first; None for the model's own dtype."""
+
+    @property
+    def ladder(self) -> Ladder | None:
+        return None if self.precision is None else parse_ladder(self.precision)
 
     def setting(self, geometry: Geometry) -> Setting:
         """Return what an engine is made of, for this model."""
@@ -128,14 +136,12 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
-    if choices["scoring"] == "scan":
-        _check_scan(policy, capacity)
+    _check_clock(choices, given, policy)
+    _check_scan(choices, policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
-    _check_clock(choices, given, policy)
-    seed = given.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    drafting = _read_draft(given, policy, speculative)
+    precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
     return Config(
         policy=policy,
         capacity=capacity,
@@ -144,11 +150,18 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         ),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
-        seed=seed,
+        seed=_read_seed(given.get("seed", 0)),
+        precision=precision,
         trace=_trace_folder(given.get("trace")),
         **choices,
-        **_read_draft(given, policy, speculative),
+        **drafting,
     )
+
+
+def _read_seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    return seed
 
 
 def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +171,32 @@ def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
         if choices[key] not in allowed:
             raise unknown(key, choices[key], allowed)
     return choices
+
+
+def _precision(
+    given: object, choices: Mapping[str, str], policy: Policy, draft: str | None
+) -> str | None:
+    """Check the ladder and what it does not go with."""
+    if given is None:
+        return None
+    ladder = parse_ladder(given)
+    if choices["clock"] == "wall":
+        raise ValueError(
+            f"precision={given!r} does not go with clock='wall', whose slots have the size of the "
+            "model's own experts. Allowed with it: clock=virtual."
+        )
+    if choices["scoring"] == "scan" and policy.miss.algorithm.uses_ladder:
+        raise ValueError(
+            f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "
+            "run one expert at different precisions, but are executed together. Allowed with "
+            "scan: one precision."
+        )
+    if draft is not None and draft.startswith("self:"):
+        raise ValueError(
+            f"draft={draft!r} is made of the target's own weights, which precision={given!r} does "
+            "not keep. Allowed with it: another draft, as a folder or a hub id."
+        )
+    return ":".join(ladder)
 
 
 def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
@@ -238,8 +277,10 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: P
         )
 
 
-def _check_scan(policy: Policy, capacity: str) -> None:
+def _check_scan(choices: Mapping[str, str], policy: Policy, capacity: str) -> None:
     """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
+    if choices["scoring"] != "scan":
+        return
     if not is_per_layer(capacity):
         raise ValueError(
             f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "

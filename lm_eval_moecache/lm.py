@@ -23,19 +23,19 @@ from lm_eval_moecache.core.ledger import RequestRecord
 from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.trace import NO_REQUEST
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.precision.hosting import LadderHost
 from lm_eval_moecache.preflight import model_path, preflight, skeleton
 from lm_eval_moecache.ranks import Ranked, merge
 from lm_eval_moecache.recording import Recorder
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.run_report import run_report
 from lm_eval_moecache.report.speed_table import speed_table
-from lm_eval_moecache.wall.hosting import ExpertHost
 from lm_eval_moecache.wrap import WrappedModel
 
 Checked = tuple[Config, dict[str, Any]]
 
 
-class MoECacheLM(ExpertHost, Ranked, HFLM):
+class MoECacheLM(LadderHost, Ranked, HFLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
     Takes the keys of `config.KEYS` and all arguments of HFLM. Every error a setting can cause is
@@ -47,12 +47,13 @@ class MoECacheLM(ExpertHost, Ranked, HFLM):
         # HFLM's own default is "cuda", whether there is one or not.
         theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
-        is_wall = config.clock == "wall"
-        self.prepare_loading(config, skeleton(str(pretrained), theirs) if is_wall else None)
+        bare = skeleton(str(pretrained), theirs)
+        self.prepare_loading(config, bare if config.clock == "wall" else None)
+        self.prepare_ladder(config.ladder, bare)
         super().__init__(pretrained=model_path(pretrained), **theirs)
         self.count_ranks()
         self._moe_layers = find_moe_layers(self.model)
-        self.geometry = describe(self.model, self._moe_layers, self._model_name)
+        self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
         self._wrap(config)
 
     def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:

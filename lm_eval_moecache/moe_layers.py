@@ -6,12 +6,15 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.precision.ladder import codecs_of
+from lm_eval_moecache.precision.stored import expert_bytes
 
 _ROUTER_NAMES = ("gate", "router")
 _INDEX = re.compile(r"(.*?\.)(\d+)\.")
@@ -66,28 +69,50 @@ def _no_layers(model: nn.Module, modules: dict[str, nn.Module]) -> ValueError:
     )
 
 
-def describe(model: Any, layers: Sequence[MoELayer], name: str) -> Geometry:
-    """Measure a model (it may be on the meta device).
+def describe(
+    model: Any, layers: Sequence[MoELayer], name: str, ladder: Sequence[str] | None = None
+) -> Geometry:
+    """Measure a model (it may be on the meta device) whose experts are stored at these rungs.
 
-    Raises ValueError where layers differ in their number of experts, which keys cannot express.
+    Without a ladder they are stored as they are. Raises ValueError where layers differ in their
+    number of experts, which keys cannot express, and where a ladder's rungs do not get smaller.
     """
     counts = {layer.num_experts for layer in layers}
     if len(counts) > 1:
         raise ValueError(f"pretrained: layers with different numbers of experts: {sorted(counts)}.")
     experts = [sum(_nbytes(p) for p in layer.experts.parameters()) for layer in layers]
     dtype = next(layers[0].experts.parameters()).dtype
+    sizes = tuple(size // layers[0].num_experts for size in experts)
+    rungs: tuple[tuple[int, ...], ...] = tuple((size,) for size in sizes)
+    if ladder is not None:
+        codecs = codecs_of(tuple(ladder))
+        rungs = tuple(expert_bytes(layer.experts, codecs) for layer in layers)
+        _check_descent(ladder, rungs[0])
     return Geometry(
         model=name,
         num_layers=len(layers),
         num_experts=layers[0].num_experts,
         top_k=_top_k(model, layers[0]),
-        expert_bytes=tuple(
-            (size // layer.num_experts,) for size, layer in zip(experts, layers, strict=True)
-        ),
+        expert_bytes=rungs,
         dense_bytes=dense_bytes(model, layers),
-        precision=(_DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.")),),
+        precision=(dtype_name(dtype),) if ladder is None else tuple(ladder),
         element_bytes=float(dtype.itemsize),
+        compute_bytes=() if ladder is None else sizes,
     )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the precision that stores this dtype as it is."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _check_descent(ladder: Sequence[str], sizes: Sequence[int]) -> None:
+    for (upper, size), (lower, less) in pairwise(zip(ladder, sizes, strict=True)):
+        if less >= size:
+            raise ValueError(
+                f"precision={':'.join(ladder)!r} is not best first: an expert takes {size} bytes "
+                f"as {upper} and {less} as {lower}. Allowed: rungs that get smaller."
+            )
 
 
 def router_digest(layers: Sequence[MoELayer]) -> str:

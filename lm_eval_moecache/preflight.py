@@ -12,9 +12,10 @@ import transformers
 from lm_eval_moecache.config import TINY, Config, read_config, split_arguments
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.precision.ladder import codecs_of
 from lm_eval_moecache.registry import AXES
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.wall.assemble import check_wall
+from lm_eval_moecache.wall.assemble import LOADS_OTHERWISE, check_wall
 
 
 def preflight(
@@ -34,7 +35,8 @@ def preflight(
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
     model = skeleton(pretrained, theirs)
     layers = find_moe_layers(model)
-    geometry = describe(model, layers, pretrained)
+    _check_precision(config, theirs)
+    geometry = describe(model, layers, pretrained, config.ladder)
     capacity = parse_capacity(config.capacity, geometry)
     if config.clock == "wall":
         check_wall(model, geometry, capacity, theirs)
@@ -44,6 +46,20 @@ def preflight(
     if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
         _check_routers_can_be_asked(layers)
     return config, theirs
+
+
+def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:
+    """Refuse codecs that this device or a library's version cannot do, and other quantisers."""
+    if config.ladder is None:
+        return
+    for key in LOADS_OTHERWISE:
+        if theirs.get(key):
+            raise ValueError(
+                f"{key}={theirs[key]!r} does not go with precision={config.precision!r}, which "
+                "encodes and places the experts itself. Allowed: one of the two."
+            )
+    device = str(theirs.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    codecs_of(config.ladder, device.partition(":")[0])
 
 
 def model_path(pretrained: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-Kernel = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class LayerStore(Protocol):
@@ -21,6 +21,9 @@ class LayerStore(Protocol):
 
 class Store(Protocol):
     """Where a model's experts are executed from."""
+
+    rungs: list[Mapping[int, int] | None] | None
+    """Where there are several precisions, layer -> the rungs of the keys of its next event."""
 
     def begin_pass(self, *, decoding: bool) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps."""
@@ -35,6 +38,8 @@ class InPlaceStore:
     Under the virtual clock a transfer takes time but moves nothing: the experts fit where they
     are, so residency is bookkeeping, and the arithmetic is bit for bit the unwrapped model's.
     """
+
+    rungs: list[Mapping[int, int] | None] | None = None
 
     def __init__(self, implementation: str | None, device_type: str) -> None:
         self._implementation = implementation or "eager"
@@ -64,5 +69,13 @@ def _own_loop(
     experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Run the class' own loop, which the decorator of the experts interface keeps."""
-    own: Kernel = type(experts).forward.__wrapped__  # type: ignore[attr-defined]
-    return own(experts, hidden_TD, index_TK, weights_TK)
+    own: Any = getattr(experts, "own_class", type(experts)).forward
+    result: Tensor = own.__wrapped__(experts, hidden_TD, index_TK, weights_TK)
+    return result
+
+
+def implementation_of(model: Any) -> str | None:
+    """Return the experts implementation the model's MoE layers use now."""
+    config = getattr(model.config, "text_config", model.config)
+    name: str | None = config._experts_implementation
+    return name

@@ -34,7 +34,7 @@ from lm_eval_moecache.experts import (
 from lm_eval_moecache.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.predictor.network import network_of
 from lm_eval_moecache.recording import Recorder
-from lm_eval_moecache.store import InPlaceStore, Store
+from lm_eval_moecache.store import InPlaceStore, Store, implementation_of
 
 
 class WrappedModel:
@@ -164,6 +164,8 @@ class WrappedModel:
             self.engine.end_pass()
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
+        rungs = self._store.rungs
+
         def hook(router: nn.Module, args: Any, output: Any) -> Any:
             if not self._num_tokens:
                 return None
@@ -172,7 +174,10 @@ class WrappedModel:
                 selection = engine.scan(self._event(layer, args[0], output))
             else:
                 engine.enter(layer, self._num_tokens)
-                selection = engine.run(self._event(layer, args[0], output))
+                event = self._event(layer, args[0], output)
+                selection = engine.run(event)
+                if rungs is not None:
+                    rungs[layer] = event.rungs
             if selection is None:
                 return None
             return self._changed(layer, output, selection)
@@ -286,10 +291,3 @@ def _sorts_its_choice(router: nn.Module) -> bool:
         return "sorted=False" not in inspect.getsource(type(router))
     except (OSError, TypeError):
         return False
-
-
-def implementation_of(model: Any) -> str | None:
-    """Return the experts implementation the model's MoE layers use now."""
-    config = getattr(model.config, "text_config", model.config)
-    name: str | None = config._experts_implementation
-    return name

@@ -385,3 +385,25 @@ def test_arguments_are_divided_between_us_and_the_host() -> None:
 
 def test_numbers_parsed_by_the_harness_are_capacities_too() -> None:
     assert read_config({"capacity": 51}).capacity == "51"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"store": "disk"}, ("store='disk'", "clock=wall")),
+        ({"store_dir": "x"}, ("store_dir='x'", "clock=wall")),
+        ({"clock": "wall", "hardware": "h200"}, ("hardware='h200'", "bandwidth")),
+        ({"clock": "wall", "store_dir": "x"}, ("store_dir='x'", "store=disk")),
+        ({"clock": "wall", "store": "tape"}, ("store='tape'", "disk, ram")),
+        ({"clock": "wall", "scoring": "scan", "capacity": "2/layer"}, ("scan", "clock=virtual")),
+        ({"clock": "wall", "scoring": "scan"}, ("scan", "clock=virtual")),
+        ({"clock": "wall", "bandwidth": "5"}, ("bandwidth='5'", "no unit")),
+        ({"clock": "wall", "parallelize": True}, ("parallelize=True", "accelerate launch")),
+        ({"clock": "wall", "load_in_8bit": True}, ("load_in_8bit",)),
+        ({"clock": "wall", "experts_implementation": "eager"}, ("'eager'", "grouped_mm")),
+    ],
+)
+def test_what_a_clock_cannot_do_is_refused(
+    arguments: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    says(refusal(**arguments), *parts)

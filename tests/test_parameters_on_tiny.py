@@ -11,16 +11,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.precision.ladder import codecs_of
+from lm_eval_moecache.precision.store import LadderStore
+from lm_eval_moecache.precision.stored import Encoded, store_experts
 from lm_eval_moecache.registry import find_algorithm
+from lm_eval_moecache.store import implementation_of
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.wrap import WrappedModel
 from tests.policies.streams import policy_of
 from tests.policies.test_parameters import CASES, moves
 
+LADDER = ("int8", "int4", "int2")
 # Offline algorithms need a trace, and tests/core sweeps those in replays; those that need a draft
 # are swept in tests/speculative.
 ELSEWHERE = ("is_offline", "needs_draft")
@@ -33,17 +39,28 @@ def tiny() -> Any:
 
 
 @functools.cache
+def stored() -> list[dict[str, Encoded]]:
+    codecs = codecs_of(LADDER)
+    return [store_experts(layer.experts, codecs) for layer in find_moe_layers(tiny())]
+
+
+@functools.cache
 def measured(choice: str, capacity: str) -> tuple[object, ...]:
     """Read four prompts and decode after each; return every count, every time and the tokens."""
     model = tiny()
     layers = find_moe_layers(model)
-    geometry = describe(model, layers, "tiny")
+    policy = policy_of(json.loads(choice))
+    store, ladder = None, None
+    if policy.miss.algorithm.uses_ladder:
+        ladder, codecs = LADDER, codecs_of(LADDER)
+        store = LadderStore(stored(), codecs, implementation_of(model), "cpu")
+    geometry = describe(model, layers, "tiny", ladder)
     setting = Setting(
-        policy=policy_of(json.loads(choice)),
+        policy=policy,
         capacity=parse_capacity(capacity, geometry),
         hardware=load_hardware("a100-5gbps"),
     )
-    wrapped = WrappedModel(model, layers, Engine(geometry, setting))
+    wrapped = WrappedModel(model, layers, Engine(geometry, setting), store)
     generator = torch.Generator().manual_seed(0)
     produced = []
     try:

@@ -9,12 +9,21 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.config import KEYS
 from lm_eval_moecache.report.columns import METRICS
+
+# Of our own keys those that a replay knows from the trace.
+_FOR_EVERY_RUN = ("precision",)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", help="folder for the study, the runs, front.md and best.yaml")
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
+    parser.add_argument(
+        "--model_args",
+        type=str | None,
+        help="further arguments of every run: precision=int8:int4,dtype=bfloat16",
+    )
     parser.add_argument(
         "--tasks", default="moecache_offline", help="comma-separated; their mean is the accuracy"
     )
@@ -59,6 +68,7 @@ def run(arguments: Namespace) -> int:
         bandwidth=arguments.bandwidth,
         metric=arguments.metric,
         budget=arguments.budget,
+        model_args=_model_args(arguments.model_args),
     )
     effort = Effort(
         trials=arguments.trials,
@@ -74,6 +84,22 @@ def run(arguments: Namespace) -> int:
     else:
         sys.stdout.write(front_table(outcome.as_dict()))
     return 0
+
+
+def _model_args(text: str | None) -> dict[str, str]:
+    """Read `key=value,...`; what decides the policy or its place in the cache is searched here."""
+    found = {}
+    for item in filter(None, (part.strip() for part in (text or "").split(","))):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"model_args={text!r}: {item!r} is not of the form key=value.")
+        if key.partition(".")[0] in KEYS and key not in _FOR_EVERY_RUN:
+            raise ValueError(
+                f"model_args={text!r}: {key!r} is searched, or has an option of its own. Allowed: "
+                f"{', '.join(_FOR_EVERY_RUN)}, and the arguments of lm-eval's `hf` model."
+            )
+        found[key] = value
+    return found
 
 
 def _say(text: str) -> None:

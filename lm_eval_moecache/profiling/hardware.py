@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.core.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.sizes import parse_bytes
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _REPEATS = 7
 _SMALL_BYTES = 4096
+_EDGE = 1024
+_LAYERS = 8
+_TOP_K = 2
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -62,18 +66,17 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     # Only this action needs torch, and only when it runs.
     import torch
 
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype_name!r} is not known. Allowed: bfloat16, float16, float32.")
+    dtype = _dtype(dtype_name)
     device = _device(device_name)
     if nbytes < 16 * _SMALL_BYTES:
         raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
     where = _describe(device)
     flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
-    memory = 2 * nbytes / _best_s(_inside_of(device, nbytes), device)
+    weights = _weights(device, dtype, nbytes)
+    memory = weights.nbytes / _best_s(_products_with(weights), device)
     large_s, small_s = (_best_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
-    tiny = torch.zeros(1, device=device, dtype=dtype)
-    overhead_s = _best_s(lambda: [tiny.add_(1) for _ in range(200)], device) / 200
+    layer_s = _launches_s(device, dtype, memory)
+    overhead_s = layer_s / (DENSE_KERNELS + EXPERT_KERNELS)
     how = f"measured on {where} with torch {torch.__version__}: "
     return Hardware(
         name=name,
@@ -85,13 +88,27 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         memory_bytes=float(_memory_bytes(device)),
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
-            "memory_bytes_per_s": f"{how}copy of {nbytes} bytes within it, read and write counted",
+            "memory_bytes_per_s": (
+                f"{how}products of one row with {len(weights)} matrices of {_EDGE} x {_EDGE}"
+            ),
             "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
             "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
-            "kernel_overhead_s": f"{how}200 additions to one number, per addition",
+            "kernel_overhead_s": (
+                f"{how}{layer_s:.3g} s per layer of a decode step beyond reading its weights, "
+                f"over the {DENSE_KERNELS + EXPERT_KERNELS} kernels that the clock counts"
+            ),
             "memory_bytes": f"reported by {where}",
         },
     )
+
+
+def _dtype(dtype_name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype_name!r} is not known. Allowed: bfloat16, float16, float32.")
+    return dtype
 
 
 def _device(name: str) -> torch.device:
@@ -131,12 +148,49 @@ def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
     return _best_s(lambda: left @ left, device)
 
 
-def _inside_of(device: torch.device, nbytes: int) -> Callable[[], object]:
+def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
     import torch
 
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+    count = max(1, nbytes // (_EDGE * _EDGE * dtype.itemsize))
+    return torch.full((count, _EDGE, _EDGE), 0.01, device=device, dtype=dtype)
+
+
+def _products_with(weights: torch.Tensor) -> Callable[[], object]:
+    """Read weights as a decode step does: each matrix once, for one row."""
+    row = weights[0, :1].clone()
+    return lambda: [row @ matrix.t() for matrix in weights]
+
+
+def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) -> float:
+    """Time a decode step of a small model, less the time its weights take to be read, per layer.
+
+    What is left is what transformers takes to launch a layer's kernels among real memory traffic,
+    and what a profile of this machine stands for; the shipped ones stand for engines that fuse.
+    """
+    import torch
+    import transformers
+
+    config = transformers.OlmoeConfig(
+        vocab_size=64,
+        hidden_size=768,
+        intermediate_size=512,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=8,
+        num_experts=8,
+        num_experts_per_tok=_TOP_K,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+    layer = model.model.layers[0]
+    experts = sum(p.nbytes for p in layer.mlp.experts.parameters())
+    dense = sum(p.nbytes for p in layer.parameters()) - experts
+    read_s = (dense + experts * _TOP_K / config.num_experts) / bytes_per_s
+    steps = [torch.full((1, 1), token, device=device) for token in range(2, 18)]
+    with torch.no_grad():
+        # Different tokens choose different experts: nothing stays in a processor's caches.
+        step_s = _best_s(lambda: [model(step) for step in steps], device) / len(steps)
+    return max(float(step_s / _LAYERS - read_s), 0.0)
 
 
 def _copy_of(device: torch.device, nbytes: int) -> Callable[[], object]:

@@ -15,17 +15,24 @@ def settings_without_effect(
     scoring: str,
     *,
     idle_seed: int = 0,
+    idle_rungs: Sequence[str] = (),
 ) -> list[str]:
     """Return a sentence for each setting that did nothing, naming the tasks where that depends.
 
     `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
-    `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn.
+    `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
+    `idle_rungs` are the precisions of a ladder of which the policy uses the first alone.
     """
     warnings = []
     if idle_seed:
         warnings.append(
             f"seed={idle_seed}: no algorithm of this policy draws at random, so the figures are "
             "those of any other seed."
+        )
+    if len(idle_rungs) > 1:
+        warnings.append(
+            f"precision={':'.join(idle_rungs)}: this policy loads every expert at {idle_rungs[0]}, "
+            f"so the figures are those of precision={idle_rungs[0]}."
         )
     if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
         warnings.append(

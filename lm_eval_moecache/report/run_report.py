@@ -44,6 +44,7 @@ def run_report(
             config.policy.phases,
             config.scoring,
             idle_seed=0 if config.policy.draws else config.seed,
+            idle_rungs=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
         ),
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},

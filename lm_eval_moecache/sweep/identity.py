@@ -35,7 +35,14 @@ class Planned:
         """Cells with equal keys can share one loaded model."""
         host = json.dumps(self.host_arguments, sort_keys=True, default=str)
         config = self.config
-        return self.cell.model, self.cell.pretrained, host, config.clock, config.store
+        return (
+            self.cell.model,
+            self.cell.pretrained,
+            host,
+            config.clock,
+            config.store,
+            str(config.precision),
+        )
 
 
 def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Planned:

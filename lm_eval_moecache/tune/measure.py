@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +50,8 @@ class Question:
     metric: str
     budget: float
     """How much accuracy may be lost, in points (1 is 0.01)."""
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of every run: `precision`, `dtype`, `device` ..."""
 
     def cell(self, policy: Mapping[str, Any], label: str | None = None) -> Cell:
         given = {
@@ -57,6 +59,7 @@ class Question:
             "capacity": self.capacity,
             "hardware": self.hardware,
             **({} if self.bandwidth is None else {"bandwidth": self.bandwidth}),
+            **self.model_args,
             **policy,
         }
         options = {} if self.limit is None else {"limit": self.limit}

@@ -10,13 +10,13 @@ from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.setting import Setting
 from lm_eval_moecache.core.sizes import Capacity
 from lm_eval_moecache.core.slots import slots_of
+from lm_eval_moecache.store import implementation_of
 from lm_eval_moecache.wall.loading import ExpertLoader
 from lm_eval_moecache.wall.pools import SlotPools
 from lm_eval_moecache.wall.store import KERNELS, SlotStore
-from lm_eval_moecache.wrap import implementation_of
 
 # Ways of loading or of placing that would not leave the experts where the store finds them.
-_REFUSED = (
+LOADS_OTHERWISE = (
     "autogptq delta device_map gguf_file gptqmodel load_in_4bit load_in_8bit parallelize peft "
     "quantization_config tp_plan"
 ).split()
@@ -26,7 +26,7 @@ def check_wall(
     model: Any, geometry: Geometry, capacity: Capacity, theirs: Mapping[str, Any]
 ) -> None:
     """Raise ValueError for what the wall clock cannot do with this model and these arguments."""
-    for key in _REFUSED:
+    for key in LOADS_OTHERWISE:
         if theirs.get(key):
             raise ValueError(
                 f"{key}={theirs[key]!r} does not go with clock='wall', which loads and places the "

@@ -16,6 +16,10 @@ PAPERS = {
     # SpecMD Table 1.
     "specmd_1": ("standard", "next_gate", "lru", "fetch"),
     "specmd_2": ("standard", "score", "score", "substitute_score"),
+    "specmd_3": ("standard", "next_gate", "lhu", "cascade"),
+    "hobbit": ("standard", "next_gate", "lhu", "cascade"),
+    # SpecMD section 5.4 and Figure 7.
+    "specmd_fetch_priority": ("standard", "score", "least_stale", "fetch_priority"),
     "specmd_4": ("cache_prior", "none", "lru", "fetch"),
     "specmd": ("standard", "score", "least_stale", "fetch"),
     "mixtral_offloading": ("standard", "next_gate", "lru", "fetch"),

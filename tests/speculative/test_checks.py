@@ -11,14 +11,13 @@ import transformers
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 
-from lm_eval_moecache.config import read_config
-from lm_eval_moecache.core.replay import replay
+from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.speculative import lm as module
+from lm_eval_moecache.speculative.draft_model import measure
 from lm_eval_moecache.speculative.lm import MoECacheSpecLM
 from lm_eval_moecache.tiny import MODEL_DIR
-from tests.conftest import Checkpoint
-from tests.models import save_model
+from tests.core.traces import record
 from tests.test_config import says
 
 
@@ -119,15 +118,14 @@ def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> N
     says(refusal(draft=str(draft), policy="on_demand"), "OPTForCausalLM", "cannot be timed")
 
 
-def test_a_replay_has_no_draft() -> None:
-    config = read_config({"policy": "sp_moe", "draft": "tiny"}, speculative=True)
-    assert config.policy.prefetch.algorithm.needs_draft
-    assert replay.__doc__
+def test_a_replay_has_no_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, _ = record(tmp_path)
+    assert main(["replay", str(trace), "--policy", "sp_moe"]) != 0
+    said = capsys.readouterr().err
+    says(said, "prefetch='draft'", "--model moecache-spec", "a replay has no draft")
 
 
-def test_a_dense_draft_is_one_expert_a_layer(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    from lm_eval_moecache.speculative.draft_model import measure
-
+def test_a_dense_draft_is_one_expert_a_layer() -> None:
     config = transformers.LlamaConfig(
         vocab_size=300,
         hidden_size=32,
@@ -142,4 +140,3 @@ def test_a_dense_draft_is_one_expert_a_layer(tmp_path: Path, checkpoint: Checkpo
     total = sum(p.numel() * 4 for p in model.parameters())
     counted = sum(geometry.dense_bytes) + geometry.total_expert_bytes
     assert counted == total - 300 * 32 * 4  # of the embedding a pass reads single rows
-    assert save_model

@@ -51,6 +51,7 @@ def command(tmp_path: Path, checkpoint: Checkpoint) -> list[str]:
         f"--pretrained={checkpoint('olmoe')}",
         f"--space={space}",
         "--tasks=toy_answer",
+        "--model_args=device=cpu",
         "--json",
     ]
 
@@ -65,6 +66,7 @@ def asked(checkpoint: Checkpoint) -> Question:
         bandwidth=None,
         metric="tok_per_s",
         budget=1.0,
+        model_args={"device": "cpu"},
     )
 
 
@@ -164,6 +166,9 @@ def test_a_missing_optuna_is_named(
         ("--jobs=0", "jobs=0"),
         ("--slack=1", "slack=1.0"),
         ("--out=", "--out must name a folder"),
+        ("--model_args=eviction=lru", "'eviction' is searched"),
+        ("--model_args=scoring=scan", "'scoring' is searched"),
+        ("--model_args=device", "'device' is not of the form"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_runs(

@@ -13,10 +13,11 @@ from lm_eval_moecache.core.engine import Engine, Setting
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.core.worker import Transfer
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.store import implementation_of
 from lm_eval_moecache.wall.pools import SlotPools, expert_parameters
 from lm_eval_moecache.wall.store import SlotStore
 from lm_eval_moecache.wall.tiers import RamTier, Tier
-from lm_eval_moecache.wrap import WrappedModel, implementation_of
+from lm_eval_moecache.wrap import WrappedModel
 
 
 class LatePools(SlotPools):

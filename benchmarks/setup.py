@@ -1,0 +1,139 @@
+"""What the wall clock's benchmarks share: random models of a size that matters, and timed runs.
+
+Shapes: `cpu` has experts of 3 MB and fits any machine; `olmoe` (OLMoE-1B-7B) and `mixtral`
+(Mixtral-8x7B with half its layers) are for a GPU. Weights are random: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from lm_eval_moecache.core.engine import Engine, Setting
+from lm_eval_moecache.core.hardware import Hardware, load_hardware
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.wall.loading import ExpertLoader
+from lm_eval_moecache.wall.pools import SlotPools
+from lm_eval_moecache.wall.store import SlotStore
+from lm_eval_moecache.wrap import WrappedModel
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+    "olmoe": {
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "mixtral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+def random_model(shape: str) -> Any:
+    """Build a bf16 OLMoE-architecture model whose routing differs from token to token."""
+    torch.manual_seed(0)
+    config = transformers.OlmoeConfig(vocab_size=4096, pad_token_id=0, **SHAPES[shape])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for layer in find_moe_layers(model):
+        torch.nn.init.normal_(next(layer.router.parameters()), std=0.5)
+    return model.eval().requires_grad_(False)
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def take(model: Any, device: torch.device) -> ExpertLoader:
+    """Bring a model's experts into a tier of host memory, and the rest to the device."""
+    loader = ExpertLoader("ram", None, model)
+    loader.take_experts(model, device)
+    return loader
+
+
+def wall(
+    model: Any, loader: ExpertLoader, policy: str, capacity: str, rate: float | None = None
+) -> WrappedModel:
+    setting, geometry = _setting(model, policy, capacity, load_hardware("h200"), rate)
+    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, model.device)
+    engine = Engine(geometry, setting, mover=pools)
+    store = SlotStore(pools, engine, "grouped_mm", model.device.type)
+    return WrappedModel(model, find_moe_layers(model), engine, store)
+
+
+def virtual(model: Any, policy: str, capacity: str, hardware: Hardware) -> WrappedModel:
+    setting, geometry = _setting(model, policy, capacity, hardware, None)
+    return WrappedModel(model, find_moe_layers(model), Engine(geometry, setting))
+
+
+def _setting(
+    model: Any, policy: str, capacity: str, hardware: Hardware, rate: float | None
+) -> tuple[Setting, Any]:
+    geometry = describe(model, find_moe_layers(model), "benchmark")
+    setting = Setting(
+        policy=load_policy(policy),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=hardware,
+        throttle_bytes_per_s=rate,
+    )
+    return setting, geometry
+
+
+def prompts(count: int, length: int, vocabulary: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (count, 1, length)
+    return list(torch.randint(2, vocabulary, shape, generator=generator).to(device))
+
+
+def run(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
+    """Return the seconds of a prefill, and of one of the greedy decode steps that follow."""
+    with torch.no_grad():
+        _wait(prompt.device)
+        start = time.perf_counter()
+        output = model(prompt, use_cache=True)
+        token = output.logits[:, -1:].argmax(-1)
+        _wait(prompt.device)
+        first = time.perf_counter()
+        for _ in range(tokens):
+            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+            token = output.logits[:, -1:].argmax(-1)
+        _wait(prompt.device)
+        return first - start, (time.perf_counter() - first) / max(tokens, 1)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def spread(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"median {statistics.median(values):.3f} (lowest {low:.3f}, highest {high:.3f})"

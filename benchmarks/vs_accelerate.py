@@ -1,0 +1,121 @@
+"""Decode against accelerate's offloading, with the same bytes of experts near.
+
+Accelerate keeps whole MoE layers near, as many as the capacity holds, and brings the others near
+when they are called: from files (`disk`), and on a GPU from host memory (`cpu`). Ours caches
+experts under the policy, from the same kind of place. On a CPU, what accelerate brings near is a
+map of the file: where the page cache holds it, nothing is copied, and times say little about a
+device. The bytes that a step has to bring near do: on a GPU accelerate copies whole layers.
+
+    python benchmarks/vs_accelerate.py [--shape cpu|olmoe|mixtral] [--device auto] [--capacity 25%]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import torch
+from setup import device_of, prompts, random_model, run, spread
+from transformers import AutoModelForCausalLM
+
+from lm_eval_moecache.core.engine import Setting
+from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.records import PREFILL
+from lm_eval_moecache.core.sizes import parse_capacity
+from lm_eval_moecache.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.wall.assemble import assemble
+from lm_eval_moecache.wall.loading import ExpertLoader, device_map
+from lm_eval_moecache.wrap import WrappedModel
+
+
+def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> Any:
+    """Load the checkpoint with accelerate: whole layers of experts near, the others in the tier."""
+    with torch.device("meta"):
+        skeleton = random_skeleton(folder)
+    layers = find_moe_layers(skeleton)
+    size = parse_capacity(capacity, describe(skeleton, layers, "x")).total_bytes
+    near = size // sum(p.numel() * p.element_size() for p in layers[0].experts.parameters())
+    far = {layer.path for layer in layers[near:]}
+    places = device_map(skeleton, far, str(device))
+    if tier == "cpu":
+        places = {name: "cpu" if place == "disk" else place for name, place in places.items()}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map=places, offload_folder=f"{folder}/offload"
+    ).eval()
+
+
+def bytes_per_step(theirs: Any, wrapped: WrappedModel) -> tuple[float, float]:
+    """Return the bytes that a decode step brings near: whole layers, and what ours moved."""
+    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
+    steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
+    far = sum(place in ("cpu", "disk") for place in theirs.hf_device_map.values())
+    return far * geometry.expert_bytes[0][0] * geometry.num_experts, sum(steps) / len(steps)
+
+
+def random_skeleton(folder: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+    )
+
+
+def ours(folder: str, policy: str, capacity: str, device: torch.device, store: str) -> WrappedModel:
+    with torch.device("meta"):
+        skeleton = random_skeleton(folder)
+    loader = ExpertLoader(store, f"{folder}/store", skeleton)
+    with loader.loading():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, **loader.arguments(device)
+        ).eval()
+        loader.take_experts(model, device)
+    geometry = describe(model, find_moe_layers(model), "benchmark")
+    setting = Setting(
+        policy=load_policy(policy),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=load_hardware("h200"),
+    )
+    store_of = assemble(model, geometry, setting, loader)
+    return WrappedModel(model, find_moe_layers(model), store_of.engine, store_of)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="cpu")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--policy", default="specmd")
+    parser.add_argument("--capacity", default="25%")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    device = device_of(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(options.shape).save_pretrained(folder)
+        for tier in ("cpu", "disk") if device.type == "cuda" else ("disk",):
+            theirs = offloaded(folder, options.capacity, device, tier)
+            store = "ram" if tier == "cpu" else "disk"
+            wrapped = ours(folder, options.policy, options.capacity, device, store)
+            texts = prompts(options.rounds + 1, options.prompt, theirs.config.vocab_size, device)
+            pairs = [
+                (run(theirs, text, options.tokens), run(wrapped.model, text, options.tokens))
+                for text in texts
+            ][1:]
+            wrapped.unwrap()
+            print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
+            print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
+            print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
+            whole, moved = bytes_per_step(theirs, wrapped)
+            print(
+                f"bytes brought near a step: {whole / 1e6:.1f} MB in whole layers, "
+                f"{moved / 1e6:.1f} MB by moecache: {whole / moved:.2f} times fewer"
+            )
+            for phase, i in (("prefill", 0), ("decode", 1)):
+                ratios = spread([a[i] / m[i] for a, m in pairs])
+                print(f"speed of moecache / accelerate, {phase}: {ratios}")
+
+
+if __name__ == "__main__":
+    main()

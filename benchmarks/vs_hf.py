@@ -1,0 +1,47 @@
+"""The wall clock at 100% capacity against plain transformers: what the slots and hooks cost.
+
+One model, plain and wrapped in turn, medians of the paired ratios (plain seconds / ours).
+
+    python benchmarks/vs_hf.py [--shape cpu|olmoe|mixtral] [--device auto]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from setup import device_of, prompts, random_model, run, spread, take, wall
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="cpu")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--policy", default="on_demand")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    device = device_of(options.device)
+    plain = random_model(options.shape).to(device)
+    ours = random_model(options.shape)
+    wrapped = wall(ours, take(ours, device), options.policy, "100%")
+    texts = prompts(options.rounds + 4, options.prompt, plain.config.vocab_size, device)
+    for prompt in texts[-4:]:
+        run(plain, prompt, options.tokens)
+        run(ours, prompt, options.tokens)
+    prefill, decode, plain_s = [], [], []
+    for prompt in texts[: options.rounds]:
+        theirs, mine = run(plain, prompt, options.tokens), run(ours, prompt, options.tokens)
+        prefill.append(theirs[0] / mine[0])
+        decode.append(theirs[1] / mine[1])
+        plain_s.append(theirs)
+    wrapped.unwrap()
+    print(f"{options.shape} on {device}, {options.policy} at 100%, {options.rounds} pairs")
+    print(f"plain: prefill of {options.prompt} tokens {spread([1e3 * p for p, _ in plain_s])} ms")
+    print(f"plain: decode {spread([1e3 * d for _, d in plain_s])} ms a token")
+    print(f"speed of moecache / plain, prefill: {spread(prefill)}")
+    print(f"speed of moecache / plain, decode:  {spread(decode)}")
+
+
+if __name__ == "__main__":
+    main()

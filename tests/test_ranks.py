@@ -1,0 +1,82 @@
+"""Data parallel: two processes share the documents, and one report has all requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.core.records import PREFILL
+from lm_eval_moecache.ranks import Ranked, merge
+from lm_eval_moecache.report.metrics import task_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rank_of(*durations: float) -> list[RequestRecord]:
+    requests = []
+    for index, seconds in enumerate(durations):
+        record = PassRecord(index, PREFILL, 3, 0.0, end_s=seconds, requests=2, misses=1)
+        requests.append(RequestRecord(index, "task", "loglikelihood", passes=[record]))
+    return requests
+
+
+def test_passes_of_different_ranks_are_not_taken_for_one() -> None:
+    requests, peak = merge([(rank_of(1.0, 3.0), 100), (rank_of(5.0), 200), ([], 0)])
+    assert peak == 200 and [r.passes[0].index for r in requests] == [0, 1, 2]
+    metrics = task_metrics(requests, peak)
+    assert metrics["requests"] == 3 and metrics["ttft_ms"]["mean"] == pytest.approx(3000)
+    assert metrics["miss_rate"] == 0.5 and metrics["prompt_tok_per_s"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "names", "repeats", "count"),
+    [(1, "aabbb", 1, 5), (2, "abc", 1, 3), (2, "abccc", 1, 3), (2, "aabbbb", 2, 4), (2, "", 1, 0)],
+)
+def test_requests_that_only_fill_up_a_rank_do_not_count(
+    world: int, names: str, repeats: int, count: int
+) -> None:
+    each = {name: SimpleNamespace(repeats=repeats) for name in set(names)}
+    host: Any = Ranked()
+    host._world_size = world
+    assert host.without_padding([each[name] for name in names]) == count
+
+
+def evaluate(folder: Path, launcher: list[str], **environment: str) -> Any:
+    """Run 5 documents of four choices each and return the results JSON."""
+    arguments = "policy=on_demand,capacity=25%,max_length=256"
+    result = subprocess.run(
+        [
+            *(*launcher, "-m", "lm_eval_moecache.cli.main", "eval"),
+            *("--model", "moecache", "--model_args", arguments, "--device", "cpu"),
+            *("--tasks", "tiny_arc", "--limit", "5", "--output_path", str(folder)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (path,) = folder.rglob("results_*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_scores_and_the_requests_of_one(tmp_path: Path) -> None:
+    """What `accelerate launch` does with GPUs, with two processes on a CPU."""
+    one = evaluate(tmp_path / "one", [sys.executable])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    two = evaluate(tmp_path / "two", launcher, ACCELERATE_USE_CPU="true")
+    assert two["results"]["tiny_arc"]["acc,none"] == one["results"]["tiny_arc"]["acc,none"]
+    alone, both = (r["config"]["moecache"] for r in (one, two))
+    assert both["ranks"] == 2 and "ranks" not in alone
+    for name in ("requests", "token_miss_rate"):
+        assert both["totals"][name] == pytest.approx(alone["totals"][name], abs=0.05), name
+    assert both["totals"]["requests"] == 20
