@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.policy import Policy, load_policy
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.tune import search
@@ -154,7 +154,7 @@ def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
 ) -> None:
     replay = Bench.replay
 
-    def lacking(self: Bench, policy: Any) -> float:
+    def lacking(self: Bench, policy: Policy) -> float:
         if policy.name == "mixtral_offloading":
             raise ValueError("its predictions are of another predictor")
         return replay(self, policy)
