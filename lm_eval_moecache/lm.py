@@ -210,6 +210,7 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         """Note which record waits for which input, then let HFLM sort and batch as it likes."""
         records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
+        records = self.filled_up(records, len(requests))
         for record, (_, context, continuation) in zip(records, requests, strict=True):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)
