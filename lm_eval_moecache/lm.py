@@ -62,15 +62,18 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
         self.check_loaded_for(config)
-        self.finish_trace()
-        self.wrapped.unwrap()
+        if hasattr(self, "wrapped"):
+            self.finish_trace()
+            self.wrapped.unwrap()
+            # Freed first: the slots of two caches may not fit.
+            del self.wrapped, self.engine
         self._wrap(config)
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
         parts = self.build_engine(self.model, self.geometry, self._setting(config))
-        self.engine = parts[0]
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
+        self.engine = parts[0]
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
             self.wrapped.recorder = Recorder(
