@@ -46,11 +46,11 @@ def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> An
     ).eval()
 
 
-def bytes_per_step(theirs: Any, wrapped: WrappedModel) -> tuple[float, float]:
+def bytes_per_step(theirs: Any, wrapped: WrappedModel, tier: str) -> tuple[float, float]:
     """Return the bytes that a decode step brings near: whole layers, and what ours moved."""
     geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
     steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
-    far = sum(place in ("cpu", "disk") for place in theirs.hf_device_map.values())
+    far = sum(place == tier for place in theirs.hf_device_map.values())
     return far * geometry.expert_bytes[0][0] * geometry.num_experts, sum(steps) / len(steps)
 
 
@@ -107,7 +107,7 @@ def main() -> None:
             print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
-            whole, moved = bytes_per_step(theirs, wrapped)
+            whole, moved = bytes_per_step(theirs, wrapped, tier)
             print(
                 f"bytes brought near a step: {whole / 1e6:.1f} MB in whole layers, "
                 f"{moved / 1e6:.1f} MB by moecache: {whole / moved:.2f} times fewer"

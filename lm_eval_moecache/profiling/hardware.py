@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -73,8 +74,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     where = _describe(device)
     flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
     weights = _weights(device, dtype, nbytes)
-    memory = weights.nbytes / _best_s(_products_with(weights), device)
-    large_s, small_s = (_best_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
+    memory = weights.nbytes / _typical_s(_products_with(weights), device)
+    large_s, small_s = (_typical_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
     layer_s = _launches_s(device, dtype, memory)
     overhead_s = layer_s / (DENSE_KERNELS + EXPERT_KERNELS)
     how = f"measured on {where} with torch {torch.__version__}: "
@@ -124,8 +125,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several runs: what else the machine does only slows others."""
+def _typical_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the median of several runs: how fast the machine is as it is used."""
     import torch
 
     times = []
@@ -138,14 +139,14 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     # The first one also allocates and compiles.
-    return min(times[1:])
+    return statistics.median(times[1:])
 
 
 def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
     import torch
 
     left = torch.randn(edge, edge, device=device, dtype=dtype)
-    return _best_s(lambda: left @ left, device)
+    return _typical_s(lambda: left @ left, device)
 
 
 def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
@@ -189,7 +190,7 @@ def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) ->
     steps = [torch.full((1, 1), token, device=device) for token in range(2, 18)]
     with torch.no_grad():
         # Different tokens choose different experts: nothing stays in a processor's caches.
-        step_s = _best_s(lambda: [model(step) for step in steps], device) / len(steps)
+        step_s = _typical_s(lambda: [model(step) for step in steps], device) / len(steps)
     return max(float(step_s / _LAYERS - read_s), 0.0)
 
 

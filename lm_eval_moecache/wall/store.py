@@ -64,5 +64,4 @@ class LayerSlots:
             self, store.kernel, module, hidden_TD, index_TK, w_TK
         )
         store.engine.finish(work.execute)
-        store.pools.executed()
         return work.result()
