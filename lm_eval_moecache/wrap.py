@@ -173,6 +173,9 @@ class WrappedModel:
             engine = self.engine
             if self._scanning:
                 selection = engine.scan(self._event(layer, args[0], output))
+                if rungs is not None:
+                    # Every token is an event of its own, and lossless misses load the best rung.
+                    rungs[layer] = None
             else:
                 engine.enter(layer, self._num_tokens)
                 event = self._event(layer, args[0], output)
