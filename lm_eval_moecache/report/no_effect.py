@@ -16,12 +16,14 @@ def settings_without_effect(
     *,
     idle_seed: int = 0,
     idle_rungs: Sequence[str] = (),
+    idle_cutoff: bool = False,
 ) -> list[str]:
     """Return a sentence for each setting that did nothing, naming the tasks where that depends.
 
     `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
     `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
-    `idle_rungs` are the precisions of a ladder of which the policy uses the first alone.
+    `idle_rungs` are the precisions of a ladder of which the policy uses the first alone;
+    `idle_cutoff` says that the solver left draft-stage prefetch no layer.
     """
     warnings = []
     if idle_seed:
@@ -33,6 +35,12 @@ def settings_without_effect(
         warnings.append(
             f"precision={':'.join(idle_rungs)}: this policy loads every expert at {idle_rungs[0]}, "
             f"so the figures are those of precision={idle_rungs[0]}."
+        )
+    if idle_cutoff:
+        warnings.append(
+            "prefetch.cutoff=auto: no layer's drafted experts fit into the cache in time, so "
+            "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
+            "a cutoff."
         )
     if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
         warnings.append(
