@@ -25,6 +25,22 @@ def settings_without_effect(
     `idle_rungs` are the precisions of a ladder of which the policy uses the first alone;
     `idle_cutoff` says that the solver left draft-stage prefetch no layer.
     """
+    warnings = _idle_algorithms(idle_seed, idle_rungs, idle_cutoff)
+    if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
+        warnings.append(
+            f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
+            "lossy algorithms did nothing there. Use phases=all, or scoring=scan with a cache per "
+            "layer."
+        )
+    if scoring == "scan" and (idle := [t for t in by_task if not _has_scored(by_task[t])]):
+        warnings.append(
+            f"scoring=scan: no text was scored in {', '.join(sorted(idle))}, so it had no effect "
+            "there."
+        )
+    return warnings
+
+
+def _idle_algorithms(idle_seed: int, idle_rungs: Sequence[str], idle_cutoff: bool) -> list[str]:
     warnings = []
     if idle_seed:
         warnings.append(
@@ -41,17 +57,6 @@ def settings_without_effect(
             "prefetch.cutoff=auto: no layer's drafted experts fit into the cache in time, so "
             "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
             "a cutoff."
-        )
-    if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
-        warnings.append(
-            f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
-            "lossy algorithms did nothing there. Use phases=all, or scoring=scan with a cache per "
-            "layer."
-        )
-    if scoring == "scan" and (idle := [t for t in by_task if not _has_scored(by_task[t])]):
-        warnings.append(
-            f"scoring=scan: no text was scored in {', '.join(sorted(idle))}, so it had no effect "
-            "there."
         )
     return warnings
 
