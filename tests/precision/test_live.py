@@ -292,3 +292,9 @@ def test_what_cannot_be_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(MoECacheLM, "_create_model", never)
     with pytest.raises(ValueError, match=message):
         load(checkpoint("olmoe"), **arguments)
+
+
+def test_a_draft_made_of_the_targets_own_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="draft='self:int4' is made of the target's own weights"):
+        read_config({"precision": "int4"}, speculative=True)
+    assert read_config({"precision": "int4", "draft": "prompt_lookup"}, speculative=True).precision
