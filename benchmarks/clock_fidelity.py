@@ -1,7 +1,8 @@
 """Does the virtual clock tell the truth? Its prediction from a calibrated profile against the wall.
 
 The profile of this machine is measured first (`moecache profile hardware`), its link replaced by
-`--bandwidth`, to which the wall clock is throttled. Then the same texts run under both clocks, for
+`--bandwidth`, to which the wall clock is throttled, with the time of an empty transfer through the
+worker as latency. Then the same texts run under both clocks, for
 three compositions at two capacities: medians of TTFT and TPOT, and virtual / wall.
 
     python benchmarks/clock_fidelity.py [--shape cpu|olmoe|mixtral] [--device auto]
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -20,7 +22,41 @@ from setup import device_of, prompts, random_model, run, take, virtual, wall
 from lm_eval_moecache.core.ledger import PassRecord
 from lm_eval_moecache.core.records import PREFILL
 from lm_eval_moecache.core.sizes import parse_bandwidth
+from lm_eval_moecache.core.worker import Transfer, Worker
 from lm_eval_moecache.profiling.hardware import measure
+
+
+class Nothing:
+    """A mover that moves nothing."""
+
+    depth = 1
+
+    def fence(self) -> object:
+        return None
+
+    def begin(self, transfer: Transfer) -> object:
+        return None
+
+    def finish(self, token: object) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+def empty_transfer_s() -> float:
+    """Return the median seconds from a demand to the caller's going on."""
+    worker, seconds = Worker(Nothing()), []
+    for key in range(200):
+        start = time.perf_counter()
+        worker.put(Transfer(key, 0, 0), demanded=True)
+        worker.wait_for({key})
+        worker.collect()
+        seconds.append(time.perf_counter() - start)
+        # As long as between two events: both threads have gone to sleep.
+        time.sleep(0.002)
+    worker.close()
+    return statistics.median(seconds)
 
 
 def medians(passes: list[PassRecord]) -> tuple[float, float]:
@@ -54,7 +90,9 @@ def main() -> None:
     device = device_of(options.device)
     rate = parse_bandwidth(options.bandwidth)
     measured = measure("calibrated", str(device), "bfloat16", 2**28, 2048)
-    hardware = dataclasses.replace(measured, link_bytes_per_s=rate, link_latency_s=0.0)
+    hardware = dataclasses.replace(
+        measured, link_bytes_per_s=rate, link_latency_s=empty_transfer_s()
+    )
     print(dataclasses.replace(measured, source=""))
     model = random_model(options.shape).to(device)
     moved = random_model(options.shape)

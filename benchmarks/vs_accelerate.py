@@ -3,7 +3,8 @@
 Accelerate keeps whole MoE layers near, as many as the capacity holds, and brings the others near
 when they are called: from files (`disk`), and on a GPU from host memory (`cpu`). Ours caches
 experts under the policy, from the same kind of place. On a CPU, what accelerate brings near is a
-map of the file: where the page cache holds it, nothing is copied.
+map of the file: where the page cache holds it, nothing is copied, and times say little about a
+device. The bytes that a step has to bring near do: on a GPU accelerate copies whole layers.
 
     python benchmarks/vs_accelerate.py [--shape cpu|olmoe|mixtral] [--device auto] [--capacity 25%]
 """
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.core.engine import Setting
 from lm_eval_moecache.core.hardware import load_hardware
+from lm_eval_moecache.core.records import PREFILL
 from lm_eval_moecache.core.sizes import parse_capacity
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.policy import load_policy
@@ -42,6 +44,14 @@ def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> An
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=places, offload_folder=f"{folder}/offload"
     ).eval()
+
+
+def bytes_per_step(theirs: Any, wrapped: WrappedModel, tier: str) -> tuple[float, float]:
+    """Return the bytes that a decode step brings near: whole layers, and what ours moved."""
+    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
+    steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
+    far = sum(place == tier for place in theirs.hf_device_map.values())
+    return far * geometry.expert_bytes[0][0] * geometry.num_experts, sum(steps) / len(steps)
 
 
 def random_skeleton(folder: str) -> Any:
@@ -97,6 +107,11 @@ def main() -> None:
             print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
+            whole, moved = bytes_per_step(theirs, wrapped, tier)
+            print(
+                f"bytes brought near a step: {whole / 1e6:.1f} MB in whole layers, "
+                f"{moved / 1e6:.1f} MB by moecache: {whole / moved:.2f} times fewer"
+            )
             for phase, i in (("prefill", 0), ("decode", 1)):
                 ratios = spread([a[i] / m[i] for a, m in pairs])
                 print(f"speed of moecache / accelerate, {phase}: {ratios}")

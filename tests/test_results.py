@@ -20,6 +20,7 @@ FOLDERS = sorted(
     {RESULTS / path.relative_to(RESULTS).parts[0] for path in RESULTS.rglob("*/*.json")}
 )
 BOARDS = board_folders(RESULTS)
+VERDICTS = ("holds", "holds in part", "does not hold", "not testable")
 WRITTEN_BY_HAND = ("README.md", "CLAIMS.md")
 
 
@@ -63,3 +64,18 @@ def test_links_of_the_readmes_lead_somewhere() -> None:
     for path in RESULTS.rglob("*.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+def test_every_claim_of_the_papers_is_answered_with_figures_and_a_folder() -> None:
+    rows = re.findall(r"^\| (\w\d) \| (.*) \|$", (RESULTS / "CLAIMS.md").read_text(), re.MULTILINE)
+    counts = {"S": 8, "P": 5, "B": 3, "C": 4, "M": 7}
+    assert [name for name, _ in rows] == [
+        f"{k}{i + 1}" for k, n in counts.items() for i in range(n)
+    ]
+    for name, row in rows:
+        claim, verdict, figures, folder, why = row.split(" | ")
+        assert claim and why, name
+        assert verdict.strip("*") in VERDICTS, name
+        assert re.search(r"\d", figures), name
+        # That the links lead somewhere is tested above.
+        assert re.search(r"\]\([\w/.]+\)", folder), name

@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tasks", default="moecache_offline", help="comma-separated; their mean is the accuracy"
     )
-    parser.add_argument("--limit", type=float | None, help="documents a task")
+    parser.add_argument("--limit", type=int | float | None, help="documents a task")
     parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51 or 30/layer")
     parser.add_argument("--hardware", default="a100-5gbps", help="profile, or YAML")
     parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: 5GB/s")

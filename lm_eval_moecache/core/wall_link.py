@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from lm_eval_moecache.core.hardware import Hardware
 from lm_eval_moecache.core.link import Link
@@ -93,9 +93,9 @@ class WallLink(Link):
         self.busy_s = self._worker.busy_s
         return landed
 
-    def wait_for_one(self, keys: Container[int]) -> list[int]:
-        """Stand still until one of the flying `keys` is there; then as `arrivals`."""
-        self._worker.wait_for_one(keys)
+    def wait_for(self, keys: Collection[int], count: int = 1) -> list[int]:
+        """Stand still until `count` of the flying `keys` are there; then as `arrivals`."""
+        self._worker.wait_for(keys, count)
         return self.arrivals()
 
     def _put(self, transfer: Transfer, demanded: bool) -> None:

@@ -38,7 +38,12 @@ class _Pending:
 
 
 class WallQueue(PrefetchQueue):
-    """Keeps as many prefetches issued as one token needs experts, so that the link never waits."""
+    """Issues prefetches a little ahead of their turn, so that the link does not run dry.
+
+    An issued prefetch has taken another expert's place already. One is issued at a time, one more
+    where the link ran dry between two visits (at most as many as a token needs), and one less
+    where several still waited.
+    """
 
     def __init__(
         self,
@@ -50,11 +55,21 @@ class WallQueue(PrefetchQueue):
         super().__init__(geometry, caches, link, algorithms.prefetch)
         self._slotted = caches
         self._wall_link = link
-        self._window = geometry.top_k
+        self._window, self._widest = 1, geometry.top_k
+        self._was_issued = False
 
     def drain(self, now: float, pinned: Set[int], layer: int) -> None:
         """Land what has arrived, then issue what may come next (`now` is the present)."""
         self.settle_arrivals(self._wall_link.arrivals())
+        link = self._wall_link
+        if link.num_issued == 0 and self._was_issued:
+            self._window = min(self._window + 1, self._widest)
+        elif link.num_issued > 1:
+            self._window = max(self._window - 1, 1)
+        self._issue(pinned, layer)
+        self._was_issued = link.num_issued > 0
+
+    def _issue(self, pinned: Set[int], layer: int) -> None:
         link = self._wall_link
         while link.num_issued < self._window:
             head = link.peek()
@@ -144,7 +159,7 @@ class WallStep(LayerStep):
         # The pass before broke off: what it demanded may still be on its way into its slots.
         self._pending = None
         while demanded := self._wall_link.demanded():
-            self.queue.settle_arrivals(self._wall_link.wait_for_one(demanded))
+            self.queue.settle_arrivals(self._wall_link.wait_for(demanded))
 
     def settle(self) -> None:
         """Take back what waits for the link, and let what moves land."""
@@ -154,7 +169,7 @@ class WallStep(LayerStep):
             while (key := self._wall_link.withdraw_last(cache.arriving, ())) is not None:
                 cache.withdraw(key)
             while cache.arriving:
-                self.queue.settle_arrivals(self._wall_link.wait_for_one(cache.arriving))
+                self.queue.settle_arrivals(self._wall_link.wait_for(cache.arriving))
 
     def _begin(self, pending: _Pending) -> None:
         """Give an event's demands to the link, as far as they fit."""
@@ -214,7 +229,7 @@ class WallStep(LayerStep):
             if len(here) >= enough:
                 execute(here, False)
                 here = []
-            self._wait(flying)
+            self._wait(flying, max(1, min(len(flying), enough - len(here))))
             arrived = [k for k in held if k in flying and not self._wall_link.is_flying(k)]
             flying -= set(arrived)
             here += arrived
@@ -222,8 +237,8 @@ class WallStep(LayerStep):
             execute(here, len(here) == len(event.keys))
         cache.unused_prefetches -= set(held)
 
-    def _wait(self, keys: Set[int]) -> None:
-        """Stand still until one of the flying `keys` is there."""
+    def _wait(self, keys: Set[int], count: int = 1) -> None:
+        """Stand still until `count` of the flying `keys` are there."""
         start_s = time.perf_counter()
-        self.queue.settle_arrivals(self._wall_link.wait_for_one(keys))
+        self.queue.settle_arrivals(self._wall_link.wait_for(keys, count))
         self._record.stall_s += time.perf_counter() - start_s

@@ -65,6 +65,9 @@ class Worker:
         self._demanded: deque[Transfer] = deque()
         self._prefetches: deque[Transfer] = deque()
         self._finished: list[Transfer] = []
+        self._awaited: Container[int] = ()
+        self._wanted = 0
+        """How many of the awaited keys the caller is waiting for; 0 where it is not."""
         self._error: BaseException | None = None
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -103,12 +106,14 @@ class Worker:
             finished, self._finished = self._finished, []
             return finished
 
-    def wait_for_one(self, keys: Container[int]) -> None:
-        """Return once one of these keys has arrived and was not collected yet."""
+    def wait_for(self, keys: Container[int], count: int = 1) -> None:
+        """Return once `count` of these keys have arrived and were not collected yet."""
         with self._changed:
-            while not any(transfer.key in keys for transfer in self._finished):
+            while self._arrived(keys) < count:
                 self._check()
+                self._awaited, self._wanted = keys, count
                 self._changed.wait(_POLL_S)
+            self._wanted = 0
 
     def close(self) -> None:
         """End the thread; what waits is forgotten. Safe to call twice."""
@@ -117,6 +122,9 @@ class Worker:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _arrived(self, keys: Container[int]) -> int:
+        return sum(transfer.key in keys for transfer in self._finished)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -174,4 +182,6 @@ class Worker:
             self._busy_until_s = end_s
             transfer.state = DONE
             self._finished.append(transfer)
-            self._changed.notify_all()
+            # Each needless waking would take the interpreter from the next copy.
+            if self._wanted and self._arrived(self._awaited) >= self._wanted:
+                self._changed.notify_all()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from tqdm import tqdm
 
@@ -101,7 +102,8 @@ def make(
 def _load(pretrained: str) -> _Model:
     path = model_path(pretrained)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(device)
     layers = find_moe_layers(model)
     geometry = describe(model, layers, pretrained)
     return _Model(model, tokenizer, layers, geometry, router_digest(layers))

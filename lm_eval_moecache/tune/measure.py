@@ -43,7 +43,7 @@ class Question:
 
     pretrained: str
     tasks: tuple[str, ...]
-    limit: float | None
+    limit: int | float | None
     capacity: str
     hardware: str
     bandwidth: str | None

@@ -114,11 +114,12 @@ def read_outcome(study: Any, floor: float) -> Outcome:
             )
         elif composition is not None:
             left_out[composition] = attributes["reason"]
+    measured = {entry.name for entry in entries}
     return Outcome(
         question=study.user_attrs["question"],
         floor=floor,
         entries=tuple(entries),
-        left_out=left_out,
+        left_out={name: why for name, why in left_out.items() if name not in measured},
         counts=counts,
     )
 

@@ -66,19 +66,22 @@ class Search:
 
     def _shipped(self) -> None:
         """Enter the compositions of `policies/` as trials without parameters, once each."""
-        known = {t.user_attrs.get("composition") for t in self.study.get_trials(deepcopy=False)}
+        trials = self.study.get_trials(deepcopy=False)
+        known = {t.user_attrs.get("composition") for t in trials if "figures" in t.user_attrs}
         waiting: list[Candidate] = []
         for name in policy_names():
             if name in known:
                 continue
             try:
                 candidate = self.bench.candidate(name, {"policy": name})
-                if candidate.policy.is_lossless:
-                    self._enter(candidate, self._replayed(candidate))
-                else:
-                    waiting.append(candidate)
             except ValueError as error:
                 self._leave_out(name, str(error))
+                continue
+            replayed = self._replayed_if_possible(candidate)
+            if replayed is None:
+                waiting.append(candidate)
+            else:
+                self._enter(candidate, replayed)
         for start in range(0, len(waiting), self.effort.jobs):
             chunk = waiting[start : start + self.effort.jobs]
             for candidate, found in zip(chunk, self.bench.run(chunk), strict=True):
@@ -141,6 +144,15 @@ class Search:
             self._prune(trial, f"its lossless part: {figures.speed:.1f}")
             return None
         return candidate
+
+    def _replayed_if_possible(self, candidate: Candidate) -> Figures | None:
+        if not candidate.policy.is_lossless:
+            return None
+        try:
+            return self._replayed(candidate)
+        except ValueError:
+            # The trace lacks what a prefetcher with a predictor of its own has to see.
+            return None
 
     def _replayed(self, candidate: Candidate) -> Figures:
         figures = self.bench.lossless(candidate.policy)

@@ -17,6 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 Slots = Mapping[str, Tensor]
 """Parameter name -> [slots, ...]."""
+_FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transposed")
 MAX_GROUPS = 1023
 """What CUDA's grouped product takes."""
 
@@ -26,9 +27,11 @@ class Layer(Protocol):
 
     slots: dict[str, Tensor]
     slot_of: Mapping[int, int]
-    layer_in_one_piece: dict[str, Tensor] | None
     num_experts: int
     first_key: int
+
+    def whole(self, module: nn.Module) -> OnSlots | None:
+        """Return a stand-in for the whole layer where the cache holds it in one piece."""
 
 
 class Work(ABC):
@@ -53,9 +56,8 @@ class Work(ABC):
 
     def execute(self, keys: Sequence[int], is_all: bool) -> None:
         """Run the assignments to these keys; `is_all` where the event has no others."""
-        whole = self.layer.layer_in_one_piece
-        if is_all and whole is not None:
-            stand_in = OnSlots(self.module, whole)
+        stand_in = self.layer.whole(self.module) if is_all else None
+        if stand_in is not None:
             self.done = self.ask(stand_in, self.hidden_TD, self.index_TK, self.w_TK)
         else:
             self.execute_part(keys, is_all)
@@ -92,7 +94,8 @@ class OnSlots:
     """
 
     def __init__(self, module: nn.Module, slots: Slots, sparse: bool = False) -> None:
-        self.__dict__.update(slots)
+        own = vars(module)
+        self.__dict__.update({name: own[name] for name in _FLAGS if name in own}, **slots)
         self.num_experts = len(next(iter(slots.values())))
         self._is_expert_parallel = sparse
         self._module = module

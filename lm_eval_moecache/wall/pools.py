@@ -58,7 +58,6 @@ class SlotPools:
         self.depth = 2 if self._on_cuda else 1
         self._staging: list[dict[str, Tensor]] = []
         self._turn = 0
-        self._last_use: torch.cuda.Event | None = None
         if self._on_cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -78,16 +77,15 @@ class SlotPools:
         first = place * self._num_experts
         return {name: t[first : first + self._num_experts] for name, t in pool.items()}
 
-    def executed(self) -> None:
-        """Note that kernels which read slots have been launched."""
-        if self._on_cuda:
-            self._last_use = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._last_use.record(torch.cuda.current_stream(self._device))
-
     # --- the mover: see core.worker ---------------------------------------------------------
 
     def fence(self) -> object:
-        return self._last_use
+        """Mark what has been launched so far: kernels that may still read the slot given away."""
+        if not self._on_cuda:
+            return None
+        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        launched.record(torch.cuda.current_stream(self._device))
+        return launched
 
     def begin(self, transfer: Transfer) -> object:
         layer, expert = divmod(transfer.key, self._num_experts)
@@ -111,7 +109,6 @@ class SlotPools:
             source = self._stage(layer, expert, target)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if isinstance(after, torch.cuda.Event):
-                # The slot's last reader may have been launched, but not have run.
                 self._stream.wait_event(after)
             for name, tensor in target.items():
                 tensor.copy_(source[name], non_blocking=True)

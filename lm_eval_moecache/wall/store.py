@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from lm_eval_moecache.core.engine import Engine
-from lm_eval_moecache.wall.kernels import MAX_GROUPS, Work, WorkInGroups, WorkOnPool
+from lm_eval_moecache.wall.kernels import MAX_GROUPS, OnSlots, Work, WorkInGroups, WorkOnPool
 from lm_eval_moecache.wall.pools import SlotPools
 
 KERNELS = ("grouped_mm", "batched_mm")
@@ -39,13 +39,19 @@ class LayerSlots:
 
     def __init__(self, store: SlotStore, layer: int, on_cpu: bool) -> None:
         self._store = store
-        self.layer_in_one_piece = store.pools.whole_layer(layer)
+        self._in_one_piece = store.pools.whole_layer(layer)
+        self._whole: OnSlots | None = None
         self.slots = store.pools.of_layer(layer)
         self.num_experts = store.engine.geometry.num_experts
         self.first_key = store.engine.geometry.key(layer, 0)
         self.slot_of = store.engine.slots[layer]
         num_slots = len(next(iter(self.slots.values())))
         self._loops = on_cpu or num_slots > MAX_GROUPS
+
+    def whole(self, module: nn.Module) -> OnSlots | None:
+        if self._whole is None and self._in_one_piece is not None:
+            self._whole = OnSlots(module, self._in_one_piece)
+        return self._whole
 
     def run(self, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Finish the layer's event: execute its experts as they come.
@@ -58,5 +64,4 @@ class LayerSlots:
             self, store.kernel, module, hidden_TD, index_TK, w_TK
         )
         store.engine.finish(work.execute)
-        store.pools.executed()
         return work.result()

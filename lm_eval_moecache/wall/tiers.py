@@ -33,7 +33,7 @@ class Tier(ABC):
 class RamTier(Tier):
     """Experts in host memory: layer -> parameter name -> [experts, ...]."""
 
-    def __init__(self, parameters: Sequence[Row]) -> None:
+    def __init__(self, parameters: Sequence[dict[str, Tensor]]) -> None:
         self._parameters = parameters
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
@@ -44,12 +44,14 @@ class RamTier(Tier):
         return {name: stacked[expert] for name, stacked in self._parameters[layer].items()}
 
     def pin(self) -> None:
-        """Lock the memory where it is, so that a device can copy from it at full speed."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        """Lock the memory, so that a device can copy from it at full speed; one tensor at a time.
+
+        Copies, because a map of a file and small tensors that share a page cannot be locked where
+        they are.
+        """
         for row in self._parameters:
-            for tensor in row.values():
-                nbytes = tensor.numel() * tensor.element_size()
-                torch.cuda.check_error(int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
+            for name in row:
+                row[name] = row[name].pin_memory()
 
 
 @dataclass(frozen=True, slots=True)

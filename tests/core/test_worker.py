@@ -120,7 +120,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_waited_for(
     copies.error = error
     worker.put(Transfer(1, 0, 1), demanded=True)
     with pytest.raises(TransferError, match=type(error).__name__) as caught:
-        worker.wait_for_one({1})
+        worker.wait_for({1})
     assert caught.value.__cause__ is error
     with pytest.raises(TransferError):
         worker.put(Transfer(2, 0, 1), demanded=True)
@@ -136,7 +136,7 @@ def test_a_closed_worker_refuses_and_does_not_hang(copies: Copies) -> None:
     worker.close()
     assert time.perf_counter() - start < 5
     with pytest.raises(TransferError, match="closed"):
-        worker.wait_for_one({2})
+        worker.wait_for({2})
 
 
 def test_a_link_that_is_dropped_leaves_no_thread(copies: Copies) -> None:

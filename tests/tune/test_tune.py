@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.policy import Policy, load_policy
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.tune import search
@@ -147,6 +147,25 @@ def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
     found = json.loads(capsys.readouterr().out)
     assert "chooses between layers" in found["left_out"]["fate"]
     assert [e["name"] for e in found["shipped"]] == ["on_demand"]
+
+
+def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay = Bench.replay
+
+    def lacking(self: Bench, policy: Policy) -> float:
+        if policy.name == "mixtral_offloading":
+            raise ValueError("its predictions are of another predictor")
+        return replay(self, policy)
+
+    monkeypatch.setattr(Bench, "replay", lacking)
+    assert main([*command, "--trials=0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    measured = {e["name"]: e["measured_by"] for e in found["shipped"]}
+    assert measured["mixtral_offloading"] == BY_MODEL
+    assert measured["on_demand"] == BY_REPLAY
+    assert found["left_out"] == {}
 
 
 def test_a_missing_optuna_is_named(
