@@ -162,15 +162,15 @@ def main() -> int:
             command = [sys.executable, __file__, "--load", folder, "--precision", given.precision]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
-        ratio = found["peak"] / (found["stored"] + found["layer"])
+        ratio = found["peak_with_files"] / (found["stored"] + found["layer"])
         failed |= ratio > given.limit
         gb = {key: value / 1e9 for key, value in found.items()}
         print(
             f"{form}: {gb['experts']:.2f} GB of experts, stored at {given.precision} "
             f"{gb['stored']:.2f} GB, one layer {gb['layer']:.2f} GB; loading added "
-            f"{gb['added']:.2f} GB and at its peak {gb['peak']:.2f} GB: {ratio:.2f}x of stored + "
-            f"one layer (at most {given.limit}); with the pages of the mapped checkpoint "
-            f"{gb['peak_with_files']:.2f} GB; {found['seconds']:.0f} s"
+            f"{gb['added']:.2f} GB; at its peak {gb['peak']:.2f} GB of its own and "
+            f"{gb['peak_with_files']:.2f} GB with the pages of the mapped checkpoint: {ratio:.2f}x "
+            f"of stored + one layer (at most {given.limit}); {found['seconds']:.0f} s"
         )
     return int(failed)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/speculative_equality.py [--prompts 200] [--dtype float32] [--draft_tokens 1,2]
 
-Two drafts: the model's own weights at 4 bits, which are nearly always right, and the same
-architecture with weights that were never trained, which are nearly always wrong. In bfloat16 every
+Two drafts: the model's own weights at 4 bits, which are nearly always right, and one layer of the
+same architecture that was never trained, which is nearly always wrong. In bfloat16 every
 divergence is looked at: the two tokens must tie within the rounding of their logits.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lm_eval_moecache.config import read_config
 from lm_eval_moecache.lm import MoECacheLM
@@ -57,7 +57,7 @@ def generate(lm: MoECacheLM, texts: list[str]) -> Rows:
 
 def never_trained(folder: Path) -> str:
     torch.manual_seed(0)
-    config = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR)).config
+    config = AutoConfig.from_pretrained(str(MODEL_DIR), num_hidden_layers=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(folder)
     return str(folder)
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--draft_tokens", default="1,2,4,8")
+    parser.add_argument("--drafts", default="self:int4,untrained")
     asked = parser.parse_args()
     texts = prompts(asked.prompts)
     usual: dict[str, Any] = {"pretrained": "tiny", "device": "cpu", "dtype": asked.dtype}
@@ -100,17 +101,18 @@ def main() -> None:
     dtype = getattr(torch, asked.dtype)
     model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR), dtype=dtype).eval()
     with tempfile.TemporaryDirectory() as folder:
+        paths = {"untrained": never_trained(Path(folder))}
         spec = MoECacheSpecLM(policy="sp_moe", **usual)
-        for name, draft in (("self:int4", "self:int4"), ("untrained", never_trained(Path(folder)))):
+        for name in asked.drafts.split(","):
+            # One layer foretells nothing of the model's eight: only a draft of as many is asked.
+            policy = "on_demand" if name in paths else "sp_moe"
             for tokens in map(int, asked.draft_tokens.split(",")):
-                ours = {"policy": "sp_moe", "draft": draft, "draft_tokens": tokens}
+                ours = {"policy": policy, "draft": paths.get(name, name), "draft_tokens": tokens}
                 spec.install(read_config(ours, speculative=True))
                 verdict = compare(expected, generate(spec, texts), texts, spec.tokenizer, model)
-                accepted = spec.report()["totals"]["draft_acceptance"]
-                print(
-                    f"draft {name}, {tokens} tokens: {verdict}; acceptance {accepted:.4f}",
-                    flush=True,
-                )
+                accepted = f"{spec.report()['totals']['draft_acceptance']:.4f}"
+                line = f"draft {name}, {tokens} tokens: {verdict}; acceptance {accepted}"
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -171,14 +171,13 @@ class WrappedModel:
             if not self._num_tokens:
                 return None
             engine = self.engine
-            if self._scanning:
-                selection = engine.scan(self._event(layer, args[0], output))
-            else:
+            if not self._scanning:
                 engine.enter(layer, self._num_tokens)
-                event = self._event(layer, args[0], output)
-                selection = engine.run(event)
-                if rungs is not None:
-                    rungs[layer] = event.rungs
+            event = self._event(layer, args[0], output)
+            selection = engine.scan(event) if self._scanning else engine.run(event)
+            if rungs is not None:
+                # None after a scan: its tokens' lossless misses load the best rung.
+                rungs[layer] = event.rungs
             if selection is None:
                 return None
             return self._changed(layer, output, selection)

@@ -134,6 +134,16 @@ def test_pairs_join_neighbouring_layers_and_neighbouring_tokens(tmp_path: Path) 
     assert across.prompts_N.tolist() == [0, 0, 1]
 
 
+def test_a_batch_whose_answers_ended_at_once_is_passed_over(tmp_path: Path) -> None:
+    good, empty = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    hidden = np.ones((2, 3, 5), np.float16)
+    write_shard(good, hidden, hidden[:, :, :4], np.array([0, 0, 1]))
+    write_shard(empty, hidden[:, :0, :1], hidden[:, :0, :1], np.array([], np.int64))
+    assert Samples([empty, good]).hidden(0).shape == (3, 5)
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        Samples([empty])
+
+
 def test_no_prompt_is_on_both_sides_of_the_split(tmp_path: Path) -> None:
     prompts = np.repeat(np.arange(20), 3)
     write_shard(

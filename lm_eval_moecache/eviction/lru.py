@@ -15,7 +15,9 @@ class LRU(EvictionAlgorithm):
 
     The experts of one event are equally recent; the one needed first, which in a decode step is
     the one with the heaviest routing weight, leaves first. An expert that a prefetch brought
-    counts as used when it lands. Cost: O(1) per call, beside the pinned keys it steps over.
+    counts as used when it lands; one that is near when it is predicted is not used by that: SP-MoE
+    section 4.4, where an expert found in the cache is put last again, is read as on its use.
+    Cost: O(1) per call, beside the pinned keys it steps over.
     """
 
     source: ClassVar[str] = "Eliseev & Mazur 2023 (Mixtral offloading); SpecMD appendix B"

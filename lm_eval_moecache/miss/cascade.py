@@ -55,6 +55,11 @@ class Cascade(MissAlgorithm):
         last = max(t1, 0.9) if t2 is None else t2
         if not 0 < t1 <= last < 1:
             raise ValueError(f"miss.t1={t1}, miss.t2={last}: allowed is 0 < t1 <= t2 < 1.")
+        if steps > 1 and t1 == last:
+            raise ValueError(
+                f"miss.t1={t1}, miss.t2={last}: with precision={':'.join(geometry.precision)!r} "
+                "the rungs in between would never be chosen. Allowed: t1 below t2."
+            )
         self.upgrade = upgrade
         self._bounds = np.linspace(t1, last, steps, dtype=np.float32)
 

@@ -26,7 +26,10 @@ class FetchPriority(MissAlgorithm):
     percentile of its top-k weights, the last ceil(0.6 (k - 1)) of them, so that the heaviest never
     is; `h` names the number of heavy ones instead. The light ones are shared out over the lower
     rungs in order of rank ("fallback levels, int8, int4, int2", section 3.1.2). A prefetched
-    expert gets the rung of its rank in the predicted gate, or else among the proposals. With
+    expert gets the rung of its rank in the predicted gate, or else among the proposals, and the
+    lowest where it is beyond the predicted top-k: at full size it would arrive no better ranked
+    than a miss that is degraded. Section 3.1.2's other words, "always fetches highest precision"
+    with lower ones "under capacity constraints", name no constraint and are not followed. With
     `upgrade` a heavy expert that is near at a lower rung is loaded again; otherwise it is
     used as it is. Cost: O(1) per token and expert.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lm_eval_moecache.moe_layers import MoELayer
 from lm_eval_moecache.precision.base import Codec
+from lm_eval_moecache.precision.mapped import page_out_checkpoints
 from lm_eval_moecache.precision.stored import (
     Encoded,
     encode,
@@ -56,6 +57,7 @@ def _setter(usual: Any, codecs: Sequence[Codec]) -> Callable[[Any, str, Any], No
             and is_matrices(module, value)
         ):
             module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs)
+            page_out_checkpoints()
             shape = shape_without_memory(value)
             # Else transformers would fill what it takes for a parameter that nobody loaded.
             shape._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -114,7 +114,8 @@ def digest_prompts(prompts: Sequence[str]) -> str:
 def _record_batch(
     model: Any, tokenizer: Any, layers: Sequence[MoELayer], prompts: Sequence[str], num_tokens: int
 ) -> tuple[Halves, Halves, IntArray]:
-    tokenizer.padding_side = "left"
+    # The end of a prompt is what it asks.
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     encoded = tokenizer(

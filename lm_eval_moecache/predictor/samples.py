@@ -36,7 +36,10 @@ class Samples:
     """The recorded tokens of all shards, or of some prompts."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
-        self._shards = list(shards)
+        # A batch whose answers all ended at once has recorded nothing.
+        self._shards = [shard for shard in shards if len(_read(shard, "prompt"))]
+        if not self._shards:
+            raise ValueError("every answer ended at once: there is nothing to learn from.")
         self.prompts: IntArray = np.concatenate([_read(s, "prompt") for s in self._shards])
 
     def hidden(self, layer: int) -> Halves:

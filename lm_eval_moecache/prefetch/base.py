@@ -24,7 +24,7 @@ class PrefetchAlgorithm(ABC):
     """Proposes experts to bring near, most wanted first; the link decides when they come.
 
     A proposal for a layer at or before the running one is meant for the next pass. Keys that are
-    resident or on their way may be proposed: they are refreshed rather than moved.
+    resident or on their way may be proposed: they are not moved, but the eviction algorithm hears.
     """
 
     source: ClassVar[str]

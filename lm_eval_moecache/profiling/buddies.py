@@ -28,6 +28,7 @@ from lm_eval_moecache.core.coactivation import (
 )
 from lm_eval_moecache.profiling._texts import read_file, task_examples
 
+_WARMUP_WEIGHT = 0.5
 _KEPT = ("k_max", "smoothing", "warmup_tokens", "warmup_weight")
 
 
@@ -48,9 +49,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--k_max", type=int, default=16, help="longest list")
     parser.add_argument("--smoothing", type=float, default=1.0, help="Laplace: added to each count")
     parser.add_argument(
-        "--warmup_tokens", type=int, default=0, help="first tokens of a text that count for less"
+        "--warmup_tokens",
+        type=int,
+        default=0,
+        help="first tokens of a window of text that count for less",
     )
-    parser.add_argument("--warmup_weight", type=float, default=0.5, help="how much they count")
+    parser.add_argument(
+        "--warmup_weight",
+        type=float,
+        default=_WARMUP_WEIGHT,
+        help="how much those --warmup_tokens count",
+    )
     parser.add_argument(
         "--sample_tokens",
         type=int,
@@ -107,6 +116,10 @@ def _check(arguments: Namespace) -> None:
     for name in ("smoothing", "warmup_tokens"):
         if getattr(arguments, name) < 0:
             raise ValueError(f"{name}={getattr(arguments, name)} must be 0 or more.")
+    if arguments.warmup_weight != _WARMUP_WEIGHT and not arguments.warmup_tokens:
+        raise ValueError(
+            f"warmup_weight={arguments.warmup_weight} has no effect without warmup_tokens above 0."
+        )
     if not 0 <= arguments.warmup_weight <= 1:
         raise ValueError(f"warmup_weight={arguments.warmup_weight} must lie between 0 and 1.")
 

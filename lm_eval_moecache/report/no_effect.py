@@ -16,13 +16,31 @@ def settings_without_effect(
     *,
     idle_seed: int = 0,
     idle_rungs: Sequence[str] = (),
+    idle_cutoff: bool = False,
 ) -> list[str]:
     """Return a sentence for each setting that did nothing, naming the tasks where that depends.
 
     `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
     `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
-    `idle_rungs` are the precisions of a ladder of which the policy uses the first alone.
+    `idle_rungs` are the precisions of a ladder of which the policy uses the first alone;
+    `idle_cutoff` says that the solver left draft-stage prefetch no layer.
     """
+    warnings = _idle_algorithms(idle_seed, idle_rungs, idle_cutoff)
+    if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
+        warnings.append(
+            f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
+            "lossy algorithms did nothing there. Use phases=all, or scoring=scan with a cache per "
+            "layer."
+        )
+    if scoring == "scan" and (idle := [t for t in by_task if not _has_scored(by_task[t])]):
+        warnings.append(
+            f"scoring=scan: no text was scored in {', '.join(sorted(idle))}, so it had no effect "
+            "there."
+        )
+    return warnings
+
+
+def _idle_algorithms(idle_seed: int, idle_rungs: Sequence[str], idle_cutoff: bool) -> list[str]:
     warnings = []
     if idle_seed:
         warnings.append(
@@ -34,16 +52,11 @@ def settings_without_effect(
             f"precision={':'.join(idle_rungs)}: this policy loads every expert at {idle_rungs[0]}, "
             f"so the figures are those of precision={idle_rungs[0]}."
         )
-    if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
+    if idle_cutoff:
         warnings.append(
-            f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
-            "lossy algorithms did nothing there. Use phases=all, or scoring=scan with a cache per "
-            "layer."
-        )
-    if scoring == "scan" and (idle := [t for t in by_task if not _has_scored(by_task[t])]):
-        warnings.append(
-            f"scoring=scan: no text was scored in {', '.join(sorted(idle))}, so it had no effect "
-            "there."
+            "prefetch.cutoff=auto: no layer's drafted experts fit into the cache in time, so "
+            "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
+            "a cutoff."
         )
     return warnings
 

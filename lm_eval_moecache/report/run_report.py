@@ -44,12 +44,19 @@ def run_report(
             config.policy.phases,
             config.scoring,
             idle_seed=0 if config.policy.draws else config.seed,
+            idle_cutoff=_prefetches_nothing(engine),
             idle_rungs=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
         ),
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
     return report if measured is None else {**report, **_of_this_machine(config, measured)}
+
+
+def _prefetches_nothing(engine: Engine) -> bool:
+    stage = engine.draft_stage
+    solution = None if stage is None else stage.solution
+    return solution is not None and solution["asked"] == "auto" and not solution["used"]
 
 
 def _of_this_machine(config: Config, measured: Mapping[str, Any]) -> dict[str, Any]:

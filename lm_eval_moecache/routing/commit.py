@@ -102,7 +102,7 @@ class Commit(RoutingAlgorithm):
             wrong = ~_right(best, event.experts).any(axis=-1, keepdims=True)
             best = np.where(wrong, best, event.experts)
             weights = None if weights is None else np.where(wrong, weights, np.float32(np.nan))
-        return Selection(best, weights=weights)
+        return _heaviest_first(event, best, weights)
 
     def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
         """Return the weights [tokens, top_k], or None for the router's own by the family's rule."""
@@ -127,6 +127,18 @@ class Commit(RoutingAlgorithm):
         count = right.sum(axis=-1, keepdims=True)
         triggered = (count >= self.trigger_min) & (count <= self.trigger_max)
         return np.where(triggered, scaled * self.alpha2, plain).astype(np.float32)
+
+
+def _heaviest_first(event: Event, best: IntArray, weights: FloatArray | None) -> Selection:
+    """Order the experts by what they weigh, as miss algorithms and caches expect them."""
+    assert event.logits is not None
+    ruled = event.weigh(event.logits, best)
+    weighed = ruled if weights is None else np.where(np.isnan(weights), ruled, weights)
+    order = np.argsort(-weighed, axis=-1, kind="stable")
+    best = np.take_along_axis(best, order, axis=-1)
+    return Selection(
+        best, weights=None if weights is None else np.take_along_axis(weights, order, axis=-1)
+    )
 
 
 def _right(best: IntArray, experts: IntArray) -> BoolArray:

@@ -10,7 +10,8 @@ from transformers.utils import cached_file
 
 from lm_eval_moecache.config import PROMPT_LOOKUP, SELF, Config
 from lm_eval_moecache.moe_layers import find_moe_layers
-from lm_eval_moecache.precision.registry import split_name
+from lm_eval_moecache.precision.ladder import codecs_of
+from lm_eval_moecache.precision.stored import expert_bytes
 from lm_eval_moecache.preflight import model_path, skeleton
 from lm_eval_moecache.speculative.draft_model import matching_layers, measure
 
@@ -27,14 +28,12 @@ def check_fit(draft: str, pretrained: str, theirs: Mapping[str, Any], needs_laye
     Any layers and sizes can draft; `prefetch=draft` needs the target's hidden size and number of
     layers.
     """
-    if draft.startswith(SELF):
-        try:
-            split_name(draft.removeprefix(SELF))
-        except ValueError as error:
-            raise ValueError(f"draft={draft!r}: {error}") from error
-    if draft == PROMPT_LOOKUP or draft.startswith(SELF):
+    if draft == PROMPT_LOOKUP:
         return
     target = skeleton(pretrained, theirs)
+    if draft.startswith(SELF):
+        _check_precision(draft, target, str(theirs.get("device") or "cpu"))
+        return
     try:
         model = skeleton(draft, {})
     except (OSError, ValueError) as error:
@@ -53,6 +52,16 @@ def check_fit(draft: str, pretrained: str, theirs: Mapping[str, Any], needs_laye
                 f"{len(layers)} MoE layers, which prefetch='draft' predicts layer by layer. "
                 "Allowed: another draft, or another prefetch."
             )
+
+
+def _check_precision(draft: str, target: Any, device: str) -> None:
+    """Refuse a codec that does not exist, does not work here, or cannot store these matrices."""
+    try:
+        codecs = codecs_of((draft.removeprefix(SELF),), device.partition(":")[0])
+        for layer in find_moe_layers(target):
+            expert_bytes(layer.experts, codecs)
+    except ValueError as error:
+        raise ValueError(f"draft={draft!r}: {error}") from error
 
 
 def _check_vocabulary(draft: str, pretrained: str, model: Any, target: Any) -> None:

@@ -96,9 +96,10 @@ def _round(experts: nn.Module, stored_as: Codec) -> int:
                 nbytes += parameter.numel() * parameter.element_size()
                 continue
             for matrix in parameter:
-                kept = stored_as.encode(matrix)
-                matrix.copy_(stored_as.decode(kept, matrix.shape, matrix.dtype))
-                nbytes += stored_as.nbytes(matrix.shape)
+                lies = matrix.t() if experts.is_transposed else matrix
+                kept = stored_as.encode(lies)
+                lies.copy_(stored_as.decode(kept, lies.shape, matrix.dtype))
+                nbytes += stored_as.nbytes(lies.shape)
     return nbytes
 
 

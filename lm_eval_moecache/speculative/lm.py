@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 
@@ -84,14 +85,17 @@ class MoECacheSpecLM(MoECacheLM):
             drafting.num_assistant_tokens = tokens
             drafting.num_assistant_tokens_schedule = "constant"
             drafting.assistant_confidence_threshold = 0.0
-        output: Tensor = self.model.generate(
-            input_ids=context,
-            max_length=max_length,
-            stopping_criteria=criteria,
-            pad_token_id=self.tokenizer.pad_token_id,
-            use_cache=True,
-            **_greedy(kwargs),
-        )
+        # As HFLM does around its own call.
+        lower = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=lower, enabled=lower is not None):
+            output: Tensor = self.model.generate(
+                input_ids=context,
+                max_length=max_length,
+                stopping_criteria=criteria,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **_greedy(kwargs),
+            )
         return output
 
 

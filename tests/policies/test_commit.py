@@ -57,6 +57,23 @@ def test_owa_by_hand() -> None:
     assert sum(expected) == pytest.approx(0.85 * 1.1)
 
 
+@pytest.mark.parametrize("scores", ["predicted", "router"])
+@pytest.mark.parametrize("weights", ["plain", "owa"])
+@LIGHT
+@given(guess=LOGITS, true=LOGITS)
+def test_the_heaviest_expert_comes_first(
+    scores: str, weights: str, guess: list[float], true: list[float]
+) -> None:
+    """Miss algorithms read a column as a rank."""
+    selection = chosen(commit(scores=scores, weights=weights), guess, true)
+    assert selection is not None
+    given = selection.weights
+    if given is None:
+        given = np.exp(np.asarray([true]))[:, selection.experts[0]]
+    assert (np.diff(given) <= 1e-6).all()
+    assert len(set(selection.experts[0].tolist())) == GEOMETRY.top_k
+
+
 def test_without_owa_the_predictors_scores_weigh_or_the_routers() -> None:
     plain = chosen(commit(), *map(logits_of, (GUESS, TRUE)))
     assert plain is not None

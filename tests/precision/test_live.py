@@ -197,6 +197,15 @@ def load(folder: Path, **arguments: Any) -> MoECacheLM:
     return MoECacheLM(pretrained=str(folder), **{**usual, **arguments})
 
 
+def test_scan_scoring_does_not_see_what_was_generated_before(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    lm = load(checkpoint("olmoe"), precision="int8:int4", scoring="scan", capacity="2/layer")
+    pair = Instance("loglikelihood", {}, ("It is", " a"), 0, metadata=("task", 0, 1))
+    alone = lm.loglikelihood([pair], True)
+    assert alone[0] == answers_of(lm)[2]
+
+
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
 def test_experts_are_encoded_while_they_are_loaded(
     checkpoint: Callable[[str], Path], family: str

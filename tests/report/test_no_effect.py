@@ -44,6 +44,11 @@ def test_a_seed_that_nothing_draws_from_is_said() -> None:
     assert "seed=3" in warning
 
 
+def test_a_cutoff_of_no_layer_is_said() -> None:
+    (warning,) = settings_without_effect(TASKS, "all", "parallel", idle_cutoff=True)
+    assert "prefetch.cutoff=auto" in warning
+
+
 @pytest.mark.parametrize(
     ("tasks", "phases", "scoring"),
     [

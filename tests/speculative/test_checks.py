@@ -75,6 +75,12 @@ def test_a_bad_setting_is_refused(arguments: dict[str, Any], parts: list[str]) -
     says(refusal(**arguments), *parts)
 
 
+@pytest.mark.parametrize("draft", ["self:int4/g7", "self:hqq2/g256"])
+def test_a_codec_that_cannot_store_the_experts_is_refused(draft: str, tmp_path: Path) -> None:
+    folder = shape_of(tmp_path, hidden_size=36, intermediate_size=36)
+    says(refusal(pretrained=folder, draft=draft), f"draft={draft!r}", "group")
+
+
 @pytest.mark.parametrize("arguments", [{"draft": "tiny"}, {"draft_tokens": 2}, {}])
 def test_without_a_draft_model_the_keys_and_the_prefetch_are_refused(
     arguments: dict[str, Any],
