@@ -62,15 +62,18 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
         self.check_loaded_for(config)
-        self.finish_trace()
-        self.wrapped.unwrap()
+        if hasattr(self, "wrapped"):
+            self.finish_trace()
+            self.wrapped.unwrap()
+            # Freed first: the slots of two caches may not fit.
+            del self.wrapped, self.engine
         self._wrap(config)
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
         parts = self.build_engine(self.model, self.geometry, self._setting(config))
-        self.engine = parts[0]
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
+        self.engine = parts[0]
         self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
             self.wrapped.recorder = Recorder(
@@ -210,6 +213,7 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         """Note which record waits for which input, then let HFLM sort and batch as it likes."""
         records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
+        records = self.filled_up(records, len(requests))
         for record, (_, context, continuation) in zip(records, requests, strict=True):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_eval_moecache.core.ledger import RequestRecord
+from lm_eval_moecache.core.trace import NO_REQUEST
 
 
 class Ranked:
@@ -57,6 +58,17 @@ class Ranked:
                 break
             same += 1
         return len(requests) - same + min(same, last.repeats or 1)
+
+    def filled_up(self, records: list[RequestRecord], count: int) -> list[RequestRecord]:
+        """Return one record for each of `count` inputs.
+
+        A rank with fewer windows of texts than others is given its first one again, which no
+        request waits for.
+        """
+        if getattr(self, "_world_size", 1) == 1:
+            return records
+        missing = range(count - len(records))
+        return [*records, *(RequestRecord(NO_REQUEST, "", "padding") for _ in missing)]
 
 
 def merge(ranks: Sequence[tuple[list[RequestRecord], int]]) -> tuple[list[RequestRecord], int]:

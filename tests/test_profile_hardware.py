@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.core.hardware import Hardware, load_hardware, profile_names
+from lm_eval_moecache.profiling.hardware import _weights
 
 FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "source"}
 
@@ -28,6 +30,13 @@ def test_a_measured_profile_can_be_loaded(tmp_path: Path) -> None:
     profile = load_hardware(str(out))
     assert profile.name == "here"
     assert isinstance(profile.source, dict) and profile.source.keys() == FIGURES
+
+
+def test_a_product_of_a_device_reads_enough_to_hide_its_launch() -> None:
+    """At 5 TB/s, 128 MiB take 27 us; a launch takes 2 to 10 us."""
+    on_device = _weights(torch.device("meta"), torch.bfloat16, 2**28)
+    assert len(on_device) == 2 and on_device[0].nbytes == 128 * 2**20
+    assert _weights(torch.device("cpu"), torch.bfloat16, 2**28)[0].nbytes == 2 * 2**20
 
 
 @pytest.mark.parametrize(

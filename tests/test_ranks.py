@@ -11,11 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.core.records import PREFILL
+from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.ranks import Ranked, merge
 from lm_eval_moecache.report.metrics import task_metrics
+from tests.harness import texts
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +50,27 @@ def test_requests_that_only_fill_up_a_rank_do_not_count(
     host: Any = Ranked()
     host._world_size = world
     assert host.without_padding([each[name] for name in names]) == count
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_windows_that_only_fill_up_a_rank_do_not_count(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has 4 windows more: HFLM runs the first one here 4 times again."""
+    lm = MoECacheLM(device="cpu", max_length=48, batch_size=batch_size, policy="on_demand")
+    alone = lm.loglikelihood_rolling(texts(), disable_tqdm=True)
+    before = [(r.prompt_tokens, len(r.passes)) for r in lm.engine.ledger.requests]
+    lm.install(lm.moecache)
+    monkeypatch.setattr(lm, "_world_size", 2)
+    monkeypatch.setattr(lm, "all_gather", lambda mine: torch.stack([mine, mine + 4]))
+    assert lm.loglikelihood_rolling(texts(), disable_tqdm=True) == alone
+    requests = lm.engine.ledger.requests
+    assert [r.prompt_tokens for r in requests] == [tokens for tokens, _ in before]
+    served = {p.index for r in requests for p in r.passes}
+    if batch_size == 1:
+        assert [len(r.passes) for r in requests] == [passes for _, passes in before]
+        assert len(lm.engine.ledger.passes) == len(served) + 4
+    lm.wrapped.unwrap()
 
 
 def evaluate(folder: Path, launcher: list[str], **environment: str) -> Any:

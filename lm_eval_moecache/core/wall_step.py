@@ -120,6 +120,9 @@ class WallStep(LayerStep):
         Returns the changed selection, or None where the router's is executed.
         """
         assert execute is None, "the wall clock executes in `finish`"
+        if self._prefetches and self._wall_link.active:
+            # Time has passed since `enter`: on a device, reading the router's choice waits for it.
+            self.queue.settle_arrivals(self._wall_link.arrivals())
         selection, demands = self._decide(event)
         assert all(fetch.rung == 0 for fetch in demands), "the wall clock has one precision"
         self._pending = pending = _Pending(event, list(demands), event.keys)
@@ -177,7 +180,6 @@ class WallStep(LayerStep):
         wanted = set(event.keys)
         cache = self._slotted[event.layer]
         if self._prefetches and link.active:
-            self.queue.settle_arrivals(link.arrivals())
             for fetch in pending.demands:
                 if fetch.key in cache.arriving:
                     link.promote(fetch.key)

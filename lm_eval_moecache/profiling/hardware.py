@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _REPEATS = 7
 _SMALL_BYTES = 4096
-_EDGE = 1024
 _LAYERS = 8
 _TOP_K = 2
 
@@ -90,7 +89,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
             "memory_bytes_per_s": (
-                f"{how}products of one row with {len(weights)} matrices of {_EDGE} x {_EDGE}"
+                f"{how}products of one row with {len(weights)} matrices of "
+                + " x ".join(map(str, weights[0].shape))
             ),
             "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
             "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
@@ -152,8 +152,10 @@ def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
 def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
     import torch
 
-    count = max(1, nbytes // (_EDGE * _EDGE * dtype.itemsize))
-    return torch.full((count, _EDGE, _EDGE), 0.01, device=device, dtype=dtype)
+    # On a GPU, one row's product with a matrix has to take longer than its launch.
+    edge = 1024 if device.type == "cpu" else 8192
+    count = max(1, nbytes // (edge * edge * dtype.itemsize))
+    return torch.full((count, edge, edge), 0.01, device=device, dtype=dtype)
 
 
 def _products_with(weights: torch.Tensor) -> Callable[[], object]:

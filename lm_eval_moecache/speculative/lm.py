@@ -51,6 +51,8 @@ class MoECacheSpecLM(MoECacheLM):
             return None
         if self._draft is not None and self._draft.name == config.draft:
             return self._draft.drafting(config.draft_tokens)
+        # Freed first: two drafts may not fit.
+        self._draft = None
         return make_draft(config.draft, self.model, config.draft_tokens)
 
     def _setting(self, config: Config) -> Setting:

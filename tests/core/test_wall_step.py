@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -56,11 +57,15 @@ class Slots:
 
 
 def wall_engine(
-    policy: ScriptedPolicy, capacity: object, seed: int | None = None, **sizes: int
+    policy: ScriptedPolicy,
+    capacity: object,
+    seed: int | None = None,
+    mover: type[Slots] = Slots,
+    **sizes: int,
 ) -> tuple[Engine, Slots]:
     geometry = make_geometry(**sizes)
     size = parse_capacity(capacity, geometry)
-    slots = Slots(max(size.bytes_by_partition) // 100 * len(size.bytes_by_partition), seed)
+    slots = mover(max(size.bytes_by_partition) // 100 * len(size.bytes_by_partition), seed)
     setting = Setting(policy=policy, capacity=size, hardware=make_hardware())
     return Engine(geometry, setting, mover=slots), slots
 
@@ -200,3 +205,40 @@ def test_layers_of_different_sizes_cannot_share_slots() -> None:
     )
     with pytest.raises(ValueError, match="n/layer"):
         Engine(uneven, setting, mover=Slots(4))
+
+
+class Gated(Slots):
+    """Moves nothing before it is told to."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.open = threading.Event()
+
+    def begin(self, transfer: Transfer) -> object:
+        assert self.open.wait(10)
+        return super().begin(transfer)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool) -> None:
+    engine, slots = wall_engine(prefetching({(1, 0): [4]}), 12, mover=Gated)
+    assert isinstance(slots, Gated)
+    slots.open.set()
+    serve(engine, slots, [[[0], [5], [8]]])
+    slots.open.clear()
+    record = engine.begin_pass(DECODE, 1)
+    for layer, keys in enumerate([[0], [4], [8]]):
+        engine.enter(layer, 1)
+        if layer == 1 and in_time:
+            slots.open.set()
+            while not engine.link._worker._finished:  # type: ignore[attr-defined]
+                time.sleep(0.001)
+        engine.run(Event(record.index, layer, DECODE, 1, keys))
+        if layer == 1:
+            slots.open.set()
+        assert engine.finish(execute(engine, slots, layer))
+    engine.end_pass()
+    assert (record.prefetch_hits, record.late, record.misses) == (
+        (1, 0, 0) if in_time else (0, 1, 0)
+    )
+    engine.close()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from lm_eval_moecache.config import read_config
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.preflight import skeleton
+from lm_eval_moecache.wall import assemble
 from lm_eval_moecache.wall.loading import device_map
+from lm_eval_moecache.wall.pools import SlotPools
 from lm_eval_moecache.wall.tiers import DiskTier, find_stored
 from tests.conftest import Checkpoint
 from tests.harness import answers
@@ -64,6 +67,31 @@ def test_a_model_loaded_for_one_clock_is_not_put_behind_the_other(checkpoint: Ch
     lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
     with pytest.raises(ValueError, match="loaded anew"):
         lm.install(read_config({}))
+    lm.wrapped.unwrap()
+
+
+def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[SlotPools] = weakref.WeakSet()
+    found: list[int] = []
+
+    class Counted(SlotPools):
+        def __init__(self, *args: Any) -> None:
+            found.append(len(alive))
+            super().__init__(*args)
+            alive.add(self)
+
+    monkeypatch.setattr(assemble, "SlotPools", Counted)
+    lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
+    answers(lm)
+    lm.install(read_config(WALL))
+    refused = read_config({**WALL, "policy": "commitmoe"})
+    with pytest.raises(ValueError, match="routing=commit"):
+        lm.install(refused)
+    lm.install(read_config(WALL))
+    answers(lm)
+    assert found == [0] * len(found) and len(found) >= 3
     lm.wrapped.unwrap()
 
 
