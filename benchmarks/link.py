@@ -1,8 +1,9 @@
 """How much of the link the wall clock uses while the link is the bottleneck.
 
-Copy bandwidth is measured by the mover itself, expert after expert with nothing else running. Then
-a model decodes on demand with a small cache: bytes moved over the time in which a transfer was on
-its way. Once with the link as it is, once throttled to `--bandwidth`.
+A model decodes on demand with a small cache. Bytes of its decode steps' demands, over the time in
+which one is outstanding: from the first one that is asked for until the model may go on with the
+last, with all waking and handing over in between. What there is to use is a large copy from host
+memory (pinned, to a device) that nothing of ours takes part in, or the rate of `--bandwidth`.
 
     python benchmarks/link.py [--shape cpu|olmoe|mixtral] [--device auto] [--bandwidth 1GB/s]
 """
@@ -16,38 +17,64 @@ from typing import Any
 import torch
 from setup import device_of, prompts, random_model, run, spread, take, wall
 
+from lm_eval_moecache.core.engine import Engine
+from lm_eval_moecache.core.records import DECODE
 from lm_eval_moecache.core.sizes import parse_bandwidth
-from lm_eval_moecache.core.worker import Transfer
+
+COPY_BYTES = 2**28
 
 
-def copy_bandwidth(wrapped: Any, rounds: int) -> list[float]:
-    """Return bytes per second of copying every expert into the slots, round after round."""
-    pools, geometry = wrapped._store.pools, wrapped.engine.geometry
-    nbytes, slots = geometry.expert_bytes[0][0], wrapped.engine.pools[0].num_slots
-    keys = range(geometry.num_layers * geometry.num_experts)
+def copy_bandwidth(device: torch.device, rounds: int) -> list[float]:
+    """Return bytes per second of a large copy from host memory, round after round."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    if device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     rates = []
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
         start = time.perf_counter()
-        waiting = []
-        for key in keys:
-            waiting.append(pools.begin(Transfer(key, key % slots, nbytes)))
-            if len(waiting) == pools.depth:
-                pools.finish(waiting.pop(0))
-        for token in waiting:
-            pools.finish(token)
-        rates.append(len(keys) * nbytes / (time.perf_counter() - start))
+        target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rates.append(COPY_BYTES / (time.perf_counter() - start))
     return rates[1:]
 
 
+class Outstanding:
+    """Counts the bytes that decode steps demand, and the seconds in which some are not there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._engine, self._since = engine, 0.0
+        self._link: Any = engine.link
+        self._demand, self._arrivals = self._link.demand, self._link.arrivals
+        self._link.demand, self._link.arrivals = self.demand, self.arrivals
+
+    def demand(self, key: int, slot: int, nbytes: int) -> None:
+        record = self._engine.record
+        if record is not None and record.phase == DECODE:
+            self._since = self._since or time.perf_counter()
+            self.nbytes += nbytes
+        self._demand(key, slot, nbytes)
+
+    def arrivals(self) -> list[int]:
+        landed: list[int] = self._arrivals()
+        if self._since and not self._link.demanded():
+            self.seconds += time.perf_counter() - self._since
+            self._since = 0.0
+        return landed
+
+
 def achieved(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> tuple[list[float], float]:
-    """Return bytes per second of a busy link for each text, and the share of time it was busy."""
-    link, rates = wrapped.engine.link, []
-    begin, busy_before = time.perf_counter(), link.busy_s
+    """Return bytes per second of demands for each text, and the share of time some were awaited."""
+    rates, waited, decoded = [], 0.0, 0.0
+    seen = Outstanding(wrapped.engine)
     for prompt in texts:
-        moved, busy_s = link.bytes_moved, link.busy_s
-        run(wrapped.model, prompt, tokens)
-        rates.append((link.bytes_moved - moved) / (link.busy_s - busy_s))
-    return rates, (link.busy_s - busy_before) / (time.perf_counter() - begin)
+        seen.nbytes, seen.seconds = 0, 0.0
+        decoded += tokens * run(wrapped.model, prompt, tokens)[1]
+        waited += seen.seconds
+        rates.append(seen.nbytes / seen.seconds)
+    return rates, waited / decoded
 
 
 def main() -> None:
@@ -68,14 +95,14 @@ def main() -> None:
     print(f"{options.shape} on {device}, {options.policy} at {options.capacity}")
     for name, throttle in (("as it is", None), (f"throttled to {options.bandwidth}", rate)):
         wrapped = wall(model, loader, options.policy, options.capacity, throttle)
-        copies = copy_bandwidth(wrapped, options.rounds + 1)
         run(model, texts[0], 2)
-        rates, busy = achieved(wrapped, texts, options.tokens)
+        copies = copy_bandwidth(device, options.rounds)
+        rates, waiting = achieved(wrapped, texts, options.tokens)
         wrapped.unwrap()
         bound = [throttle] * len(copies) if throttle is not None else copies
         shares = [mine / top for mine, top in zip(rates, bound, strict=True)]
-        print(f"link {name}: copies alone {spread([r / 1e9 for r in copies])} GB/s")
-        print(f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, busy {busy:.0%}")
+        print(f"link {name}: one large copy {spread([r / 1e9 for r in copies])} GB/s")
+        print(f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, {waiting:.0%} of it")
         print(f"link {name}: share of what there is {spread(shares)}")
 
 

@@ -114,7 +114,10 @@ def prompts(count: int, length: int, vocabulary: int, device: torch.device) -> l
 
 
 def run(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
-    """Return the seconds of a prefill, and of one of the greedy decode steps that follow."""
+    """Return the seconds of a prefill, and of one of the greedy decode steps that follow.
+
+    The steps run with the kernel that `generate` changes to for them on a device.
+    """
     with torch.no_grad():
         _wait(prompt.device)
         start = time.perf_counter()
@@ -122,11 +125,12 @@ def run(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
         token = output.logits[:, -1:].argmax(-1)
         _wait(prompt.device)
         first = time.perf_counter()
-        for _ in range(tokens):
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
-            token = output.logits[:, -1:].argmax(-1)
-        _wait(prompt.device)
-        return first - start, (time.perf_counter() - first) / max(tokens, 1)
+        with model._optimize_model_for_decode():
+            for _ in range(tokens):
+                output = model(token, past_key_values=output.past_key_values, use_cache=True)
+                token = output.logits[:, -1:].argmax(-1)
+            _wait(prompt.device)
+            return first - start, (time.perf_counter() - first) / max(tokens, 1)
 
 
 def _wait(device: torch.device) -> None:

@@ -4,7 +4,8 @@ Accelerate keeps whole MoE layers near, as many as the capacity holds, and bring
 when they are called: from files (`disk`), and on a GPU from host memory (`cpu`). Ours caches
 experts under the policy, from the same kind of place. On a CPU, what accelerate brings near is a
 map of the file: where the page cache holds it, nothing is copied, and times say little about a
-device. The bytes that a step has to bring near do: on a GPU accelerate copies whole layers.
+device. The bytes that a step has to bring near do: on a GPU accelerate copies whole layers, and
+has one more than the capacity near while it computes that one.
 
     python benchmarks/vs_accelerate.py [--shape cpu|olmoe|mixtral] [--device auto] [--capacity 25%]
 """
@@ -46,9 +47,14 @@ def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> An
     ).eval()
 
 
-def bytes_per_step(theirs: Any, wrapped: WrappedModel, tier: str) -> tuple[float, float]:
-    """Return the bytes that a decode step brings near: whole layers, and what ours moved."""
-    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes
+def bytes_per_step(
+    theirs: Any, wrapped: WrappedModel, tier: str, first: int
+) -> tuple[float, float]:
+    """Return the bytes that a decode step brings near: whole layers, and what ours moved.
+
+    Of ours, the passes from `first` on count: those before have warmed the cache.
+    """
+    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes[first:]
     steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
     far = sum(place == tier for place in theirs.hf_device_map.values())
     return far * geometry.expert_bytes[0][0] * geometry.num_experts, sum(steps) / len(steps)
@@ -107,7 +113,7 @@ def main() -> None:
             print(f"{options.shape} on {device}, {options.policy} at {options.capacity}, {tier}")
             print(f"accelerate: {spread([1e3 * a[1] for a, _ in pairs])} ms a token")
             print(f"moecache:   {spread([1e3 * m[1] for _, m in pairs])} ms a token")
-            whole, moved = bytes_per_step(theirs, wrapped, tier)
+            whole, moved = bytes_per_step(theirs, wrapped, tier, 1 + options.tokens)
             print(
                 f"bytes brought near a step: {whole / 1e6:.1f} MB in whole layers, "
                 f"{moved / 1e6:.1f} MB by moecache: {whole / moved:.2f} times fewer"
@@ -115,6 +121,8 @@ def main() -> None:
             for phase, i in (("prefill", 0), ("decode", 1)):
                 ratios = spread([a[i] / m[i] for a, m in pairs])
                 print(f"speed of moecache / accelerate, {phase}: {ratios}")
+            # Freed first: the next tier's models have the same size.
+            del theirs, wrapped
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The wall clock at 100% capacity against plain transformers: what the slots and hooks cost.
 
-One model, plain and wrapped in turn, medians of the paired ratios (plain seconds / ours).
+One model, plain and wrapped in turn, each of them first in every second pair; medians of the paired
+ratios (plain seconds / ours).
 
     python benchmarks/vs_hf.py [--shape cpu|olmoe|mixtral] [--device auto]
 """
@@ -30,8 +31,10 @@ def main() -> None:
         run(plain, prompt, options.tokens)
         run(ours, prompt, options.tokens)
     prefill, decode, plain_s = [], [], []
-    for prompt in texts[: options.rounds]:
-        theirs, mine = run(plain, prompt, options.tokens), run(ours, prompt, options.tokens)
+    for index, prompt in enumerate(texts[: options.rounds]):
+        order = (plain, ours) if index % 2 == 0 else (ours, plain)
+        times = [run(model, prompt, options.tokens) for model in order]
+        theirs, mine = times if order[0] is plain else reversed(times)
         prefill.append(theirs[0] / mine[0])
         decode.append(theirs[1] / mine[1])
         plain_s.append(theirs)

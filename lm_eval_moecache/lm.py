@@ -104,6 +104,7 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
         ledger, count = self.engine.ledger, self.without_padding(requests)
         records = [ledger.new_request(str(r.task_name), r.request_type) for r in requests]
         ledger.forget(records[count:])
+        self.has_run = True
         return records
 
     @staticmethod

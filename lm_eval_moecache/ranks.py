@@ -20,6 +20,8 @@ class Ranked:
     """
 
     _gathered: list[tuple[list[RequestRecord], int]] | None = None
+    has_run = False
+    """Whether there have been requests since the figures were last sent."""
 
     def count_ranks(self) -> None:
         """Take rank and number of ranks from accelerate where it has launched several."""
@@ -38,11 +40,15 @@ class Ranked:
 
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
         """As HFLM. All ranks come by here with their scores: the figures go along."""
-        gathered = super().gather_object(obj, dst)  # type: ignore[misc]
-        if self._world_size > 1:
-            figures = super().gather_object(self.own_figures(), dst)  # type: ignore[misc]
-            self._gathered = figures
-        return gathered
+        # They are the whole ledger: sent once, and not with every task's scores.
+        figures = self.own_figures() if self.has_run else None
+        self.has_run = False
+        pairs = super().gather_object((obj, figures), dst)  # type: ignore[misc]
+        if pairs is None:
+            return None
+        if any(sent is not None for _, sent in pairs):
+            self._gathered = [sent or ([], 0) for _, sent in pairs]
+        return [scores for scores, _ in pairs]
 
     def without_padding(self, requests: Sequence[Any]) -> int:
         """Return how many of the requests count.

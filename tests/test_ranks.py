@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.core.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.core.records import PREFILL
 from lm_eval_moecache.lm import MoECacheLM
 from lm_eval_moecache.ranks import Ranked, merge
@@ -71,6 +71,41 @@ def test_windows_that_only_fill_up_a_rank_do_not_count(
         assert [len(r.passes) for r in requests] == [passes for _, passes in before]
         assert len(lm.engine.ledger.passes) == len(served) + 4
     lm.wrapped.unwrap()
+
+
+class Gathering:
+    """Sends to two ranks, of which the other one has what it is given."""
+
+    others: tuple[list[RequestRecord], int] | None
+    sent: list[Any]
+
+    def gather_object(self, obj: Any, dst: int = 0) -> Any:
+        self.sent.append(obj)
+        return [obj, ("theirs", self.others)]
+
+
+class Rank(Ranked, Gathering):
+    _world_size = 2
+
+    def own_figures(self) -> tuple[list[RequestRecord], int]:
+        return rank_of(1.0), 5
+
+
+def test_figures_are_sent_once_after_the_requests_of_a_run() -> None:
+    rank = Rank()
+    rank.sent, rank.others, rank.has_run = [], (rank_of(2.0, 3.0), 7), True
+    assert rank.gather_object("mine") == ["mine", "theirs"]
+    rank.others = None
+    assert rank.gather_object("more") == ["more", "theirs"]
+    assert [figures is not None for _, figures in rank.sent] == [True, False]
+    assert merge(rank.all_figures())[1] == 7 and len(merge(rank.all_figures())[0]) == 3
+
+
+def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:
+    ledger = Ledger()
+    first = [ledger.new_request("task", "loglikelihood") for _ in range(3)]
+    ledger.forget(first[1:])
+    assert ledger.new_request("task", "generate_until").index == 3
 
 
 def evaluate(folder: Path, launcher: list[str], **environment: str) -> Any:

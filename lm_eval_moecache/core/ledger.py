@@ -82,9 +82,12 @@ class Ledger:
         self.passes: list[PassRecord] = []
         self.requests: list[RequestRecord] = []
         self._open: list[RequestRecord] = []
+        self._num_seen = 0
+        """Requests, those forgotten included: no two have had the same index."""
 
     def new_request(self, task: str, kind: str, prompt_tokens: int = 0) -> RequestRecord:
-        record = RequestRecord(len(self.requests), task, kind, prompt_tokens)
+        record = RequestRecord(self._num_seen, task, kind, prompt_tokens)
+        self._num_seen += 1
         self.requests.append(record)
         return record
 

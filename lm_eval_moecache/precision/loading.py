@@ -18,7 +18,6 @@ from lm_eval_moecache.precision.stored import (
     expert_matrices,
     is_matrices,
     shape_without_memory,
-    store_experts,
 )
 
 _HELD = "moecache_encoded"
@@ -72,9 +71,9 @@ def take(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> list[dict[str, 
     found = []
     for layer in layers:
         held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
-        if held.keys() != expert_matrices(layer.experts).keys():
-            held = store_experts(layer.experts, codecs)
-            for name, stacked in expert_matrices(layer.experts).items():
+        for name, stacked in expert_matrices(layer.experts).items():
+            if name not in held:
+                held[name] = encode(layer.experts, stacked, codecs)
                 setattr(layer.experts, name, shape_without_memory(stacked))
         found.append(held)
     return found

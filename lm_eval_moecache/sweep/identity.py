@@ -41,6 +41,7 @@ class Planned:
             host,
             config.clock,
             config.store,
+            str(config.store_dir),
             str(config.precision),
         )
 

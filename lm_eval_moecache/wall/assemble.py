@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lm_eval_moecache.core.engine import Engine
 from lm_eval_moecache.core.records import Geometry
 from lm_eval_moecache.core.setting import Setting
@@ -42,6 +44,22 @@ def check_wall(
     partitions = capacity.partitions(geometry.num_layers)
     for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
         slots_of(size, geometry, layers)
+    _check_room(model, geometry, capacity, str(theirs.get("device") or "cuda"))
+
+
+def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str) -> None:
+    """Refuse a capacity that a GPU has no memory for, whatever else may be freed there."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    near, memory = capacity.total_bytes, torch.cuda.mem_get_info(device)[1]
+    dense = whole - geometry.total_expert_bytes
+    if near + dense > memory:
+        raise ValueError(
+            f"capacity: {near} bytes of experts and {dense} bytes of the model's other weights do "
+            f"not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
+            f"{max(memory - dense, 0)} bytes."
+        )
 
 
 def assemble(model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader) -> SlotStore:

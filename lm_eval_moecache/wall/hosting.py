@@ -21,21 +21,22 @@ class ExpertHost:
     """Under the wall clock, puts a loader between HFLM and `from_pretrained`."""
 
     _loader: ExpertLoader | None = None
-    _loaded_for: tuple[str, str]
+    _loaded_for: tuple[str, str, str | None]
 
     def prepare_loading(self, config: Config, skeleton: nn.Module | None) -> None:
         """Note what the model is loaded for, before HFLM loads it."""
-        self._loaded_for = (config.clock, config.store)
+        self._loaded_for = (config.clock, config.store, config.store_dir)
         if skeleton is not None:
             self._loader = ExpertLoader(config.store, config.store_dir, skeleton)
 
     def check_loaded_for(self, config: Config) -> None:
         """Raise ValueError where a setting needs the model loaded in another way."""
-        if self._loaded_for != (config.clock, config.store):
-            clock, store = self._loaded_for
+        if self._loaded_for != (config.clock, config.store, config.store_dir):
+            clock, store, folder = self._loaded_for
             raise ValueError(
-                f"clock={config.clock!r}, store={config.store!r}: the model was loaded for "
-                f"clock={clock!r}, store={store!r} and has to be loaded anew."
+                f"clock={config.clock!r}, store={config.store!r}, store_dir={config.store_dir!r}: "
+                f"the model was loaded for clock={clock!r}, store={store!r}, "
+                f"store_dir={folder!r} and has to be loaded anew."
             )
 
     def build_engine(

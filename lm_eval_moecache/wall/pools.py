@@ -56,7 +56,7 @@ class SlotPools:
             self._layers += [(pool, holds_all, layer - layers[0]) for layer in layers]
         # Copies to a device overlap with the bookkeeping of the one before.
         self.depth = 2 if self._on_cuda else 1
-        self._staging: list[dict[str, Tensor]] = []
+        self._staging: list[dict[tuple[str, torch.Size], Tensor]] = [{} for _ in range(self.depth)]
         self._turn = 0
         if self._on_cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -118,12 +118,13 @@ class SlotPools:
 
     def _stage(self, layer: int, expert: int, target: Row) -> Row:
         """Read an expert into pinned memory; a buffer comes round once its copy was finished."""
-        if not self._staging:
-            self._staging = [
-                {n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for n, t in target.items()}
-                for _ in range(self.depth)
-            ]
         self._turn = (self._turn + 1) % self.depth
-        buffer = self._staging[self._turn]
+        held = self._staging[self._turn]
+        buffer: dict[str, Tensor] = {}
+        for name, t in target.items():
+            # Layers need not have experts of one size.
+            if (name, t.shape) not in held:
+                held[name, t.shape] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            buffer[name] = held[name, t.shape]
         self._tier.fill(layer, expert, buffer)
         return buffer

@@ -47,7 +47,7 @@ class RamTier(Tier):
         """Lock the memory, so that a device can copy from it at full speed; one tensor at a time.
 
         Copies, because a map of a file and small tensors that share a page cannot be locked where
-        they are.
+        they are. torch takes pinned memory in powers of two: up to twice a tensor's bytes.
         """
         for row in self._parameters:
             for name in row:

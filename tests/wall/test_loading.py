@@ -18,7 +18,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.config import read_config
-from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.lm import MoECacheLM, check_arguments
 from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.preflight import skeleton
 from lm_eval_moecache.wall import assemble
@@ -51,11 +51,12 @@ def test_answers_are_those_of_the_hf_model(
         lm = on_disk(path, tmp_path, dtype=dtype)
     else:
         lm = MoECacheLM(pretrained=str(path), dtype=dtype, **HOST, **WALL)
+    folder = {"store_dir": str(tmp_path)} if store == "disk" else {}
     # A second time behind a new cache, as a sweep does.
     for _ in range(2):
         assert answers(lm) == expected
         lm.engine.check_integrity()
-        lm.install(read_config({**WALL, **({"store": store})}))
+        lm.install(read_config({**WALL, "store": store, **folder}))
     report = lm.report()
     assert report["clock"] == "wall" and report["store"] == store
     assert report["load"]["seconds"] > 0 and report["load"]["peak_host_bytes"] > 2**20
@@ -65,8 +66,9 @@ def test_answers_are_those_of_the_hf_model(
 
 def test_a_model_loaded_for_one_clock_is_not_put_behind_the_other(checkpoint: Checkpoint) -> None:
     lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
-    with pytest.raises(ValueError, match="loaded anew"):
-        lm.install(read_config({}))
+    for other in ({}, {**WALL, "store": "disk"}):
+        with pytest.raises(ValueError, match="loaded anew"):
+            lm.install(read_config(other))
     lm.wrapped.unwrap()
 
 
@@ -93,6 +95,17 @@ def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
     answers(lm)
     assert found == [0] * len(found) and len(found) >= 3
     lm.wrapped.unwrap()
+
+
+def test_a_capacity_beyond_the_devices_memory_is_refused_before_the_weights_are_loaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 60_000))
+    path = str(checkpoint("olmoe"))
+    with pytest.raises(ValueError, match=r"capacity: \d+ bytes of experts.*60000 bytes of cuda:0"):
+        check_arguments(path, {**WALL, "capacity": "100%", "device": "cuda:0"})
+    check_arguments(path, {**WALL, "capacity": "100%", "device": "cpu"})
 
 
 def test_shapes_stay_behind_and_take_no_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
