@@ -150,7 +150,9 @@ def _sweep_in_child(path: Path) -> None:
 def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
-    grid = {"capacity": ["15%", "25%", "40%", "50%", "75%"], "policy": ["on_demand", "specmd"]}
+    capacities = ["15%", "25%", "40%", "50%", "75%"]
+    # Twice as many runs as there are kills, so that there is something left to kill.
+    grid = {"capacity": capacities, "policy": ["on_demand", "specmd", "fate", "adapmoe"]}
     path = write_sweep(tmp_path / "killed", base=base, grid=grid, limit=1)
     # The server imports lm-eval and torch once; the sweeps that are killed start in no time.
     context = multiprocessing.get_context("forkserver")
@@ -167,7 +169,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
             if len(list((path.parent / "runs").glob("*.json"))) >= target:
                 break
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.3))
+        time.sleep(chance.uniform(0, 0.2))
         child.kill()
         child.join()
         num_killed += child.exitcode == -signal.SIGKILL
@@ -177,8 +179,8 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     assert counts == sorted(counts)
     before = {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
     last = run_sweep(read_sweep(path), path.parent)
-    assert len(records(path.parent)) == 10
-    assert len(last.done) == 10 - counts[-1]
+    assert len(records(path.parent)) == 20
+    assert len(last.done) == 20 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert not list((path.parent / "runs").glob(".*.part"))
     undisturbed = write_sweep(
