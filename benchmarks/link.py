@@ -102,7 +102,9 @@ def main() -> None:
         bound = [throttle] * len(copies) if throttle is not None else copies
         shares = [mine / top for mine, top in zip(rates, bound, strict=True)]
         print(f"link {name}: one large copy {spread([r / 1e9 for r in copies])} GB/s")
-        print(f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, awaited {waiting:.0%}")
+        print(
+            f"link {name}: in a run {spread([r / 1e9 for r in rates])} GB/s, awaited {waiting:.0%}"
+        )
         print(f"link {name}: share of what there is {spread(shares)}")
 
 
