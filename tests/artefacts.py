@@ -28,6 +28,7 @@ from lm_eval_moecache.core.coactivation import (
 )
 from lm_eval_moecache.core.predictor import shapes
 from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.policy import Choice, Policy
 from lm_eval_moecache.registry import AXES
 
@@ -99,6 +100,23 @@ def profile_for(kind: str, geometry: Geometry, seed: int = 0, **given: Any) -> s
     path = folder / f"{kind}-{len(list(folder.iterdir()))}.safetensors"
     write_artefact(path, artefact_for(kind, geometry, seed, **given))
     return str(path)
+
+
+def predictor_of(model: Any, policy: Policy) -> dict[str, str]:
+    """Give a policy that needs a trained predictor one that belongs to this very model."""
+    prefetch = policy.prefetch
+    if not prefetch.algorithm.uses_predictor:
+        return {}
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "any")
+    hidden = next(layers[0].router.parameters()).shape[-1]
+    loss = prefetch.parameters["loss"]
+    drawn = artefact_for(PREDICTOR, geometry, hidden=hidden, loss=loss)
+    digest = router_digest(layers)
+    path = Path(_folder().name) / f"predictor-{digest}-{loss}.safetensors"
+    if not path.exists():
+        write_artefact(path, dataclasses.replace(drawn, router_digest=digest))
+    return {"prefetch.profile": str(path)}
 
 
 @cache

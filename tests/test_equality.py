@@ -19,6 +19,7 @@ from lm_eval_moecache.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.policy import check_cache_form, load_policy, policy_names
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.wrap import WrappedModel
+from tests.artefacts import predictor_of
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.models import FAMILIES, random_model
@@ -117,7 +118,8 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
     layers = find_moe_layers(model)
     geometry = describe(model, layers, family)
     for policy, capacity in COMBINATIONS:
-        engine = make_engine(policy, capacity, geometry)
+        given = predictor_of(model, load_policy(policy))
+        engine = make_engine(policy, capacity, geometry, **given)
         wrapped = WrappedModel(model, layers, engine)
         found = logits_of(model)
         wrapped.unwrap()
@@ -185,14 +187,11 @@ def test_answers_are_identical_to_those_of_the_hf_model(
     dtype = "float32" if family == "mixtral" else "bfloat16"
     expected = hf_answers(path, batch_size, dtype)
     share = COMBINATIONS[(list(FAMILIES).index(family) + batch_size) % 7 :: 7]
-    lm: MoECacheLM | None = None
+    host = {**LM_ARGUMENTS, "batch_size": batch_size, "dtype": dtype}
+    lm = MoECacheLM(pretrained=path, policy="on_demand", **host)
     for policy, capacity in share:
-        ours = {"policy": policy, "capacity": capacity}
-        if lm is None:
-            host = {**LM_ARGUMENTS, "batch_size": batch_size, "dtype": dtype}
-            lm = MoECacheLM(pretrained=path, **host, **ours)
-        else:
-            lm.install(read_config(ours))
+        given = predictor_of(lm.model, load_policy(policy))
+        lm.install(read_config({"policy": policy, "capacity": capacity, **given}))
         found = answers(lm)
         lm.engine.check_integrity()
         assert found == expected, f"{policy} at {capacity}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lm_eval_moecache.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.policy import load_policy, policy_names
 from lm_eval_moecache.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.report.metrics import task_metrics
-from tests.artefacts import artefact_for
+from tests.artefacts import artefact_for, predictor_of
 
 
 def _lossless() -> list[dict[str, str]]:
@@ -69,24 +70,16 @@ def _run(lm: MoECacheLM) -> None:
     lm.loglikelihood([_instance("loglikelihood", p, i) for i, p in enumerate(pairs)], True)
 
 
-def _predictor_for(lm: MoECacheLM, chosen: dict[str, str], folder: Path) -> dict[str, str]:
-    """Give a policy that needs a trained predictor one that belongs to this model."""
+def _given(lm: MoECacheLM, chosen: dict[str, str]) -> dict[str, str]:
     overrides = {key: value for key, value in chosen.items() if key == "prefetch"}
-    prefetch = load_policy(chosen["policy"], overrides).prefetch
-    if not prefetch.algorithm.uses_predictor:
-        return {}
-    drawn = artefact_for(PREDICTOR, lm.geometry, hidden=32, loss=prefetch.parameters["loss"])
-    digest = router_digest(find_moe_layers(lm.model))
-    path = folder / "predictor.safetensors"
-    write_artefact(path, dataclasses.replace(drawn, router_digest=digest))
-    return {"prefetch.profile": str(path)}
+    return predictor_of(lm.model, load_policy(chosen["policy"], overrides))
 
 
 @pytest.mark.parametrize("chosen", _cases(), ids=lambda c: "-".join(c.values()))
 def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
-    given = {**chosen, **_predictor_for(lm, chosen, tmp_path)}
+    given = {**chosen, **_given(lm, chosen)}
     lm.install(read_config({**given, "trace": str(tmp_path), "seed": 5}))
     _run(lm)
     path = lm.finish_trace()
@@ -170,7 +163,7 @@ def test_an_offline_algorithm_is_refused_before_a_model_is_loaded() -> None:
 
 def test_a_committed_run_replays_exactly_from_its_own_trace(lm: MoECacheLM, tmp_path: Path) -> None:
     chosen = {"policy": "commitmoe_no_owa", "capacity": "40%"}
-    given = {**chosen, **_predictor_for(lm, chosen, tmp_path)}
+    given = {**chosen, **_given(lm, chosen)}
     lm.install(read_config({**given, "trace": str(tmp_path)}))
     _run(lm)
     trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
@@ -185,7 +178,9 @@ def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
     lm: MoECacheLM, tmp_path: Path
 ) -> None:
     chosen = {"policy": "commitmoe_prefetch", "capacity": "40%"}
-    given = {**chosen, **_predictor_for(lm, chosen, tmp_path)}
+    (shared,) = _given(lm, chosen).values()
+    # A copy: it is overwritten below.
+    given = {**chosen, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
     settings, traces = [], []
     for each in (given, {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"}):
         lm.install(read_config({**each, "trace": str(tmp_path)}))

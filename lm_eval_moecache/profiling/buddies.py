@@ -116,12 +116,12 @@ def _check(arguments: Namespace) -> None:
     for name in ("smoothing", "warmup_tokens"):
         if getattr(arguments, name) < 0:
             raise ValueError(f"{name}={getattr(arguments, name)} must be 0 or more.")
+    if not 0 <= arguments.warmup_weight <= 1:
+        raise ValueError(f"warmup_weight={arguments.warmup_weight} must lie between 0 and 1.")
     if arguments.warmup_weight != _WARMUP_WEIGHT and not arguments.warmup_tokens:
         raise ValueError(
             f"warmup_weight={arguments.warmup_weight} has no effect without warmup_tokens above 0."
         )
-    if not 0 <= arguments.warmup_weight <= 1:
-        raise ValueError(f"warmup_weight={arguments.warmup_weight} must lie between 0 and 1.")
 
 
 def _per_layer(alpha: float | list[float], num_layers: int) -> list[float]:
