@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,9 @@ class Ranked:
             self._rank = int(accelerator.process_index)
             self._world_size = int(accelerator.num_processes)
 
+    @abstractmethod
     def own_figures(self) -> tuple[list[RequestRecord], int]:
         """Return this rank's requests and the most bytes its cache held."""
-        raise NotImplementedError
 
     def all_figures(self) -> list[tuple[list[RequestRecord], int]]:
         """Return every rank's figures: the first rank has them once the harness has gathered."""
