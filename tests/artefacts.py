@@ -113,7 +113,8 @@ def predictor_of(model: Any, policy: Policy) -> dict[str, str]:
     loss = prefetch.parameters["loss"]
     drawn = artefact_for(PREDICTOR, geometry, hidden=hidden, loss=loss)
     digest = router_digest(layers)
-    path = Path(_folder().name) / f"predictor-{digest}-{loss}.safetensors"
+    # Random routers of two families may be alike, and differ in how many experts they take.
+    path = Path(_folder().name) / f"predictor-{digest}-{geometry.top_k}-{loss}.safetensors"
     if not path.exists():
         write_artefact(path, dataclasses.replace(drawn, router_digest=digest))
     return {"prefetch.profile": str(path)}
