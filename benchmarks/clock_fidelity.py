@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from setup import device_of, prompts, random_model, run, take, virtual, wall
 
-from lm_eval_moecache.core.ledger import PassRecord
-from lm_eval_moecache.core.records import PREFILL
-from lm_eval_moecache.core.sizes import parse_bandwidth
-from lm_eval_moecache.core.worker import Transfer, Worker
+from lm_eval_moecache.engine.wall.worker import Transfer, Worker
 from lm_eval_moecache.profiling.hardware import measure
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.sizes import parse_bandwidth
 
 
 class Nothing:

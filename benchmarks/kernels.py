@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.moe_layers import find_moe_layers
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.tiny import MODEL_DIR
 
 _VIEWS = ("view", "reshape", "transpose", "permute", "expand", "slice", "select", "unsqueeze")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from setup import device_of, prompts, random_model, run, spread, take, wall
 
-from lm_eval_moecache.core.engine import Engine
-from lm_eval_moecache.core.records import DECODE
-from lm_eval_moecache.core.sizes import parse_bandwidth
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.sizes import parse_bandwidth
 
 COPY_BYTES = 2**28
 

@@ -108,11 +108,11 @@ def load(folder: str, precision: str) -> dict[str, Any]:
     """Load in this process and return what the memory did."""
     from transformers import AutoModelForCausalLM
 
-    from lm_eval_moecache.moe_layers import find_moe_layers
-    from lm_eval_moecache.precision.ladder import codecs_of, parse_ladder
-    from lm_eval_moecache.precision.loading import encoding, take
-    from lm_eval_moecache.precision.stored import bytes_of
-    from lm_eval_moecache.preflight import skeleton
+    from lm_eval_moecache.model.checkpoint import skeleton
+    from lm_eval_moecache.model.moe_layers import find_moe_layers
+    from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
+    from lm_eval_moecache.model.precision.loading import encoding, take
+    from lm_eval_moecache.model.precision.stored import bytes_of
 
     codecs = codecs_of(parse_ladder(precision), "cpu")
     bare = find_moe_layers(skeleton(folder, {}))

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.core.engine import Engine, Setting
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.wrap import WrappedModel
 
 
 def decode_seconds(model: Any, prompt: torch.Tensor, tokens: int) -> float:

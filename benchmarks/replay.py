@@ -13,14 +13,15 @@ import time
 
 import numpy as np
 
-from lm_eval_moecache.core.engine import Setting
-from lm_eval_moecache.core.future import Future
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.records import PHASES, Geometry
-from lm_eval_moecache.core.replay import replay
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.core.trace import Columns, Predicted, Trace, build_trace
-from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Setting
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
 
 NUM_LAYERS, TOP_K = 16, 8
 # name, policy, overrides, asked requests per second

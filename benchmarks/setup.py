@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import transformers
 
-from lm_eval_moecache.core.engine import Engine, Setting
-from lm_eval_moecache.core.hardware import Hardware, load_hardware
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.policy import load_policy
-from lm_eval_moecache.wall.loading import ExpertLoader
-from lm_eval_moecache.wall.pools import SlotPools
-from lm_eval_moecache.wall.store import SlotStore
-from lm_eval_moecache.wrap import WrappedModel
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.model.wall.store import SlotStore
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {

@@ -18,9 +18,9 @@ import torch
 from lm_eval.api.instance import Instance
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lm_eval_moecache.config import read_config
-from lm_eval_moecache.lm import MoECacheLM
-from lm_eval_moecache.speculative.lm import MoECacheSpecLM
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.generator import BBH_ASKED, held_out
 

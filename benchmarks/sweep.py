@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.sweep.evaluation import quiet
 from lm_eval_moecache.sweep.executors import local_pool
 from lm_eval_moecache.sweep.identity import Planned

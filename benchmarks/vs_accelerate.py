@@ -20,15 +20,15 @@ import torch
 from setup import device_of, prompts, random_model, run, spread
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.core.engine import Setting
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.records import PREFILL
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.policy import load_policy
-from lm_eval_moecache.wall.assemble import assemble
-from lm_eval_moecache.wall.loading import ExpertLoader, device_map
-from lm_eval_moecache.wrap import WrappedModel
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Setting
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wall.assemble import assemble
+from lm_eval_moecache.model.wall.loading import ExpertLoader, device_map
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 
 
 def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> Any:

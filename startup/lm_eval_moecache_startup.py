@@ -2,7 +2,7 @@
 
 Installed beside the package and run by `lm_eval_moecache.pth` (Python < 3.15) or
 `lm_eval_moecache.start` (PEP 829). Imports nothing but `sys`, not even our own package.
-Why it exists and what is fragile in it: `lm_eval_moecache/plugin.py`.
+Why it exists and what is fragile in it: `lm_eval_moecache/harness/plugin.py`.
 """
 
 import sys
@@ -48,7 +48,7 @@ def call_after_exec(loader: "Loader") -> None:
 def register_models() -> None:
     """Register, or warn: whatever goes wrong here, `lm_eval --model hf` must go on working."""
     try:
-        from lm_eval_moecache.plugin import register
+        from lm_eval_moecache.harness.plugin import register
 
         register()
     except Exception as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.adapters import (
+from lm_eval_moecache.model.adapters import (
     Sigmoid,
     SigmoidNormed,
     SoftmaxAll,
@@ -18,7 +18,7 @@ from lm_eval_moecache.adapters import (
     WeightingRule,
     detect_rule,
 )
-from lm_eval_moecache.moe_layers import find_moe_layers
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from tests.models import FAMILIES, random_model
 
 RULES: dict[str, type[WeightingRule]] = {

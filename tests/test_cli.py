@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lm_eval_moecache.algorithms.policy import policy_names
+from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed
 from lm_eval_moecache.cli.main import command_names, main
-from lm_eval_moecache.paths import task_configs_dir
-from lm_eval_moecache.policy import policy_names
-from lm_eval_moecache.registry import AXES, algorithm_names
+from lm_eval_moecache.records.paths import task_configs_dir
 
 Captured = pytest.CaptureFixture[str]
 

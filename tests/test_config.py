@@ -11,13 +11,13 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import simple_parse_args_string
 
-from lm_eval_moecache.config import KEYS, read_config, split_arguments
-from lm_eval_moecache.core.records import Geometry
-from lm_eval_moecache.lm import MoECacheLM
-from lm_eval_moecache.policy import load_policy
-from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.records.geometry import Geometry
 from tests.conftest import Checkpoint
-from tests.core.scripted import OldestFirst, make_geometry
+from tests.engine.scripted import OldestFirst, make_geometry
 from tests.models import byte_tokenizer
 
 
@@ -273,7 +273,7 @@ def test_a_broken_hardware_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_outside_algorithm_is_taken_by_its_class_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    mine = {"class_path": "tests.core.scripted.OldestFirst"}
+    mine = {"class_path": "tests.engine.scripted.OldestFirst"}
     path.write_text(yaml.safe_dump({**GOOD_POLICY, "eviction": mine}))
     policy = load_policy(str(path))
     assert policy.name == "mine"

@@ -10,16 +10,16 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from lm_eval_moecache.config import read_config
-from lm_eval_moecache.core.engine import Engine, Setting
-from lm_eval_moecache.core.records import Geometry
-from lm_eval_moecache.core.sizes import is_per_layer, parse_capacity
-from lm_eval_moecache.lm import MoECacheLM
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.policy import check_cache_form, load_policy, policy_names
+from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.wrap import WrappedModel
-from tests.artefacts import predictor_of
+from tests.artifacts import predictor_of
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.models import FAMILIES, random_model

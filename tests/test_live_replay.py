@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from lm_eval.api.instance import Instance
 
-from lm_eval_moecache.config import read_config
-from lm_eval_moecache.core.artefact import PREDICTOR, write_artefact
-from lm_eval_moecache.core.replay import replay
-from lm_eval_moecache.core.trace_import import load_trace
-from lm_eval_moecache.lm import MoECacheLM, check_arguments
-from lm_eval_moecache.moe_layers import find_moe_layers, router_digest
-from lm_eval_moecache.policy import load_policy, policy_names
-from lm_eval_moecache.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
+from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.report.metrics import task_metrics
-from tests.artefacts import artefact_for, predictor_of
+from lm_eval_moecache.trace.importers import load_trace
+from tests.artifacts import artifact_for, predictor_of
 
 
 def _lossless() -> list[dict[str, str]]:
@@ -191,8 +191,8 @@ def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
         replay(traces[1], settings[0])
     with pytest.raises(ValueError, match=r"of the predictor .* and not of the model's own gates"):
         replay(traces[0], settings[1])
-    other = artefact_for(PREDICTOR, lm.geometry, seed=2, hidden=32)
-    write_artefact(given["prefetch.profile"], other)
+    other = artifact_for(PREDICTOR, lm.geometry, seed=2, hidden=32)
+    write_artifact(given["prefetch.profile"], other)
     with pytest.raises(ValueError, match=r"of the predictor .* and not of the predictor"):
         replay(traces[0], settings[0])
 
@@ -202,12 +202,12 @@ def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
 ) -> None:
     chosen = {"policy": "commitmoe_prefetch"}
     path = str(tmp_path / "other.safetensors")
-    write_artefact(path, artefact_for(PREDICTOR, lm.geometry, hidden=32))
+    write_artifact(path, artifact_for(PREDICTOR, lm.geometry, hidden=32))
     with pytest.raises(ValueError, match=r"router weights .* are not those of"):
         lm.install(read_config({**chosen, "prefetch.profile": path}))
-    narrow = artefact_for(PREDICTOR, lm.geometry, hidden=16)
+    narrow = artifact_for(PREDICTOR, lm.geometry, hidden=16)
     digest = router_digest(find_moe_layers(lm.model))
-    write_artefact(path, dataclasses.replace(narrow, router_digest=digest))
+    write_artifact(path, dataclasses.replace(narrow, router_digest=digest))
     with pytest.raises(ValueError, match="hidden states of 16 numbers, but the routers of"):
         lm.install(read_config({**chosen, "prefetch.profile": path}))
     lm.install(read_config({"policy": "on_demand"}))
@@ -217,11 +217,11 @@ def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
     ("damage", "message"),
     [
         ("layers", "with num_layers=4, but .* has num_layers=3"),
-        ("cut", "is not a whole artefact file"),
+        ("cut", "is not a whole artifact file"),
         ("array", "lacks the array '2.1.bias'"),
         ("zero", "says nothing of expert 2 of layer 0: its row of '2.1.weight' is all zero"),
         ("loss", "was trained with loss='bce', but prefetch.loss='kl'"),
-        ("none", "prefetch.profile must be given: no predictor artefact ships for .*profile predi"),
+        ("none", "prefetch.profile must be given: no predictor artifact ships for .*profile predi"),
     ],
 )
 def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
@@ -231,13 +231,13 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
     if damage == "layers":
         sizes = {"expert_bytes": ((1,),) * 4, "dense_bytes": (1,) * 4}
         geometry = dataclasses.replace(geometry, num_layers=4, **sizes)
-    made = artefact_for(PREDICTOR, geometry, hidden=32, loss="bce" if damage == "loss" else "kl")
+    made = artifact_for(PREDICTOR, geometry, hidden=32, loss="bce" if damage == "loss" else "kl")
     if damage == "array":
         arrays = {name: array for name, array in made.arrays.items() if name != "2.1.bias"}
         made = dataclasses.replace(made, arrays=arrays)
     if damage == "zero":
         made.arrays["2.1.weight"][2] = 0
-    write_artefact(path, made)
+    write_artifact(path, made)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-50])
     given = {} if damage == "none" else {"prefetch.profile": str(path)}

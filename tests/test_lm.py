@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lm_eval_moecache.config import read_config
-from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
 from tests.conftest import Checkpoint
 from tests.harness import STOP, choices, generations, make_instance, texts
 

@@ -11,23 +11,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.core.engine import Engine
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.setting import Setting
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.precision.ladder import codecs_of
-from lm_eval_moecache.precision.store import LadderStore
-from lm_eval_moecache.precision.stored import Encoded, store_experts
-from lm_eval_moecache.registry import find_algorithm
-from lm_eval_moecache.store import implementation_of
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.precision.store import LadderStore
+from lm_eval_moecache.model.precision.stored import Encoded, store_experts
+from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.wrap import WrappedModel
-from tests.policies.streams import policy_of
-from tests.policies.test_parameters import CASES, moves
+from tests.algorithms.streams import policy_of
+from tests.algorithms.test_parameters import CASES, moves
 
 LADDER = ("int8", "int4", "int2")
-# Offline algorithms need a trace, and tests/core sweeps those in replays; those that need a draft
+# Offline algorithms need a trace, and tests/engine sweeps those in replays; those that need a draft
 # are swept in tests/speculative.
 ELSEWHERE = ("is_offline", "needs_draft")
 LIVE = [c for c in CASES if not any(getattr(find_algorithm(*c[:2]), e, False) for e in ELSEWHERE)]

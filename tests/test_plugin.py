@@ -35,12 +35,12 @@ OTHER_CLASS = """
 import sys, types
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model, register_model
-module = types.ModuleType("lm_eval_moecache.lm")
+module = types.ModuleType("lm_eval_moecache.harness.lm")
 class MoECacheLM(LM):
-    __module__ = "lm_eval_moecache.lm"
+    __module__ = "lm_eval_moecache.harness.lm"
     loglikelihood = loglikelihood_rolling = generate_until = None
 module.MoECacheLM = MoECacheLM
-sys.modules["lm_eval_moecache.lm"] = module
+sys.modules["lm_eval_moecache.harness.lm"] = module
 """
 
 
@@ -112,7 +112,7 @@ def test_lm_eval_lists_moecache_and_its_own_models_without_importing_torch(
 
     models = report["models"]
     assert isinstance(models, dict)
-    assert models["moecache"] == "lm_eval_moecache.lm:MoECacheLM"
+    assert models["moecache"] == "lm_eval_moecache.harness.lm:MoECacheLM"
     assert models["hf"] == "lm_eval.models.huggingface:HFLM"
     assert report["torch"] is False
 
@@ -122,7 +122,7 @@ def test_registry_resolves_moecache_to_our_class(installed: Environment) -> None
         script = (
             OTHER_CLASS + "import lm_eval.models\n" + decorated + "print(get_model('moecache'))"
         )
-        assert "lm_eval_moecache.lm.MoECacheLM" in installed.run("-c", script).stdout
+        assert "lm_eval_moecache.harness.lm.MoECacheLM" in installed.run("-c", script).stdout
 
 
 def test_unknown_model_is_answered_with_our_name_among_the_known(installed: Environment) -> None:
@@ -161,7 +161,7 @@ def test_hook_stands_down_where_lm_eval_scans_entry_points(installed: Environmen
 def test_entry_point_names_the_same_class_as_the_placeholder(installed: Environment) -> None:
     script = (
         "from importlib.metadata import entry_points\n"
-        "from lm_eval_moecache.plugin import MODELS\n"
+        "from lm_eval_moecache.harness.plugin import MODELS\n"
         "found = {e.name: e.value for e in entry_points(group='lm_eval.models')}\n"
         "assert found == MODELS, (found, MODELS)\n"
     )
@@ -172,7 +172,7 @@ def test_register_works_without_the_startup_hook(installed: Environment) -> None
     script = (
         "import sys\n"
         "sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'ModelsFinder']\n"
-        "from lm_eval_moecache.plugin import register\n"
+        "from lm_eval_moecache.harness.plugin import register\n"
         "register(); register()\n"
     )
     models = installed.report(before=script)["models"]
@@ -191,7 +191,7 @@ def test_startup_files_are_installed_and_agree(installed: Environment) -> None:
 
 def test_shipped_folders_are_found_from_anywhere(installed: Environment) -> None:
     script = (
-        "from lm_eval_moecache.paths import task_configs_dir\n"
+        "from lm_eval_moecache.records.paths import task_configs_dir\n"
         "print((task_configs_dir() / 'leaderboard.yaml').is_file())"
     )
     assert installed.run("-c", script).stdout == "True\n"
@@ -242,7 +242,7 @@ def test_failing_registration_warns_and_leaves_the_other_models_alone(
     installed: Environment,
 ) -> None:
     script = (
-        "import lm_eval_moecache.plugin as plugin\n"
+        "import lm_eval_moecache.harness.plugin as plugin\n"
         "def register():\n"
         "    raise RuntimeError('registry changed')\n"
         "plugin.register = register\n"

@@ -13,13 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.core.artefact import ARTEFACT_DIR, PREDICTOR, read_artefact, write_artefact
-from lm_eval_moecache.core.clock import VirtualClock
-from lm_eval_moecache.core.predictor import costs, shapes, target_of
-from lm_eval_moecache.core.records import DECODE, PREFILL
-from lm_eval_moecache.moe_layers import find_moe_layers
-from lm_eval_moecache.predictor import make as making
-from lm_eval_moecache.predictor.accuracy import (
+from lm_eval_moecache.engine.clock import VirtualClock
+from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.predictor import make as making
+from lm_eval_moecache.model.predictor.accuracy import (
     certainty,
     certainty_rows,
     correlation_rows,
@@ -27,12 +24,15 @@ from lm_eval_moecache.predictor.accuracy import (
     judge,
     layer_rows,
 )
-from lm_eval_moecache.predictor.collect import Watch
-from lm_eval_moecache.predictor.network import PredictorNetwork
-from lm_eval_moecache.predictor.samples import Pairs, Samples, write_shard
-from lm_eval_moecache.predictor.train import Recipe, train
+from lm_eval_moecache.model.predictor.collect import Watch
+from lm_eval_moecache.model.predictor.network import PredictorNetwork
+from lm_eval_moecache.model.predictor.samples import Pairs, Samples, write_shard
+from lm_eval_moecache.model.predictor.train import Recipe, train
+from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, read_artifact, write_artifact
+from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.records.predictor import costs, shapes, target_of
+from tests.algorithms.streams import make_geometry, make_hardware
 from tests.conftest import Checkpoint
-from tests.policies.streams import make_geometry, make_hardware
 
 PROMPTS = [f"Say {word}" for word in ("one", "two", "three", "four", "five", "six")]
 
@@ -88,7 +88,7 @@ def test_another_loss_uses_the_same_recordings(model: str, tmp_path: Path) -> No
     folders = sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir())
     assert folders == ["recorded", "trained", "trained"]
     kl, bce = (
-        read_artefact(tmp_path / f"{loss}.safetensors", PREDICTOR, "profile")
+        read_artifact(tmp_path / f"{loss}.safetensors", PREDICTOR, "profile")
         for loss in ("kl", "bce")
     )
     assert (kl.made_from["loss"], bce.made_from["loss"]) == ("kl", "bce")
@@ -228,9 +228,9 @@ def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path:
     seen.write(tmp_path / "a.safetensors")
     samples = Samples([tmp_path / "a.safetensors"])
     geometry = make_geometry(num_layers=3, num_experts=8, top_k=3)
-    from tests.artefacts import artefact_for
+    from tests.artifacts import artifact_for
 
-    network = PredictorNetwork(artefact_for(PREDICTOR, geometry, hidden=32))
+    network = PredictorNetwork(artifact_for(PREDICTOR, geometry, hidden=32))
     judged = judge(
         samples, network, layers, num_chosen=3, known=np.array([0]), held_out=np.array([1])
     )
@@ -254,12 +254,12 @@ def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path:
 
 
 def test_the_network_is_relu_between_two_linear_stages() -> None:
-    from tests.artefacts import artefact_for
+    from tests.artifacts import artifact_for
 
-    artefact = artefact_for(PREDICTOR, make_geometry(), hidden=4)
-    network = PredictorNetwork(artefact)
+    artifact = artifact_for(PREDICTOR, make_geometry(), hidden=4)
+    network = PredictorNetwork(artifact)
     hidden = np.linspace(-1, 1, 8).reshape(2, 4).astype(np.float32)
-    arrays = {name: a.astype(np.float32) for name, a in artefact.arrays.items()}
+    arrays = {name: a.astype(np.float32) for name, a in artifact.arrays.items()}
     one = hidden @ arrays["0.0.weight"].T + arrays["0.0.bias"]
     wide = np.maximum(hidden @ arrays["2.0.weight"].T + arrays["2.0.bias"], 0)
     two = wide @ arrays["2.1.weight"].T + arrays["2.1.bias"]
@@ -269,10 +269,10 @@ def test_the_network_is_relu_between_two_linear_stages() -> None:
 
 
 def test_a_predictor_costs_its_own_weights_bytes_and_kernels() -> None:
-    from tests.artefacts import artefact_for
+    from tests.artifacts import artifact_for
 
     geometry, hardware = make_geometry(), make_hardware()
-    linear, _, two = costs(artefact_for(PREDICTOR, geometry, hidden=4))
+    linear, _, two = costs(artifact_for(PREDICTOR, geometry, hidden=4))
     assert (linear.num_weights, linear.num_bytes, linear.num_kernels) == (40, 80, 3)
     weights = 4 * 8 + 8 + 8 * 8 + 8
     assert (two.num_weights, two.num_bytes, two.num_kernels) == (weights, 2 * weights, 5)
@@ -320,8 +320,8 @@ def test_prompts_come_from_lines_or_from_json(
 def test_what_ships_for_tiny_was_made_by_the_command_and_beats_both_baselines() -> None:
     """Above next_gate and frequency on held-out prompts in every layer, for both losses."""
     for name, loss in (("predictor", "kl"), ("predictor_bce", "bce")):
-        path = ARTEFACT_DIR / "tiny" / f"{name}.safetensors"
-        found = read_artefact(path, PREDICTOR, "profile")
+        path = ARTIFACT_DIR / "tiny" / f"{name}.safetensors"
+        found = read_artifact(path, PREDICTOR, "profile")
         assert found.made_from["loss"] == loss and path.stat().st_size < 300_000
         rows = found.made_from["layers"]
         assert len(rows) == found.num_layers
@@ -329,8 +329,8 @@ def test_what_ships_for_tiny_was_made_by_the_command_and_beats_both_baselines() 
             assert row["predictor"] > max(row["next_gate"], row["frequency"]), row
 
 
-def test_rewriting_an_artefact_keeps_it(tmp_path: Path) -> None:
-    shipped = read_artefact(ARTEFACT_DIR / "tiny" / "predictor.safetensors", PREDICTOR, "profile")
-    write_artefact(tmp_path / "copy.safetensors", dataclasses.replace(shipped))
-    original = (ARTEFACT_DIR / "tiny" / "predictor.safetensors").read_bytes()
+def test_rewriting_an_artifact_keeps_it(tmp_path: Path) -> None:
+    shipped = read_artifact(ARTIFACT_DIR / "tiny" / "predictor.safetensors", PREDICTOR, "profile")
+    write_artifact(tmp_path / "copy.safetensors", dataclasses.replace(shipped))
+    original = (ARTIFACT_DIR / "tiny" / "predictor.safetensors").read_bytes()
     assert (tmp_path / "copy.safetensors").read_bytes() == original

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from lm_eval_moecache.analysis.coactivation import observe
 from lm_eval_moecache.analysis.subject import Subject
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.core.artefact import ARTEFACT_DIR, BUDDIES, read_artefact, write_artefact
-from lm_eval_moecache.core.coactivation import PAIRS, SIMILARITY, BuddyProfile
-from lm_eval_moecache.lm import MoECacheLM
-from lm_eval_moecache.moe_layers import find_moe_layers, router_digest
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.profiling._texts import task_examples
+from lm_eval_moecache.records.artifact import ARTIFACT_DIR, BUDDIES, read_artifact, write_artifact
+from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, BuddyProfile
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import arc
 from tests.conftest import Checkpoint
@@ -45,7 +45,7 @@ def test_it_writes_a_profile_of_this_model_that_the_policy_runs_with(
     model, out = str(checkpoint("olmoe")), str(tmp_path / "mine.safetensors")
     assert profile("--pretrained", model, "--data", text, "--k_max=3", "--out", out, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
-    made = read_artefact(out, BUDDIES, "out")
+    made = read_artifact(out, BUDDIES, "out")
     assert printed["tokens"] == made.made_from["tokens"] > 100
     assert made.made_from["data"] == ["some.txt"]
     assert max(row["longest"] for row in printed["layers"]) <= 3
@@ -56,7 +56,7 @@ def test_it_writes_a_profile_of_this_model_that_the_policy_runs_with(
     np.testing.assert_allclose(pairs, tokens * top_k * (top_k - 1))
     options: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "capacity": "50%"}
     lm = MoECacheLM(model, **options, **{"miss.profile": out}, batch_size=1)
-    assert lm.engine.algorithms.miss.artefact.path == out
+    assert lm.engine.algorithms.miss.artifact.path == out
 
 
 def test_without_a_profile_the_error_says_how_to_make_one(checkpoint: Checkpoint) -> None:
@@ -70,7 +70,7 @@ def test_a_profile_of_another_model_is_refused(checkpoint: Checkpoint, tmp_path:
         MoECacheLM(
             str(checkpoint("olmoe")),
             policy="buddymoe",
-            **{"miss.rho": 2, "miss.profile": str(ARTEFACT_DIR / "tiny" / "buddies.safetensors")},
+            **{"miss.rho": 2, "miss.profile": str(ARTIFACT_DIR / "tiny" / "buddies.safetensors")},
         )
     model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR))
     with torch.no_grad():
@@ -82,12 +82,12 @@ def test_a_profile_of_another_model_is_refused(checkpoint: Checkpoint, tmp_path:
         MoECacheLM(
             str(tmp_path / "retrained"),
             policy="buddymoe",
-            **{"miss.profile": str(ARTEFACT_DIR / "tiny" / "buddies.safetensors")},
+            **{"miss.profile": str(ARTIFACT_DIR / "tiny" / "buddies.safetensors")},
         )
 
 
 def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> None:
-    shipped = read_artefact(ARTEFACT_DIR / "tiny" / "buddies.safetensors", BUDDIES, "shipped")
+    shipped = read_artifact(ARTIFACT_DIR / "tiny" / "buddies.safetensors", BUDDIES, "shipped")
     model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR))
     assert shipped.router_digest == router_digest(find_moe_layers(model))
     assert shipped.made_from["tasks"] == ["moecache_offline"] and not shipped.made_from["data"]
@@ -186,11 +186,11 @@ def test_the_file_has_to_be_named_as_what_it_is(
 
 
 def test_a_shipped_profile_without_similarity_is_not_a_whole_one(tmp_path: Path) -> None:
-    shipped = read_artefact(ARTEFACT_DIR / "tiny" / "buddies.safetensors", BUDDIES, "shipped")
+    shipped = read_artifact(ARTIFACT_DIR / "tiny" / "buddies.safetensors", BUDDIES, "shipped")
     arrays = {name: array for name, array in shipped.arrays.items() if name != SIMILARITY}
-    write_artefact(
+    write_artifact(
         tmp_path / "less.safetensors",
         type(shipped)(**{f: getattr(shipped, f) for f in shipped.__slots__} | {"arrays": arrays}),
     )
     with pytest.raises(ValueError, match="lacks the array 'similarity'"):
-        BuddyProfile(read_artefact(tmp_path / "less.safetensors", BUDDIES, "less"))
+        BuddyProfile(read_artifact(tmp_path / "less.safetensors", BUDDIES, "less"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.core.hardware import Hardware, load_hardware, profile_names
 from lm_eval_moecache.profiling.hardware import _weights
+from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 
 FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "source"}
 

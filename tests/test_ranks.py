@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.core.ledger import Ledger, PassRecord, RequestRecord
-from lm_eval_moecache.core.records import PREFILL
-from lm_eval_moecache.lm import MoECacheLM
-from lm_eval_moecache.ranks import Ranked, merge
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.ranks import Ranked, merge
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
 from tests.harness import texts
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from lm_eval_moecache.cli.main import command_names
-from lm_eval_moecache.config import KEYS
+from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.tiny import MODEL_DIR
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.cli.main import main
-
-from .core import traces
+from tests.engine import traces
 
 Captured = pytest.CaptureFixture[str]
 NAMED = "eviction: least_stale\neviction.order: fifo\n"

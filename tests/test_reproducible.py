@@ -16,8 +16,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 SCRIPT = """
 import json, sys
-from lm_eval_moecache.config import read_config
-from lm_eval_moecache.lm import MoECacheLM
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
 from tests.harness import answers
 lm = MoECacheLM(pretrained=sys.argv[1], device="cpu", max_length=48, batch_size=2)
 for policy in ({"policy": "specmd"}, {"policy": "on_demand", "eviction": "random", "seed": 3}):

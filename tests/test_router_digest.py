@@ -1,4 +1,4 @@
-"""An artefact belongs to one model's routers, and a wrapped model holds it to that."""
+"""An artifact belongs to one model's routers, and a wrapped model holds it to that."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.core.artefact import Artefact
-from lm_eval_moecache.core.engine import Engine, Setting
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.records import Event, Geometry
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.moe_layers import describe, find_moe_layers, router_digest
-from lm_eval_moecache.policy import load_policy
-from lm_eval_moecache.wrap import WrappedModel
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 from tests.conftest import Checkpoint
 
 
 class Carrier(MissAlgorithm):
-    """Fetches, and carries an artefact of the routers whose digest it is told."""
+    """Fetches, and carries an artifact of the routers whose digest it is told."""
 
     source: ClassVar[str] = "a test"
     is_lossless: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, *, seed: int = 0, digest: str = "") -> None:
         super().__init__(geometry, seed=seed)
-        self.artefact = Artefact(
+        self.artifact = Artifact(
             kind="buddies",
             model="somebody",
             num_layers=geometry.num_layers,
@@ -78,7 +79,7 @@ def test_a_digest_tells_models_apart_and_not_their_dtypes(checkpoint: Checkpoint
     assert router_digest(layers) not in found.values()
 
 
-def test_a_wrapped_model_refuses_an_artefact_of_other_routers_and_stays_as_it_was(
+def test_a_wrapped_model_refuses_an_artifact_of_other_routers_and_stays_as_it_was(
     checkpoint: Checkpoint, tmp_path: Any
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("olmoe"))

@@ -14,12 +14,12 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from lm_eval_moecache.paths import task_configs_dir
-from lm_eval_moecache.tasks import SpeedTask
+from lm_eval_moecache.harness.tasks import SpeedTask
+from lm_eval_moecache.records.paths import task_configs_dir
 
 DOCS = [{"text": f"page {i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(4)]
 
-SPEED = "!function lm_eval_moecache.tasks.SpeedTask"
+SPEED = "!function lm_eval_moecache.harness.tasks.SpeedTask"
 
 TASKS = """
 plain_mc: |
@@ -258,7 +258,7 @@ def test_every_member_of_a_shipped_group_carries_speed(path: Path, shipped: Task
             assert item.startswith("moecache_")
             assert item in shipped.all_tasks
         else:
-            assert item["class"] == "lm_eval_moecache.tasks.SpeedTask"
+            assert item["class"] == "lm_eval_moecache.harness.tasks.SpeedTask"
             assert (item.get("task") or item["group"]) in shipped.all_tasks
 
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lm_eval_moecache.analysis.subject import Subject
-from lm_eval_moecache.core.coactivation import (
+from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.coactivation import (
     NO_BUDDY,
     Coactivation,
     buddy_lists,
     conditional,
 )
-from lm_eval_moecache.core.records import FloatArray
-from lm_eval_moecache.moe_layers import MoELayer
 
 TITLE = "Experts chosen together"
 Weights = Callable[[int], Any]

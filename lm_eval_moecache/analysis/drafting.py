@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.analysis.subject import Subject
-from lm_eval_moecache.core.records import softmax
-from lm_eval_moecache.moe_layers import MoELayer
-from lm_eval_moecache.speculative.checks import check_fit
-from lm_eval_moecache.speculative.draft_model import DraftModel, make_draft, matching_layers
+from lm_eval_moecache.harness.draft_checks import check_fit
+from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, matching_layers
+from lm_eval_moecache.records.arrays import softmax
 
 TITLE = "Predicting a layer's experts, by layer"
 Array = np.ndarray[Any, Any]

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from lm_eval_moecache.analysis.subject import Subject
-from lm_eval_moecache.core.engine import Engine
-from lm_eval_moecache.core.records import Event
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.metrics import cache_metrics
 
 TITLE = "Expert selection, token after token"

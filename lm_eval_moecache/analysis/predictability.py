@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.config import Config, read_config
-from lm_eval_moecache.core.predictor import load_predictor
-from lm_eval_moecache.lm import MoECacheLM
-from lm_eval_moecache.moe_layers import find_moe_layers
-from lm_eval_moecache.predictor.accuracy import (
+from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.predictor.accuracy import (
     Judged,
     certainty_rows,
     correlation_rows,
     judge,
     layer_rows,
 )
-from lm_eval_moecache.predictor.collect import Watch
-from lm_eval_moecache.predictor.network import PredictorNetwork
-from lm_eval_moecache.predictor.samples import Samples
+from lm_eval_moecache.model.predictor.collect import Watch
+from lm_eval_moecache.model.predictor.network import PredictorNetwork
+from lm_eval_moecache.model.predictor.samples import Samples
+from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.sweep.evaluation import SPEED_FILTER, check_task_names, evaluate, quiet
 from lm_eval_moecache.sweep.spec import Cell
 
@@ -60,9 +60,9 @@ def analyze(
     settings = [_config(profile, {}), _config(profile, _REPLACED)]
     with quiet():
         lm = MoECacheLM(pretrained=pretrained)
-        artefact = load_predictor(profile, "kl", lm.geometry)
+        artifact = load_predictor(profile, "kl", lm.geometry)
         lm.install(settings[0])
-        plain, judged = _watched(lm, _cell(tasks, limit), PredictorNetwork(artefact))
+        plain, judged = _watched(lm, _cell(tasks, limit), PredictorNetwork(artifact))
         lm.install(settings[1])
         replaced = evaluate(_cell(tasks, limit), lm)
     top_k = lm.geometry.top_k

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import transformers
 
-from lm_eval_moecache.config import TINY
-from lm_eval_moecache.core.engine import Engine
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.setting import Setting
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.moe_layers import MoELayer, describe, find_moe_layers
-from lm_eval_moecache.policy import load_policy
-from lm_eval_moecache.preflight import model_path
-from lm_eval_moecache.wrap import WrappedModel
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.paths import TINY
+from lm_eval_moecache.records.sizes import parse_capacity
 
 
 @dataclass(frozen=True, slots=True)

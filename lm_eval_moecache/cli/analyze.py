@@ -9,8 +9,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.core.sizes import is_per_layer
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.sizes import is_per_layer
 from lm_eval_moecache.report.render import rows_as_markdown
 
 ANALYSES = ("coactivation", "drafting", "locality", "predictability", "sensitivity")

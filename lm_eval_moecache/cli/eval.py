@@ -9,14 +9,14 @@ from pathlib import Path
 
 import yaml
 
-from lm_eval_moecache.paths import task_configs_dir
+from lm_eval_moecache.records.paths import task_configs_dir
 
 
 def run_raw(argv: list[str]) -> int:
     """Hand everything to lm-eval; our model and task folder are added unless the user names one."""
     from lm_eval.__main__ import cli_evaluate
 
-    from lm_eval_moecache.plugin import register
+    from lm_eval_moecache.harness.plugin import register
 
     register()
     sys.argv = ["lm_eval", "run", *completed(argv)]

@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 
 
 def command_names() -> list[str]:

@@ -10,10 +10,15 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.core.hardware import profile_names
-from lm_eval_moecache.paths import task_configs_dir
-from lm_eval_moecache.policy import load_policy, policy_names, unmangle
-from lm_eval_moecache.registry import AXES, algorithm_names, find_algorithm, parameters_of
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names, unmangle
+from lm_eval_moecache.algorithms.registry import (
+    AXES,
+    algorithm_names,
+    find_algorithm,
+    parameters_of,
+)
+from lm_eval_moecache.records.hardware import profile_names
+from lm_eval_moecache.records.paths import task_configs_dir
 
 
 def add_arguments(parser: ArgumentParser) -> None:

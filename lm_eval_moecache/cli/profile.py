@@ -1,4 +1,4 @@
-"""Make offline artefacts: a calibrated hardware profile of this machine, and others."""
+"""Make offline artifacts: a calibrated hardware profile of this machine, and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from jsonargparse import ArgumentParser
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 
 
 def run_raw(argv: list[str]) -> int:

@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.sizes import parse_bytes
-from lm_eval_moecache.errors import unknown
-from lm_eval_moecache.policy import load_policy
-from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
 from lm_eval_moecache.report.replay_table import as_json, as_table
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.html import as_html
 from lm_eval_moecache.report.render import as_csv, as_json, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs

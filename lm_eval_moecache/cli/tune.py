@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.config import KEYS
+from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.report.columns import METRICS
 
 # Of our own keys those that a replay knows from the trace.
@@ -111,7 +111,7 @@ def _check(arguments: Namespace) -> None:
         raise ValueError("--out must name a folder: the search is kept there, and goes on from it.")
     allowed = [name for name, (_, _, higher) in METRICS.items() if higher is not None]
     if arguments.metric not in allowed:
-        from lm_eval_moecache.errors import unknown
+        from lm_eval_moecache.records.errors import unknown
 
         raise unknown("metric", arguments.metric, allowed)
     limits: dict[str, tuple[Any, bool]] = {

@@ -1,1 +1,1 @@
-"""Offline artefacts: one module per `moecache profile` action, found by listing this folder."""
+"""Offline artifacts: one module per `moecache profile` action, found by listing this folder."""

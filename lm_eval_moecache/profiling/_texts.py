@@ -1,4 +1,4 @@
-"""The text that an artefact is made from: files, and tasks' documents outside their test split."""
+"""The text that an artifact is made from: files, and tasks' documents outside their test split."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.errors import nearest
-from lm_eval_moecache.paths import task_configs_dir
+from lm_eval_moecache.records.errors import nearest
+from lm_eval_moecache.records.paths import task_configs_dir
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.config import TINY
-from lm_eval_moecache.core.artefact import BUDDIES, Artefact, write_artefact
-from lm_eval_moecache.core.coactivation import (
+from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.records.artifact import BUDDIES, Artifact, write_artifact
+from lm_eval_moecache.records.coactivation import (
     NO_BUDDY,
     PAIRS,
     SIMILARITY,
@@ -26,7 +26,7 @@ from lm_eval_moecache.core.coactivation import (
     check_profile,
     conditional,
 )
-from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.records.paths import TINY
 
 _WARMUP_WEIGHT = 0.5
 _KEPT = ("k_max", "smoothing", "warmup_tokens", "warmup_weight")
@@ -75,14 +75,14 @@ def run(arguments: Namespace) -> int:
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.analysis.coactivation import observe
     from lm_eval_moecache.analysis.subject import Subject
-    from lm_eval_moecache.moe_layers import router_digest
+    from lm_eval_moecache.model.moe_layers import router_digest
 
     subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
     alphas = _per_layer(arguments.alpha, subject.geometry.num_layers)
     found = observe(subject, arguments.sample_tokens, _warmup(arguments))
     data |= {"tokens": found.num_tokens, "alpha": alphas}
     data |= {name: getattr(arguments, name) for name in _KEPT}
-    artefact = Artefact(
+    artifact = Artifact(
         kind=BUDDIES,
         model=arguments.pretrained,
         num_layers=subject.geometry.num_layers,
@@ -98,9 +98,9 @@ def run(arguments: Namespace) -> int:
             SIMILARITY: found.similarity(),
         },
     )
-    check_profile(artefact)
-    write_artefact(arguments.out, artefact)
-    rows = [_sizes(artefact, layer) for layer in range(artefact.num_layers)]
+    check_profile(artifact)
+    write_artifact(arguments.out, artifact)
+    rows = [_sizes(artifact, layer) for layer in range(artifact.num_layers)]
     _report({"out": arguments.out, **data, "layers": rows}, arguments.json)
     return 0
 
@@ -150,10 +150,10 @@ def _warmup(arguments: Namespace) -> Any:
     return lambda num_tokens: np.where(np.arange(num_tokens) < first, share, 1.0)
 
 
-def _sizes(artefact: Artefact, layer: int) -> dict[str, Any]:
+def _sizes(artifact: Artifact, layer: int) -> dict[str, Any]:
     """Return the distribution of |B(i; alpha)| that section 3.3 asks to be reported."""
-    made_from = artefact.made_from
-    q = conditional(artefact.arrays[PAIRS][layer], made_from["smoothing"])
+    made_from = artifact.made_from
+    q = conditional(artifact.arrays[PAIRS][layer], made_from["smoothing"])
     lists = buddy_lists(q, made_from["alpha"][layer], made_from["k_max"])
     sizes = (lists != NO_BUDDY).sum(axis=-1)
     low, middle, high = np.percentile(sizes, (0, 50, 100)).tolist()

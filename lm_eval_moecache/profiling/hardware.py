@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.core.clock import DENSE_KERNELS, EXPERT_KERNELS
-from lm_eval_moecache.core.hardware import Hardware
-from lm_eval_moecache.core.sizes import parse_bytes
+from lm_eval_moecache.engine.clock import DENSE_KERNELS, EXPERT_KERNELS
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.config import TINY
 from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.records.paths import TINY
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.config import TINY
-from lm_eval_moecache.core.predictor import LOSSES
-from lm_eval_moecache.errors import unknown
 from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.paths import TINY
+from lm_eval_moecache.records.predictor import LOSSES
 
 _SCHEDULE = ("halve_every", "batch_size", "max_epochs", "patience")
 _RECIPE = ("loss", "learning_rate", *_SCHEDULE, "seed")
@@ -53,8 +53,8 @@ def run(arguments: Namespace) -> int:
     _check(arguments)
     prompts, data = _collect(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.predictor.make import make
-    from lm_eval_moecache.predictor.train import Recipe
+    from lm_eval_moecache.model.predictor.make import make
+    from lm_eval_moecache.model.predictor.train import Recipe
 
     recipe = {name: getattr(arguments, name) for name in _RECIPE}
     work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.errors import nearest
+from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.report.results import Run, Score
 
 AXES = ("routing", "prefetch", "eviction", "miss")

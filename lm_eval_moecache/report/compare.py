@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import METRICS, metric_value
 from lm_eval_moecache.report.judgement import (
     MISSING,

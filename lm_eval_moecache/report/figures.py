@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import Column, Value, setting
 from lm_eval_moecache.report.figure import STYLE, new_figure, pyplot, save
 from lm_eval_moecache.report.results import Run

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.core.ledger import PassRecord, RequestRecord
-from lm_eval_moecache.core.records import PREFILL, VERIFY
+from lm_eval_moecache.records.event import PREFILL, VERIFY
+from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 
 Metrics = dict[str, Any]
 GENERATE = "generate_until"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lm_eval_moecache.core.ledger import RequestRecord
-from lm_eval_moecache.core.records import PREFILL
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import GENERATE
 
 
@@ -15,17 +15,17 @@ def settings_without_effect(
     scoring: str,
     *,
     idle_seed: int = 0,
-    idle_rungs: Sequence[str] = (),
+    idle_levels: Sequence[str] = (),
     idle_cutoff: bool = False,
 ) -> list[str]:
     """Return a sentence for each setting that did nothing, naming the tasks where that depends.
 
     `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
     `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
-    `idle_rungs` are the precisions of a ladder of which the policy uses the first alone;
+    `idle_levels` are the precisions of a ladder of which the policy uses the first alone;
     `idle_cutoff` says that the solver left draft-stage prefetch no layer.
     """
-    warnings = _idle_algorithms(idle_seed, idle_rungs, idle_cutoff)
+    warnings = _idle_algorithms(idle_seed, idle_levels, idle_cutoff)
     if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
         warnings.append(
             f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
@@ -40,17 +40,17 @@ def settings_without_effect(
     return warnings
 
 
-def _idle_algorithms(idle_seed: int, idle_rungs: Sequence[str], idle_cutoff: bool) -> list[str]:
+def _idle_algorithms(idle_seed: int, idle_levels: Sequence[str], idle_cutoff: bool) -> list[str]:
     warnings = []
     if idle_seed:
         warnings.append(
             f"seed={idle_seed}: no algorithm of this policy draws at random, so the figures are "
             "those of any other seed."
         )
-    if len(idle_rungs) > 1:
+    if len(idle_levels) > 1:
         warnings.append(
-            f"precision={':'.join(idle_rungs)}: this policy loads every expert at {idle_rungs[0]}, "
-            f"so the figures are those of precision={idle_rungs[0]}."
+            f"precision={':'.join(idle_levels)}: this policy loads every expert at "
+            f"{idle_levels[0]}, so the figures are those of precision={idle_levels[0]}."
         )
     if idle_cutoff:
         warnings.append(

@@ -8,16 +8,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lm_eval_moecache.core.future import Future
-from lm_eval_moecache.core.hardware import Hardware
-from lm_eval_moecache.core.replay import replay
-from lm_eval_moecache.core.setting import Setting
-from lm_eval_moecache.core.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
-from lm_eval_moecache.core.trace import Trace
-from lm_eval_moecache.core.trace_import import load_trace
-from lm_eval_moecache.policy import Policy, check_cache_form, load_policy
-from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
 
 LRU, BELADY = "lru", "belady"
 _ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch"}

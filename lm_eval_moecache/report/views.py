@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import Column, Value, setting
 from lm_eval_moecache.report.relative import pick, with_changes, without_empty_columns
 from lm_eval_moecache.report.render import shown

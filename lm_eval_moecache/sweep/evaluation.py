@@ -16,8 +16,8 @@ from unittest import mock
 import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
-from lm_eval_moecache.errors import nearest
-from lm_eval_moecache.paths import task_configs_dir
+from lm_eval_moecache.records.errors import nearest
+from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.sweep.spec import Cell
 
 # lm-eval's default of 100,000 draws costs more than a tiny run; 1,000 place the standard error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lm_eval_moecache.errors import unknown
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.sweep.identity import Planned
 from lm_eval_moecache.sweep.worker import Outcome, run_cell, run_cells
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.config import Config, read_config
+from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.sweep.spec import Cell
 
 _SLUG_LENGTH = 60

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from lm_eval_moecache.errors import unknown
-from lm_eval_moecache.plugin import MODELS
+from lm_eval_moecache.harness.plugin import MODELS
+from lm_eval_moecache.records.errors import unknown
 
 EXECUTORS = ("local", "ray", "submitit")
 # What a cell gives to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval_moecache.plugin import MODELS
+from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
 from lm_eval_moecache.sweep.spec import Cell

@@ -15,14 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lm_eval_moecache.core.hardware import load_hardware
-from lm_eval_moecache.core.replay import replay
-from lm_eval_moecache.core.setting import Setting
-from lm_eval_moecache.core.sizes import parse_capacity
-from lm_eval_moecache.core.trace import Trace
-from lm_eval_moecache.core.trace_import import load_trace
-from lm_eval_moecache.policy import Policy, load_policy
-from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.algorithms.policy import Policy, load_policy
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs
@@ -32,6 +30,8 @@ from lm_eval_moecache.sweep.identity import Planned
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.sweep.worker import Outcome, run_cell
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
 
 BY_REPLAY, BY_MODEL = "replay", "model"
 EXPERIMENT = "tune"

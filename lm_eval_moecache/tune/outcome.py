@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lm_eval_moecache.registry import AXES
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.report.columns import METRICS, Column, Value
 from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.render import as_markdown

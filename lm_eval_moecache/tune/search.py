@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lm_eval_moecache.policy import policy_names
+from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.report.columns import METRICS
 from lm_eval_moecache.tune.measure import BY_REPLAY, Bench, Candidate, Figures
 from lm_eval_moecache.tune.outcome import SEARCHED, SHIPPED, composition_text
@@ -101,7 +101,7 @@ class Search:
         self.say(f"{candidate.name}: {_told(found)}")
 
     def _leave_out(self, name: str, reason: str) -> None:
-        """A composition that cannot run here (an artefact it needs is not there) is listed so."""
+        """A composition that cannot run here (an artifact it needs is not there) is listed so."""
         attributes = {"kind": SHIPPED, "composition": name, "reason": reason}
         optuna = import_optuna()
         state = optuna.trial.TrialState.FAIL

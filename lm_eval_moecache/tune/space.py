@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from lm_eval_moecache.core.records import Geometry
-from lm_eval_moecache.errors import unknown
-from lm_eval_moecache.policy import unmangle
-from lm_eval_moecache.registry import AXES, find_algorithm, parameters_of
+from lm_eval_moecache.algorithms.policy import unmangle
+from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.geometry import Geometry
 
 DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
 _SIZES = ("top_k", "num_experts")

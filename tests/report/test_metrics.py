@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lm_eval_moecache.core.ledger import Ledger, PassRecord, RequestRecord
-from lm_eval_moecache.core.records import DECODE, PREFILL, VERIFY
+from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
+from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import (
     cache_metrics,
     rates,

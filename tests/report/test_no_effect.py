@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lm_eval_moecache.core.ledger import Ledger, RequestRecord
-from lm_eval_moecache.core.records import DECODE, PREFILL
+from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.records.ledger import Ledger, RequestRecord
 from lm_eval_moecache.report.no_effect import settings_without_effect
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lm_eval_moecache.config import read_config
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep.identity import plan, slug
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
 

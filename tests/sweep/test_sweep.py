@@ -156,7 +156,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     path = write_sweep(tmp_path / "killed", base=base, grid=grid, limit=1)
     # The server imports lm-eval and torch once; the sweeps that are killed start in no time.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lm_eval_moecache.sweep.run", "lm_eval_moecache.lm"])
+    context.set_forkserver_preload(["lm_eval_moecache.sweep.run", "lm_eval_moecache.harness.lm"])
     chance = random.Random(0)
     counts, num_killed = [], 0
     for _ in range(10):

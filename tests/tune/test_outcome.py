@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.tune.outcome import (
     SEARCHED,
     SHIPPED,

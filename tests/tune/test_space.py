@@ -9,8 +9,8 @@ import optuna
 import pytest
 import yaml
 
-from lm_eval_moecache.core.records import Geometry
-from lm_eval_moecache.policy import load_policy
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, Space, read_space
 
 GEOMETRY = Geometry(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.policy import Policy, load_policy
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.tune import search

@@ -1,0 +1,153 @@
+"""The eviction axis: events in, one key out."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
+from typing import ClassVar
+
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.future import Future
+
+
+class EvictionAlgorithm(ABC):
+    """Decides who leaves; the cache alone knows sizes, pins and residency.
+
+    The cache guarantees the order `on_insert` -> any number of `on_event` / `on_predicted` ->
+    `on_evict` for each key, and `on_pass` before the first event of each pass. One instance
+    serves one cache (with a capacity of `n/layer`, one layer). An algorithm must be
+    deterministic in its constructor's arguments and the calls it receives; ties go to the
+    smaller key.
+    """
+
+    source: ClassVar[str]
+    """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
+    uses_weights: ClassVar[bool] = False
+    """Whether `Event.experts` and `Event.weights` are needed in every pass."""
+    is_offline: ClassVar[bool] = False
+    """Whether it needs the future, so that only a replay can run it."""
+    compares_layers: ClassVar[bool] = False
+    """Whether it only chooses between layers, which a cache of one layer (`n/layer`) has not."""
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    pairs_because: ClassVar[str] = ""
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        self.geometry = geometry
+        self.seed = seed
+
+    def prepare(self, future: Future) -> None:
+        """Take the events to come, before the first of them: replays call it once."""
+        return
+
+    def on_pass(self, pass_index: int) -> None:
+        """Note that a new pass over the model begins."""
+        return
+
+    @abstractmethod
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        """Note that a key became resident; `prefetched` says that no event has asked for it."""
+
+    def on_event(self, event: Event) -> None:
+        """Note the use of `event.keys`, in order of need, after the event was executed.
+
+        Keys that are not resident any more (an event larger than the cache) may be among them.
+        """
+        return
+
+    def on_predicted(self, key: int) -> None:
+        """Note that a prefetcher wants a key that is resident already."""
+        return
+
+    @abstractmethod
+    def on_evict(self, key: int) -> None:
+        """Forget a key: the cache has evicted it."""
+
+    @abstractmethod
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        """Name the resident key to evict while `layer` is being served, or None.
+
+        Never a pinned key; None only where every key it knows is pinned. State does not change
+        until `on_evict`.
+        """
+
+
+class RankedKeys:
+    """Keys with a rank each, of which the lowest is asked for: a heap with lazy deletion.
+
+    Ties go to the smaller key. Cost: amortised O(log n) per call, beside the pinned keys that
+    `lowest` steps over.
+    """
+
+    def __init__(self) -> None:
+        self._rank: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._rank
+
+    def put(self, key: int, rank: float) -> None:
+        """Add a key, or change its rank."""
+        if self._rank.get(key) == rank:
+            return
+        self._rank[key] = rank
+        heapq.heappush(self._heap, (rank, key))
+        if len(self._heap) > 2 * len(self._rank) + 16:
+            self._heap = [(rank, key) for key, rank in self._rank.items()]
+            heapq.heapify(self._heap)
+
+    def remove(self, key: int) -> None:
+        del self._rank[key]
+
+    def lowest(self, pinned: Container[int]) -> tuple[float, int] | None:
+        """Return (rank, key) of the lowest key that is not pinned, or None."""
+        heap, passed = self._heap, []
+        found = None
+        while heap and found is None:
+            rank, key = heap[0]
+            if self._rank.get(key) != rank:
+                heapq.heappop(heap)
+            elif key in pinned:
+                passed.append(heapq.heappop(heap))
+                while heap and heap[0] == passed[-1]:
+                    heapq.heappop(heap)
+            else:
+                found = (rank, key)
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
+
+
+class LayerQueues:
+    """One queue of keys per layer, and which layers have any. Every call is O(1)."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._num_experts = geometry.num_experts
+        self._queues: list[dict[int, None]] = [{} for _ in range(geometry.num_layers)]
+        self.mask = 0
+        """Bit l is set where layer l has keys."""
+
+    def append(self, key: int) -> None:
+        """Put a key at the end of its layer's queue, from wherever it is."""
+        layer = key // self._num_experts
+        queue = self._queues[layer]
+        queue.pop(key, None)
+        queue[key] = None
+        self.mask |= 1 << layer
+
+    def remove(self, key: int) -> None:
+        layer = key // self._num_experts
+        del self._queues[layer][key]
+        if not self._queues[layer]:
+            self.mask &= ~(1 << layer)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._queues[key // self._num_experts]
+
+    def first(self, layer: int, pinned: Container[int]) -> int | None:
+        """Return the first key of a layer's queue that is not pinned, or None."""
+        return next((key for key in self._queues[layer] if key not in pinned), None)

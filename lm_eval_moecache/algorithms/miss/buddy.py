@@ -1,0 +1,164 @@
+"""Buddy: an absent expert is replaced by a near one that is often chosen together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    check_budget,
+    resolve_substitution,
+)
+from lm_eval_moecache.records.arrays import BoolArray, IntArray
+from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
+from lm_eval_moecache.records.coactivation import (
+    BuddyProfile,
+    Counts,
+    activating_entropy,
+    top_k_shares,
+)
+from lm_eval_moecache.records.event import DROPPED, Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class Buddy(MissAlgorithm):
+    """BuddyMoE section 3 and algorithm 1: three gates, then the best near buddy on the list.
+
+    1. Residency gate: nothing is replaced in an event whose share of absent experts reaches beta.
+    2. Token gate: nothing for a token with TAE <= tau, or with a margin between its two largest
+       renormalised probabilities of gamma or more. tau is the percentile of the profile's tokens
+       of each layer (the paper's 10 to 20), or absolute. An expert that routing dropped counts as
+       none.
+    3. A token's absent experts, heaviest first and at most rho of them (the paper does not say
+       which; `order=lightest` spares the ones that matter most), take the near expert with
+       the largest Psi (equation 3) among the first H of B(i; alpha), never one of the token's own.
+
+    An expert that finds no buddy is loaded, or dropped; where a gate or the budget stands against
+    replacing, it is always loaded. Readings: the paper's tables call the CFT alpha
+    "tau" (section 5.1). rho counts per token and layer. Algorithm 1 replaces indices, so the
+    substitute has the missing one's weight; `weight=own` gives it its own. A buddy that the token
+    was given already is out (algorithm 1) or, with `reuse` > 0, has its Psi multiplied by that
+    (section 3.1). The normalised logit of eta lies between 0 (the token's smallest) and 1. With
+    `partitions` devices, each holding as many consecutive experts, hop counts the devices between
+    missing and substitute. Cost: O(E) per absent expert of a token.
+
+    Parameters: profile, file of `moecache profile buddies` (`tiny` has one); alpha (one number or
+    one a layer) and k_max, the profile's own where not given; H, all of the list; rho, no budget.
+    """
+
+    source: ClassVar[str] = "BuddyMoE sections 3.1 to 3.3 and algorithm 1"
+    uses_logits: ClassVar[bool] = True
+    artifact_kind: ClassVar[str | None] = BUDDIES
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        profile: str | None = None,
+        measure: Literal["binary", "weighted", "similarity"] = "binary",
+        alpha: float | list[float] | None = None,
+        k_max: int | None = None,
+        H: int | None = None,
+        rho: int | None = None,
+        order: Literal["heaviest", "lightest"] = "heaviest",
+        tau: float = 15.0,
+        tau_scale: Literal["percentile", "absolute"] = "percentile",
+        temperature: float = 1.0,
+        gamma: float = 1.0,
+        beta: float = 1.0,
+        eta: float = 0.0,
+        kappa: float = 0.0,
+        partitions: int = 1,
+        reuse: float = 0.0,
+        fallback: Literal["fetch", "drop"] = "fetch",
+        weight: Literal["missing", "own"] = "missing",
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        self.beta, self.gamma, self.temperature = beta, gamma, temperature
+        self.eta, self.reuse = eta, reuse
+        self.budget = check_budget(rho, geometry.top_k)
+        self.order: Literal["heaviest", "lightest"] = order
+        self.fallback: Literal["fetch", "drop"] = fallback
+        self.weight: Literal["missing", "own"] = weight
+        self._check_ranges(kappa, partitions)
+        self.artifact = load_artifact(BUDDIES, profile, geometry, "miss.profile")
+        known = BuddyProfile(self.artifact)
+        self.tau = known.thresholds(tau, tau_scale, temperature)
+        self.q, self.is_buddy = known.buddies(measure, alpha, k_max, H)
+        device = np.arange(geometry.num_experts) * partitions // geometry.num_experts
+        self.q *= np.maximum(1 - kappa * np.abs(device[:, None] - device), 0.0)
+
+    def _check_ranges(self, kappa: float, partitions: int) -> None:
+        top_k, experts = self.geometry.top_k, self.geometry.num_experts
+        if top_k < 2:
+            raise ValueError("a router with top_k=1 has no experts chosen together.")
+        for name in ("beta", "gamma"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"miss.{name}={getattr(self, name)} must be above 0 and at most 1."
+                )
+        if not self.temperature > 0:
+            raise ValueError(f"miss.temperature={self.temperature} must be above 0.")
+        for name, value in (("eta", self.eta), ("kappa", kappa)):
+            if not value >= 0:
+                raise ValueError(f"miss.{name}={value} must be 0 or more.")
+        if not 1 <= partitions <= experts:
+            raise ValueError(f"miss.partitions={partitions} must lie between 1 and {experts}.")
+        if (kappa > 0) != (partitions > 1):
+            raise ValueError(
+                f"miss.kappa={kappa} with miss.partitions={partitions}: the one has no effect "
+                "without the other. Give kappa above 0 and 2 partitions or more, or neither."
+            )
+        if not 0 <= self.reuse < 1 or (self.reuse > 0 and self.weight == "own"):
+            raise ValueError(
+                f"miss.reuse={self.reuse} must be at least 0 and below 1, and above 0 only with "
+                "weight=missing: a buddy used twice has no two weights of its own."
+            )
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        if len(absent) >= self.beta * len(event.keys):
+            return None
+
+        def cost(tokens: IntArray, missing: IntArray) -> Counts:
+            return np.where(
+                self.is_buddy[event.layer, missing], -self._psi(event, tokens, missing), np.inf
+            )
+
+        return resolve_substitution(
+            event,
+            absent,
+            near_mask(event.layer, self.geometry.num_experts, resident),
+            cost,
+            fallback=self.fallback,
+            weight=self.weight,
+            budget=np.where(self.tolerates(event), self.budget, 0),
+            reuse=self.reuse,
+            order=self.order,
+        )
+
+    def tolerates(self, event: Event) -> BoolArray:
+        """Mark the tokens [tokens] that pass the gates of entropy and margin."""
+        assert event.logits is not None and event.experts is not None
+        live = event.experts != DROPPED
+        own = np.take_along_axis(event.logits, np.where(live, event.experts, 0), axis=-1)
+        shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
+        best = np.sort(shares, axis=-1)
+        is_open = activating_entropy(shares) > self.tau[event.layer]
+        return np.asarray(is_open & (best[:, -1] - best[:, -2] < self.gamma))
+
+    def _psi(self, event: Event, tokens: IntArray, missing: IntArray) -> Counts:
+        """Return equation 3 for n tokens and the expert each of them misses: [n, experts]."""
+        q: Counts = self.q[event.layer, missing]
+        if self.eta:
+            assert event.logits is not None
+            logits = event.logits[tokens].astype(np.float64)
+            low, high = logits.min(axis=-1, keepdims=True), logits.max(axis=-1, keepdims=True)
+            q = q * (1 + self.eta * (logits - low) / np.maximum(high - low, 1e-9))
+        return q

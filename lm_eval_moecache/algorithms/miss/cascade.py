@@ -1,0 +1,81 @@
+"""Cascade: the precision of an absent expert falls as its unimportance passes thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    expected_choice,
+    level_fetches,
+    prefetch_at,
+    weight_before,
+)
+from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class Cascade(MissAlgorithm):
+    """Loads an absent expert the lower, the more of its token's weight heavier experts have.
+
+    HOBBIT (Tang et al. 2024), as in SpecMD sections 2 and 3.1.2: "dynamically loading
+    lower-precision versions ... based on gating score thresholds". An expert's unimportance is
+    the share of the top-k weight that stands before it, 0 for the heaviest. Up to t1 it comes at
+    the best level, above t2 at the lowest; with more than three levels the others share what
+    lies between. The papers at hand give no thresholds: 0.6 and 0.9 are HOBBIT's for Mixtral.
+    What is prefetched gets the level of the predicted gate, or the best where none was asked. With
+    `upgrade` an important expert that is near at a lower level is loaded again. Cost: O(k) a token.
+
+    Parameters: t1 (0.6) and t2 (0.9; none with two levels), shares of a token's weight.
+    """
+
+    source: ClassVar[str] = "SpecMD sections 2 and 3.1.2 (precision cascade); HOBBIT"
+    uses_logits: ClassVar[bool] = True
+    uses_ladder: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        t1: float = 0.6,
+        t2: float | None = None,
+        upgrade: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        steps = len(geometry.precision) - 1
+        if steps == 1 and t2 is not None:
+            raise ValueError(
+                f"miss.t2={t2} has no effect with the two levels of precision="
+                f"{':'.join(geometry.precision)!r}. Allowed with it: three levels or more."
+            )
+        last = max(t1, 0.9) if t2 is None else t2
+        if not 0 < t1 <= last < 1:
+            raise ValueError(f"miss.t1={t1}, miss.t2={last}: allowed is 0 < t1 <= t2 < 1.")
+        if steps > 1 and t1 == last:
+            raise ValueError(
+                f"miss.t1={t1}, miss.t2={last}: with precision={':'.join(geometry.precision)!r} "
+                "the levels in between would never be chosen. Allowed: t1 below t2."
+            )
+        self.upgrade = upgrade
+        self._bounds = np.linspace(t1, last, steps, dtype=np.float32)
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        assert event.experts is not None and event.weights is not None
+        live = event.experts != DROPPED
+        levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
+        keys = event.keys if self.upgrade else absent
+        return Resolution(level_fetches(event, keys, levels, live, self.geometry, resident))
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        if layer not in event.predicted:
+            return [0] * len(keys)
+        experts, scores = expected_choice(event.predicted[layer], self.geometry.top_k)
+        levels = np.searchsorted(self._bounds, weight_before(scores, experts >= 0))
+        return prefetch_at(keys, experts, levels, self.geometry)

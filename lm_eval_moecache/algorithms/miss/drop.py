@@ -1,0 +1,57 @@
+"""Drop: light experts that are absent are left out, heavy ones are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    absent_entries,
+    still_needed,
+)
+from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class Drop(MissAlgorithm):
+    """Fetches a token's absent expert where it is among its h heaviest, and drops it otherwise.
+
+    SpecMD section 3.1.2: models are "resilient beyond rank 2", so it drops "only low-rank experts
+    and always fetch[es] high-rank ones" after Skliar et al., whose pruning of ranks >= h this is,
+    confined to the absent ones (ranks from 0, so h are safe). A dropped expert's weight is lost,
+    as nothing is said of renormalising; `renormalize` shares it among the kept ones.
+    Cost: O(1) per token and expert.
+
+    Parameters: h, experts that are never dropped, 0 to top_k - 1 (2).
+    """
+
+    source: ClassVar[str] = "SpecMD section 3.1.2 (drop)"
+
+    def __init__(
+        self, geometry: Geometry, *, seed: int = 0, h: int = 2, renormalize: bool = False
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 <= h < geometry.top_k:
+            raise ValueError(
+                f"miss.h={h} must be at least 0 and below the router's top_k={geometry.top_k}: "
+                "with none to drop it is miss=fetch."
+            )
+        self.h = h
+        self.renormalize = renormalize
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        assert event.experts is not None
+        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        light = np.arange(event.experts.shape[1]) >= self.h
+        keep = ~(absent_entries(event.experts, near) & light)
+        if keep.all():
+            return None
+        fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)
+        return Resolution(fetch, Selection(event.experts, keep, self.renormalize))

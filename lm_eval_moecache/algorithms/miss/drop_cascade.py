@@ -1,0 +1,74 @@
+"""Drop-cascade: an absent expert's precision falls with its importance, and the last are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    absent_entries,
+    expected_choice,
+    level_fetches,
+    prefetch_at,
+    weight_before,
+)
+from lm_eval_moecache.records.event import DROPPED, Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class DropCascade(MissAlgorithm):
+    """Loads an absent expert the lower, the more weight stands before it, and drops the last.
+
+    "Drop Priority Cascade" of SpecMD section 5.4, which it does not describe; HOBBIT, whose
+    unimportance (see `cascade`) and thresholds these are, "decides whether to fully load, skip, or
+    use lower-bitwidth versions" (cache-conditional experts, section 5). Up to t1 an
+    expert comes at the best level, above t2 it is dropped, and the lower levels share what lies
+    between. A dropped expert's weight is lost; `renormalize` shares it among the kept ones.
+    Prefetches come as with `cascade`, none is dropped. Cost: O(k) a token.
+
+    Parameters: t1 (0.6) and t2 (0.9), shares of a token's weight.
+    """
+
+    source: ClassVar[str] = "SpecMD section 5.4 (drop priority cascade); HOBBIT"
+    uses_logits: ClassVar[bool] = True
+    uses_ladder: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        t1: float = 0.6,
+        t2: float = 0.9,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < t1 < t2 < 1:
+            raise ValueError(f"miss.t1={t1}, miss.t2={t2}: allowed is 0 < t1 < t2 < 1.")
+        self.renormalize = renormalize
+        self._num_levels = len(geometry.precision)
+        self._bounds = np.linspace(t1, t2, self._num_levels, dtype=np.float32)
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        assert event.experts is not None and event.weights is not None
+        live = event.experts != DROPPED
+        levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
+        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        keep = ~(absent_entries(event.experts, near) & (levels == self._num_levels))
+        fetch = level_fetches(event, absent, levels, live & keep, self.geometry, resident)
+        selection = None if keep.all() else Selection(event.experts, keep, self.renormalize)
+        return Resolution(fetch, selection)
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        if layer not in event.predicted:
+            return [0] * len(keys)
+        experts, scores = expected_choice(event.predicted[layer], self.geometry.top_k)
+        levels = np.searchsorted(self._bounds, weight_before(scores, experts >= 0))
+        return prefetch_at(keys, experts, levels, self.geometry)

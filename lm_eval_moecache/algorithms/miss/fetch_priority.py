@@ -1,0 +1,84 @@
+"""Fetch-priority: a token's heavy experts come at the best precision, its light ones lower."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    expected_choice,
+    level_fetches,
+    prefetch_at,
+)
+from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class FetchPriority(MissAlgorithm):
+    """Loads an absent expert the lower, the further down the token's ranking it stands.
+
+    SpecMD section 5.4: it "selectively degrades low-importance experts (bottom 60th percentile)
+    during cache misses". Read as the ranks of one token: those whose weight is below the 60th
+    percentile of its top-k weights, the last ceil(0.6 (k - 1)) of them, so that the heaviest never
+    is; `h` names the number of heavy ones instead. The light ones are shared out over the lower
+    levels in order of rank ("fallback levels, int8, int4, int2", section 3.1.2). A prefetched
+    expert gets the level of its rank in the predicted gate, or else among the proposals, and the
+    lowest where it is beyond the predicted top-k: at full size it would arrive no better ranked
+    than a miss that is degraded. Section 3.1.2's other words, "always fetches highest precision"
+    with lower ones "under capacity constraints", name no constraint and are not followed. With
+    `upgrade` a heavy expert that is near at a lower level is loaded again; otherwise it is
+    used as it is. Cost: O(1) per token and expert.
+
+    Parameters: percentile, above 0 and at most 100 (60); h, from 1 to top_k - 1 (none).
+    """
+
+    source: ClassVar[str] = "SpecMD sections 3.1.2 and 5.4 (fetch-priority)"
+    uses_ladder: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        percentile: float = 60.0,
+        h: int | None = None,
+        upgrade: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if h is not None and percentile != 60.0:
+            raise ValueError(f"miss.percentile={percentile} has no effect beside miss.h={h}.")
+        top_k, light = geometry.top_k, 0
+        if 0 < percentile <= 100:
+            light = math.ceil(percentile / 100 * (top_k - 1)) if h is None else top_k - h
+        if not 0 < light < top_k:
+            raise ValueError(
+                f"miss.percentile={percentile}, miss.h={h}: of the router's top_k={top_k} experts "
+                "one at least must be heavy and one light. Allowed: a percentile above 0 and at "
+                f"most 100, or h from 1 to {top_k - 1}."
+            )
+        self.upgrade = upgrade
+        lower = len(geometry.precision) - 1
+        shared = [1 + rank * lower // light for rank in range(light)]
+        self._level_of_rank = np.array([0] * (top_k - light) + shared)
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        assert event.experts is not None
+        levels = np.broadcast_to(self._level_of_rank, event.experts.shape)
+        keys = event.keys if self.upgrade else absent
+        live = event.experts != DROPPED
+        return Resolution(level_fetches(event, keys, levels, live, self.geometry, resident))
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        if layer not in event.predicted:
+            beyond = [len(self.geometry.precision) - 1] * len(keys)
+            return [*self._level_of_rank.tolist(), *beyond][: len(keys)]
+        experts, _ = expected_choice(event.predicted[layer], self.geometry.top_k)
+        levels = np.broadcast_to(self._level_of_rank, experts.shape)
+        return prefetch_at(keys, experts, levels, self.geometry)

@@ -1,0 +1,72 @@
+"""Substitute-random: an absent expert is replaced by any near one."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    check_budget,
+    resolve_substitution,
+)
+from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class SubstituteRandom(MissAlgorithm):
+    """Replaces an absent expert by a random near one that the token does not use already.
+
+    The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
+    selected GPU-resident experts", read as those of the layer, without a budget. Where none is
+    left, `fallback=fetch` loads the expert and `drop` leaves it out. With a budget rho it is the
+    control that tells the effect of the budget from that of the buddies. The substitute is
+    weighted by its own score; `weight=missing` gives it the other's, as replacing indices does (the
+    composition `buddy_random`). Draws depend on the seed, the pass and the layer alone.
+    Cost: O(E) per absent expert of a token.
+
+    Parameters: rho, replacements of a token in a layer, heaviest first (no limit); the rest is
+    loaded.
+    """
+
+    source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"
+    draws: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        rho: int | None = None,
+        fallback: Literal["fetch", "drop"] = "fetch",
+        weight: Literal["own", "missing"] = "own",
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        self.budget = check_budget(rho, geometry.top_k)
+        self.fallback: Literal["fetch", "drop"] = fallback
+        self.weight: Literal["own", "missing"] = weight
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        num_experts = self.geometry.num_experts
+        rng = np.random.default_rng((self.seed, event.pass_index, event.layer))
+
+        def cost(tokens: IntArray, missing: IntArray) -> npt.NDArray[np.float64]:
+            return rng.random((len(tokens), num_experts))
+
+        near = near_mask(event.layer, num_experts, resident)
+        return resolve_substitution(
+            event,
+            absent,
+            near,
+            cost,
+            fallback=self.fallback,
+            weight=self.weight,
+            budget=np.full(event.num_tokens, self.budget),
+        )

@@ -1,0 +1,65 @@
+"""Substitute-score: an absent expert is replaced by a near one with a similar gate score."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class SubstituteScore(MissAlgorithm):
+    """Replaces an absent expert by the near one whose softmax score for the token is closest.
+
+    SpecMD sections 2 and 3.1.2 after Zhu et al. 2025: cached experts "whose scores fall within
+    tolerance thresholds". Neither gives a figure nor says what happens beyond the tolerance:
+    `fallback=fetch` loads the expert, `drop` leaves it out. `scale=absolute` compares the scores
+    themselves, `relative` the gap as a share of the missing expert's score. The substitute is
+    weighted by its own score (SpecMD appendix A.1); `weight=missing` gives it the other's.
+    Cost: O(E) per absent expert of a token.
+
+    Parameters: tolerance, in softmax score (0.1) or as a share of it.
+    """
+
+    source: ClassVar[str] = "SpecMD section 3.1.2 (substitution); Zhu et al. 2025"
+    uses_logits: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        tolerance: float = 0.1,
+        scale: Literal["absolute", "relative"] = "absolute",
+        fallback: Literal["fetch", "drop"] = "fetch",
+        weight: Literal["own", "missing"] = "own",
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < tolerance <= 1:
+            raise ValueError(f"miss.tolerance={tolerance} must be above 0 and at most 1.")
+        self.tolerance = tolerance
+        self.scale = scale
+        self.fallback: Literal["fetch", "drop"] = fallback
+        self.weight: Literal["own", "missing"] = weight
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        assert event.logits is not None
+        scores = softmax(event.logits)
+
+        def cost(tokens: IntArray, missing: IntArray) -> FloatArray:
+            own = scores[tokens, missing][:, None]
+            gap = np.abs(scores[tokens] - own)
+            allowed = self.tolerance * (own if self.scale == "relative" else 1.0)
+            return np.asarray(np.where(gap <= allowed, gap, np.inf), dtype=np.float32)
+
+        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        return resolve_substitution(
+            event, absent, near, cost, fallback=self.fallback, weight=self.weight
+        )

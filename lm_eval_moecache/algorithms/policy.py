@@ -1,0 +1,249 @@
+"""Compositions: one algorithm per axis with its parameters, read from YAML and from overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, import_class, parameters_of
+from lm_eval_moecache.records.errors import nearest, unknown
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.paths import policies_dir
+
+PHASES = ("all", "decode")
+_FIELDS = ("name", "source", "phases", *AXES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One axis of a composition: the algorithm and every one of its parameters, in full."""
+
+    axis: str
+    name: str
+    algorithm: type[Any]
+    parameters: Mapping[str, Any]
+
+    def build(self, geometry: Geometry, seed: int) -> Any:
+        try:
+            return self.algorithm(geometry, seed=seed, **self.parameters)
+        except ValueError as error:
+            raise ValueError(f"{self.axis}={self.name}: {error}") from error
+
+    def as_dict(self) -> dict[str, Any]:
+        key = "name" if "." not in self.name else "class_path"
+        return {key: self.name, **{unmangle(n): v for n, v in self.parameters.items()}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A composition: a choice on each axis, and the phases in which lossy algorithms act."""
+
+    name: str
+    source: str
+    phases: str
+    routing: Choice
+    prefetch: Choice
+    eviction: Choice
+    miss: Choice
+
+    @property
+    def is_lossless(self) -> bool:
+        return bool(self.routing.algorithm.is_lossless and self.miss.algorithm.is_lossless)
+
+    @property
+    def draws(self) -> bool:
+        """Whether some choice depends on the seed."""
+        return any(getattr(self, axis).algorithm.draws for axis in AXES)
+
+    def as_dict(self) -> dict[str, Any]:
+        axes = {axis: getattr(self, axis).as_dict() for axis in AXES}
+        return {"name": self.name, "source": self.source, "phases": self.phases, **axes}
+
+
+def mangle(name: str) -> str:
+    """`lambda` is a parameter of the papers and a keyword of Python: `lambda_` there."""
+    return "lambda_" if name == "lambda" else name
+
+
+def unmangle(name: str) -> str:
+    return "lambda" if name == "lambda_" else name
+
+
+def policy_names() -> list[str]:
+    return sorted(path.stem for path in policies_dir().glob("*.yaml"))
+
+
+def load_policy(name: str, overrides: Mapping[str, Any] | None = None) -> Policy:
+    """Load a composition by name or path and replace what `overrides` says.
+
+    Overrides are `{"eviction": "lru", "eviction.order": "fifo", "phases": "decode"}`. Replacing an
+    algorithm drops the parameters the composition gave to the old one. Raises ValueError for
+    anything unknown, and for a parameter that the chosen algorithm does not have.
+    """
+    path = Path(name) if str(name).endswith((".yaml", ".yml")) else policies_dir() / f"{name}.yaml"
+    if not path.is_file():
+        if path.parent == policies_dir():
+            raise unknown("policy", name, policy_names())
+        raise ValueError(f"policy={name!r}: there is no such file.")
+    data = _read(path)
+    merged = {axis: _as_mapping(axis, data.get(axis), path) for axis in AXES}
+    phases = data.get("phases", "all")
+    for key, value in (overrides or {}).items():
+        axis, _, parameter = key.partition(".")
+        if key == "phases":
+            phases = value
+        elif not parameter:
+            merged[axis] = {"name": value}
+    for key, value in (overrides or {}).items():
+        axis, _, parameter = key.partition(".")
+        if parameter:
+            merged[axis][parameter] = value
+    if phases not in PHASES:
+        raise unknown("phases", phases, PHASES)
+    choices = {axis: _choose(axis, merged[axis]) for axis in AXES}
+    policy = Policy(
+        name=str(data.get("name", path.stem)),
+        source=str(data.get("source", "")).strip(),
+        phases=phases,
+        **choices,
+    )
+    _check_phases(policy, overrides or {})
+    _check_pairs(policy)
+    return policy
+
+
+def _check_pairs(policy: Policy) -> None:
+    """Refuse pairings that make no sense, by what the algorithms say of themselves."""
+    choices: dict[str, Choice] = {axis: getattr(policy, axis) for axis in AXES}
+    for axis, choice in choices.items():
+        for other, allowed in choice.algorithm.pairs_with.items():
+            name = choices[other].name
+            # An outside algorithm, given by its class_path, is its author's responsibility.
+            if name not in allowed and "." not in name:
+                raise ValueError(
+                    f"{other}={name!r} does not go with {axis}={choice.name!r}: "
+                    f"{choice.algorithm.pairs_because}. Allowed: {', '.join(allowed)}."
+                )
+    for choice in (policy.prefetch, policy.eviction):
+        if choice.algorithm.is_offline and not policy.is_lossless:
+            lossy = policy.miss if policy.routing.algorithm.is_lossless else policy.routing
+            raise ValueError(
+                f"{lossy.axis}={lossy.name!r} does not go with {choice.axis}={choice.name!r}, "
+                "which knows the future of the router's own choices; lossy algorithms change them. "
+                "Allowed: routing=standard with miss=fetch."
+            )
+
+
+def check_cache_form(policy: Policy, per_layer: bool) -> None:
+    """Refuse an eviction between layers where each layer has its own cache (`n/layer`)."""
+    eviction = policy.eviction
+    if per_layer and eviction.algorithm.compares_layers:
+        raise ValueError(
+            f"eviction={eviction.name!r} chooses between layers, so it has no effect in a cache of "
+            "one layer. Give a capacity for all layers together (a share, a size or a number of "
+            "experts), or another eviction."
+        )
+
+
+def _check_phases(policy: Policy, overrides: Mapping[str, Any]) -> None:
+    if policy.phases == "decode" and policy.is_lossless:
+        if "phases" in overrides:
+            raise ValueError(
+                "phases='decode' has no effect: every algorithm of this policy is lossless. "
+                "Leave it out, or choose a lossy routing or miss algorithm."
+            )
+        # A composition made lossless by an override: its phases no longer mean anything.
+        object.__setattr__(policy, "phases", "all")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"policy={str(path)!r} is not readable YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"policy={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
+    for key in data:
+        if key not in _FIELDS:
+            raise unknown(f"policy file {path.name}: field", key, _FIELDS)
+    for axis in AXES:
+        if axis not in data:
+            raise ValueError(f"policy file {path.name} lacks {axis!r}.")
+    return data
+
+
+def _as_mapping(axis: str, value: object, path: Path) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, dict) and ("name" in value) != ("class_path" in value):
+        return dict(value)
+    raise ValueError(
+        f"policy file {path.name}: {axis}={value!r} must be an algorithm's name, or a mapping with "
+        "`name` (or `class_path`) and its parameters."
+    )
+
+
+def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
+    given = dict(given)
+    class_path = given.pop("class_path", None)
+    name = str(class_path if class_path is not None else given.pop("name"))
+    algorithm = import_class(axis, name) if class_path else find_algorithm(axis, name)
+    inner = given.pop("init_args", {})
+    if not isinstance(inner, Mapping):
+        raise ValueError(
+            f"{axis}.init_args={inner!r} must be a mapping of {axis}={name}'s parameters."
+        )
+    # An override stands beside `init_args`, and goes before it.
+    given = {**inner, **given}
+    known = parameters_of(algorithm)
+    for key in given:
+        if mangle(key) not in known:
+            allowed = [unmangle(n) for n in known]
+            raise ValueError(
+                f"{axis}.{key}={given[key]!r} is not used by {axis}={name}."
+                f"{nearest(key, allowed)} Allowed: {', '.join(sorted(allowed)) or 'none'}."
+            )
+    mangled = {mangle(key): value for key, value in given.items()}
+    return Choice(
+        axis=axis,
+        name=name,
+        algorithm=algorithm,
+        parameters=_validated(axis, name, algorithm, mangled),
+    )
+
+
+def _validated(
+    axis: str, name: str, algorithm: type[Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Check types by the constructor's hints and fill in the defaults."""
+    known = parameters_of(algorithm)
+    values = {n: given.get(n, p.default) for n, p in known.items()}
+    for key, value in values.items():
+        if value is Parameter.empty:
+            raise ValueError(
+                f"{axis}.{unmangle(key)} must be given: {axis}={name} has no default for it."
+            )
+    if not given:
+        return values
+    # Imported where a parameter is to be checked: it is the slowest import of a replay.
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    for key in given:
+        annotation, default = known[key].annotation, known[key].default
+        parser.add_argument(
+            f"--{key}",
+            type=Any if annotation is Parameter.empty else annotation,
+            default=None if default is Parameter.empty else default,
+        )
+    try:
+        checked = parser.parse_object(dict(given))
+    except (ArgumentError, ValueError, TypeError) as error:
+        shown = ", ".join(f"{axis}.{unmangle(k)}={v!r}" for k, v in given.items())
+        raise ValueError(f"{shown} does not fit {axis}={name}: {error}") from error
+    return values | {key: checked[key] for key in given}

@@ -1,0 +1,129 @@
+"""The prefetch axis: what one event tells about the next ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.future import Future
+
+
+class PrefetchAlgorithm(ABC):
+    """Proposes experts to bring near, most wanted first; the link decides when they come.
+
+    A proposal for a layer at or before the running one is meant for the next pass. Keys that are
+    resident or on their way may be proposed: they are not moved, but the eviction algorithm hears.
+    """
+
+    source: ClassVar[str]
+    """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
+    is_active: ClassVar[bool] = True
+    """Whether it ever proposes anything."""
+    uses_logits: ClassVar[bool] = False
+    """Whether `Event.experts`, `Event.weights` and `Event.logits` are needed."""
+    is_offline: ClassVar[bool] = False
+    """Whether it needs the future, so that only a replay can run it."""
+    needs_draft: ClassVar[bool] = False
+    """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
+    depth: int = 0
+    """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
+    uses_predictor: ClassVar[bool] = False
+    """Whether `Event.predicted` come from the predictor that is its artifact, not from gates."""
+    artifact_kind: ClassVar[str | None] = None
+    """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    artifact: Artifact | None = None
+    """The artifact it was built with: the wrapped model checks that it is the model's own."""
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    pairs_because: ClassVar[str] = ""
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        self.geometry = geometry
+        self.seed = seed
+
+    def prepare(self, future: Future) -> None:
+        """Take the events to come, before the first of them: replays call it once."""
+        return
+
+    def on_pass(self, pass_index: int) -> None:
+        """Note that a new pass over the model begins."""
+        return
+
+    @abstractmethod
+    def propose(self, event: Event) -> Sequence[int]:
+        """Return the keys to prefetch now, in order of priority, without duplicates."""
+
+
+class DraftStagePrefetch(PrefetchAlgorithm):
+    """Prefetches by what a draft model sees, while it drafts: only `moecache-spec` has one."""
+
+    needs_draft: ClassVar[bool] = True
+    cutoff: int | str
+    """Draft-stage prefetch covers the layers before it; `auto` until `plan` has been called."""
+    critical: int
+    """Experts prefetched per layer and drafted token, at most."""
+    batched: bool
+    """Whether the experts proposed together move as one batch."""
+    synchronous: bool
+    """Whether the draft waits, after each of its layers, for what that layer has asked for."""
+
+    @abstractmethod
+    def plan(self, cutoff: int) -> None:
+        """Take the cutoff that the profile allows, before the first draft: `auto` becomes it."""
+
+    @abstractmethod
+    def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
+        """Return the keys of a layer to prefetch, from its gate's [1, experts] on a draft."""
+
+    def propose(self, event: Event) -> Sequence[int]:
+        return ()
+
+
+def most_likely(layer: int, logits: FloatArray, count: int) -> list[int]:
+    """Return the keys of each token's `count` likeliest experts, by `by_mass`.
+
+    `logits` are [tokens, experts].
+    """
+    if len(logits) == 1:
+        # One token's experts go by its own order: no need for probabilities.
+        top = np.argsort(-logits[0], kind="stable")[:count]
+        keys: list[int] = (top + layer * logits.shape[-1]).tolist()
+        return keys
+    scores = softmax(logits)
+    top = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+    wanted = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(wanted, top, True, axis=-1)
+    return by_mass(layer, wanted, scores)
+
+
+def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
+    """Return the keys of the experts wanted by any token, the largest summed score first.
+
+    `wanted` is a boolean [tokens, experts], `scores` are [tokens, experts]; ties go to the
+    smaller key.
+    """
+    if len(scores) == 1:
+        experts = wanted[0].nonzero()[0]
+        mass = scores[0][experts]
+    else:
+        experts = np.flatnonzero(wanted.any(axis=0))
+        mass = (scores * wanted).sum(axis=0)[experts]
+    keys: list[int] = (experts[(-mass).argsort(kind="stable")] + layer * scores.shape[-1]).tolist()
+    return keys
+
+
+def activations(event: Event, num_experts: int) -> IntArray:
+    """Return how many of the event's tokens each expert of its layer serves: [experts]."""
+    if event.experts is None:
+        keys = np.asarray(event.keys, dtype=np.int64) - event.layer * num_experts
+        return np.bincount(keys, minlength=num_experts)
+    return np.bincount(event.experts[event.experts != DROPPED], minlength=num_experts)

@@ -1,0 +1,74 @@
+"""Draft-stage prefetch: the draft model's attention outputs through the target's gates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.geometry import Geometry
+
+# Section 3.2 takes one critical expert for Mixtral, whose 336 MB make errors dear, and the top-k
+# for Phi-3.5-MoE (150 MB) and DeepSeek-Lite (16 MB). It names no bound: this lies between.
+LARGE_EXPERT_BYTES = 240_000_000
+
+
+class DraftPrefetch(DraftStagePrefetch):
+    """Prefetches, while the draft model drafts, the critical experts of the pass to come.
+
+    SP-MoE sections 3.2 and 3.3 (Algorithms 1 and 2): each draft layer's attention output goes
+    through the gate of the target's layer, and the `critical` experts with the largest scores
+    are queued unless they are cached. Only the layers before `cutoff` are covered; `auto` takes
+    the most that the memory and the overlap of loading with drafting allow (core/cutoff.py).
+    With `trigger=worker` loading goes on continuously; with `vanilla` the draft waits after each
+    layer for what that layer asked for. With `io=batched` the experts of a layer move under one
+    latency. The paper's queue is first in, first out; here the earliest layer goes first, as all
+    prefetches on this link do, and what its event finds still queued is loaded on demand.
+
+    Parameters: cutoff, 0 to the number of MoE layers or auto; critical, experts per layer and
+    token (default: the top-k, 1 where an expert is larger than 240 MB); io; trigger.
+    Cost: one gate and O(E log E) per layer and drafted token.
+    """
+
+    source: ClassVar[str] = "SP-MoE sections 3.2 and 3.3"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        cutoff: int | Literal["auto"] = "auto",
+        critical: int | None = None,
+        io: Literal["batched", "per_expert"] = "batched",
+        trigger: Literal["worker", "vanilla"] = "worker",
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if cutoff != "auto" and not 0 <= int(cutoff) <= geometry.num_layers:
+            raise ValueError(
+                f"prefetch.cutoff={cutoff} must be auto, or lie between 0 (no layer) and the "
+                f"{geometry.num_layers} MoE layers."
+            )
+        if critical is None:
+            large = geometry.max_expert_bytes > LARGE_EXPERT_BYTES
+            critical = 1 if large else geometry.top_k
+        if not 1 <= critical <= geometry.num_experts:
+            raise ValueError(
+                f"prefetch.critical={critical} must lie between 1 and the "
+                f"{geometry.num_experts} experts of a layer."
+            )
+        self.cutoff = cutoff
+        self.critical = critical
+        self.batched = io == "batched"
+        self.synchronous = trigger == "vanilla"
+
+    def plan(self, cutoff: int) -> None:
+        if self.cutoff == "auto":
+            self.cutoff = cutoff
+
+    def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
+        top = np.argsort(-logits[0], kind="stable")[: self.critical]
+        keys: list[int] = (top + layer * self.geometry.num_experts).tolist()
+        return keys

@@ -1,0 +1,54 @@
+"""Frequency prefetch: each layer's most activated experts so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class Frequency(PrefetchAlgorithm):
+    """Proposes the experts that the next layers have activated most often in the whole run.
+
+    The "historical activation frequencies" of BuddyMoE section 2.3 and the frequency-based
+    prediction that SP-MoE section 2.2 compares with; neither says over what the frequency is taken:
+    here over all tokens of the run, prefill included. Ties go to the smaller expert, and what was
+    never used is not proposed. After the last layer it goes on with the next pass's first.
+    Cost: O(E log E) per layer ahead; no gate.
+
+    Parameters: overfetch, a factor on top_k (1.0); lookahead, layers ahead (1).
+    """
+
+    source: ClassVar[str] = "BuddyMoE section 2.3; SP-MoE section 2.2 (frequency-based prediction)"
+
+    def __init__(
+        self, geometry: Geometry, *, seed: int = 0, overfetch: float = 1.0, lookahead: int = 1
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if overfetch <= 0:
+            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
+        if not 1 <= lookahead <= geometry.num_layers:
+            raise ValueError(
+                f"prefetch.lookahead={lookahead} must lie between 1 and the "
+                f"{geometry.num_layers} MoE layers."
+            )
+        self._lookahead = lookahead
+        self._share = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+        self._counts = np.zeros((geometry.num_layers, geometry.num_experts), dtype=np.int64)
+
+    def propose(self, event: Event) -> Sequence[int]:
+        geometry = self.geometry
+        self._counts[event.layer] += activations(event, geometry.num_experts)
+        keys: list[int] = []
+        for ahead in range(1, self._lookahead + 1):
+            layer = (event.layer + ahead) % geometry.num_layers
+            counts = self._counts[layer]
+            best = np.argsort(-counts, kind="stable")[: self._share]
+            keys += [geometry.key(layer, int(e)) for e in best if counts[e]]
+        return keys

@@ -1,0 +1,108 @@
+"""History prefetch: the past request whose expert activations look most like this one's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
+from lm_eval_moecache.records.event import PREFILL, Event
+from lm_eval_moecache.records.geometry import Geometry
+
+Matrix = npt.NDArray[np.float64]
+
+
+class History(PrefetchAlgorithm):
+    """Matches the running request's activation matrix with past ones and proposes what they used.
+
+    MoE-Infinity (Xue et al. 2024), as SP-MoE section 5 and CommitMoE section 5.1 tell it:
+    "request-level prefetching based on historical sequence-level expert activation patterns". A
+    request, from one prefill to the next, is a matrix [layers, experts] of tokens served. The
+    past one with the highest cosine, averaged over the layers this request has reached, foretells
+    the layers ahead: each expert's share of its row, discounted by the distance (1 - d / layers).
+    The papers give no formula: cosine, discount and the rule that a full collection gives up the
+    member most like the newcomer are our readings. Cost: O(requests x E) per event; no gate.
+
+    Parameters: requests, matrices kept (100); overfetch, a factor on top_k (1.0); lookahead,
+    layers ahead (default all that the pass still has; a number goes on into the next pass).
+    """
+
+    source: ClassVar[str] = "Xue et al. 2024 (MoE-Infinity), as in SP-MoE section 5"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        requests: int = 100,
+        overfetch: float = 1.0,
+        lookahead: int | None = None,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        layers, experts = geometry.num_layers, geometry.num_experts
+        if requests < 1 or overfetch <= 0:
+            raise ValueError(
+                f"prefetch.requests={requests} must be at least 1 and prefetch.overfetch="
+                f"{overfetch} above 0."
+            )
+        if lookahead is not None and not 1 <= lookahead <= layers:
+            raise ValueError(
+                f"prefetch.lookahead={lookahead} must lie between 1 and the {layers} MoE layers."
+            )
+        self._lookahead = lookahead
+        self._share = min(experts, math.ceil(geometry.top_k * overfetch))
+        self._past: Matrix = np.zeros((requests, layers, experts))  # rows of unit length
+        self._num_past = 0
+        self._now: Matrix = np.zeros((layers, experts))
+        self._cosine: Matrix = np.zeros((requests, layers))
+        self._request = -1
+
+    def propose(self, event: Event) -> Sequence[int]:
+        if event.phase == PREFILL and event.pass_index != self._request:
+            self._finish()
+            self._request = event.pass_index
+        self._now[event.layer] += activations(event, self.geometry.num_experts)
+        if not self._num_past:
+            return ()
+        # Only this layer's row has changed since the last event.
+        row = _unit(self._now[event.layer])
+        past = self._past[: self._num_past]
+        self._cosine[: self._num_past, event.layer] = past[:, event.layer] @ row
+        best = int(self._cosine[: self._num_past].sum(axis=1).argmax())
+        return self._foretell(past[best], event.layer)
+
+    def _foretell(self, matrix: Matrix, layer: int) -> list[int]:
+        geometry = self.geometry
+        reach = geometry.num_layers - 1 - layer if self._lookahead is None else self._lookahead
+        ranked: list[tuple[float, int]] = []
+        for ahead in range(1, reach + 1):
+            target = (layer + ahead) % geometry.num_layers
+            row, discount = matrix[target], 1 - ahead / geometry.num_layers
+            for expert in np.argsort(-row, kind="stable")[: self._share]:
+                if row[expert]:
+                    # Rounded, so that equal shares tie whatever their last digits.
+                    share = round(discount * float(row[expert] / row.sum()), 9)
+                    ranked.append((-share, geometry.key(target, int(expert))))
+        return [key for _, key in sorted(ranked)]
+
+    def _finish(self) -> None:
+        """Put the finished request's matrix into the collection and start a new one."""
+        if self._now.any():
+            unit = _unit(self._now)
+            place = self._num_past
+            if place == len(self._past):
+                place = int(np.einsum("nle,le->n", self._past, unit).argmax())
+            else:
+                self._num_past += 1
+            self._past[place] = unit
+        self._now = np.zeros_like(self._now)
+        self._cosine[:] = 0
+
+
+def _unit(rows: Matrix) -> Matrix:
+    length = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return np.asarray(rows / np.where(length > 0, length, 1.0))

@@ -1,0 +1,47 @@
+"""Speculative prefetch: the next layers' gates on the current hidden state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class NextGate(PrefetchAlgorithm):
+    """Applies the gates of the next `depth` layers to this layer's input and takes the top-k.
+
+    SpecMD section 3.1.4 (top-k with overfetch); the idea is Eliseev & Mazur's. `overfetch`
+    multiplies the number of experts each token asks for (1.5 makes OLMoE's 8 into 12, rounded
+    up). In a pass of several tokens the union over the tokens is proposed, the experts with the
+    largest summed gate probability first: the papers give no order. Cost: one gate per layer
+    ahead, charged to the clock.
+    """
+
+    source: ClassVar[str] = "SpecMD section 3.1.4; Eliseev & Mazur 2023"
+
+    def __init__(
+        self, geometry: Geometry, *, seed: int = 0, overfetch: float = 1.0, depth: int = 1
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if overfetch <= 0:
+            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
+        if not depth >= 1:
+            raise ValueError(f"prefetch.depth={depth} must be 1 or more.")
+        # A model of one MoE layer has no next one: nothing is ever predicted there.
+        if depth >= geometry.num_layers > 1:
+            raise ValueError(
+                f"prefetch.depth={depth} reaches past the last of the {geometry.num_layers} MoE "
+                f"layers of this model. Allowed: 1 to {geometry.num_layers - 1}."
+            )
+        self.depth = depth
+        self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+
+    def propose(self, event: Event) -> Sequence[int]:
+        keys: list[int] = []
+        for layer, logits in event.predicted.items():
+            keys += most_likely(layer, logits, self._count)
+        return keys

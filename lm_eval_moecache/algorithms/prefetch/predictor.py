@@ -1,0 +1,57 @@
+"""Predictor prefetch: trained networks say what the next layer's router will choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
+from lm_eval_moecache.records.artifact import PREDICTOR
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.predictor import load_predictor
+
+
+class Predictor(PrefetchAlgorithm):
+    """Proposes each token's k likeliest experts of the next MoE layer by a trained predictor.
+
+    CommitMoE section 4.2: a linear layer on the router's input predicts the next layer of the same
+    token, two layers the first one of the next token. With `routing=standard` it is the paper's
+    +Prefetch (section 5.3): what was predicted wrongly is fetched on demand. With `routing=commit`
+    it loads what will be executed. With `loss=bce` it stands for ProMoE (Song et al. 2025), whose
+    own loss is in none of the papers here: the binary cross-entropy of the chosen experts is our
+    reading. The predictor acts in prefill, too (the union over the tokens), except from its last
+    layer to the next pass, as the first generated token's first layer is not predicted.
+    Cost: the predictor's own weights and kernels, charged to the clock before the experts run.
+
+    Parameters: profile, a file of `moecache profile predictor` (default: the one that ships for
+    the model); loss, with which it was trained (kl); overfetch, experts asked for per token over
+    top_k (1.0), rounded up.
+    """
+
+    source: ClassVar[str] = "CommitMoE sections 4.2 and 5.3; Song et al. 2025 (ProMoE)"
+    depth: int = 1
+    uses_predictor: ClassVar[bool] = True
+    artifact_kind: ClassVar[str | None] = PREDICTOR
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        profile: str | None = None,
+        loss: Literal["kl", "bce"] = "kl",
+        overfetch: float = 1.0,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if overfetch <= 0:
+            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
+        self.artifact = load_predictor(profile, loss, geometry)
+        self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+
+    def propose(self, event: Event) -> Sequence[int]:
+        keys: list[int] = []
+        for layer, logits in event.predicted.items():
+            keys += most_likely(layer, logits, self._count)
+        return keys

@@ -1,0 +1,80 @@
+"""Finds algorithms: the folder of an axis is its registry, and nothing else lists them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_moecache.records.errors import unknown
+
+BASES = {
+    "routing": "RoutingAlgorithm",
+    "prefetch": "PrefetchAlgorithm",
+    "eviction": "EvictionAlgorithm",
+    "miss": "MissAlgorithm",
+}
+AXES = tuple(BASES)
+# Given by the engine, not by the user.
+_NOT_PARAMETERS = ("self", "geometry", "seed")
+
+
+def algorithm_names(axis: str) -> list[str]:
+    """Return the names of an axis' algorithms: its module names, sorted."""
+    folder = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}").__path__
+    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "base")
+
+
+def base_of(axis: str) -> type[Any]:
+    module = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}.base")
+    base: type[Any] = getattr(module, BASES[axis])
+    return base
+
+
+def find_algorithm(axis: str, name: str) -> type[Any]:
+    """Return the one algorithm class that the file `<axis>/<name>.py` defines."""
+    names = algorithm_names(axis)
+    if name not in names:
+        raise unknown(axis, name, names)
+    module = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}.{name}")
+    base = base_of(axis)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, base)
+        and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{module.__name__} must define one subclass of {base.__name__}, found {len(found)}."
+        )
+    return found[0]
+
+
+def import_class(axis: str, class_path: str) -> type[Any]:
+    """Import an outside algorithm; nothing but a subclass of the axis base is accepted."""
+    module_name, _, class_name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{axis}.class_path={class_path!r} cannot be imported: {error}") from error
+    base = base_of(axis)
+    if not (isinstance(found, type) and issubclass(found, base) and found is not base):
+        raise ValueError(
+            f"{axis}.class_path={class_path!r} is not a subclass of {base.__module__}."
+            f"{base.__name__}."
+        )
+    return found
+
+
+def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the constructor parameters that a user may set."""
+    signature = inspect.signature(algorithm, eval_str=True)
+    return {
+        n: p
+        for n, p in signature.parameters.items()
+        if n not in _NOT_PARAMETERS and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }

@@ -1,0 +1,96 @@
+"""The routing axis: logits in, a changed selection (or none) out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class RoutingAlgorithm(ABC):
+    """Decides which experts each token is sent to, seeing what is resident.
+
+    The weights of a changed selection are not its business: they come from the router's
+    unmodified logits by the model family's own rule. `Event.experts` are always there.
+    """
+
+    source: ClassVar[str]
+    """The paper and section it implements."""
+    draws: ClassVar[bool] = False
+    """Whether its choices depend on the seed."""
+    is_lossless: ClassVar[bool] = False
+    """Whether the selection is always the router's own, so that results cannot change."""
+    uses_logits: ClassVar[bool] = False
+    """Whether `Event.weights` and `Event.logits` are needed."""
+    depth: int = 0
+    """How many layers ahead `Event.predicted` must reach."""
+    artifact_kind: ClassVar[str | None] = None
+    """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
+    artifact: Artifact | None = None
+    """The artifact it was built with: the wrapped model checks that it is the model's own."""
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
+    pairs_because: ClassVar[str] = ""
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        self.geometry = geometry
+        self.seed = seed
+
+    def on_pass(self, pass_index: int) -> None:
+        """Note that a new pass over the model begins."""
+        return
+
+    @abstractmethod
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        """Return the experts [tokens, top_k] to execute, heaviest first, or None for the router's.
+
+        `event.logits` are [tokens, experts] and must not be changed. `resident` holds keys.
+        """
+
+
+def ranking(event: Event) -> IntArray:
+    """Return every token's experts [tokens, experts] from best to worst: the papers' vector r.
+
+    The router's own choice comes first, in its order, then the others by falling logit, ties to
+    the smaller index. For most routers that is the order of the logits; where the router selects
+    by more than its logits (a correction bias, groups), its decision stands.
+    """
+    assert event.logits is not None and event.experts is not None
+    top_k = event.experts.shape[-1]
+    scores = event.logits.astype(np.float64)
+    np.put_along_axis(scores, event.experts, np.inf, axis=-1)
+    rest = np.argsort(-scores, axis=-1, kind="stable")[:, top_k:]
+    return np.concatenate([event.experts, rest], axis=-1)
+
+
+def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:
+    """Return the `count` cheapest experts of each token, in the order of their original ranks.
+
+    `ranked` and `cost` are [tokens, experts] by rank; among equals the better rank goes first.
+    """
+    places = np.sort(np.argsort(cost, axis=-1, kind="stable")[:, :count], axis=-1)
+    return np.take_along_axis(ranked, places, axis=-1)
+
+
+def unless_same(event: Event, experts: IntArray) -> Selection | None:
+    """Return the selection, or None where it is the router's own for every token."""
+    assert event.experts is not None
+    return None if np.array_equal(experts, event.experts) else Selection(experts)
+
+
+def check_top_j(name: str, value: int, top_k: int) -> int:
+    """Refuse a number of always-kept experts outside 0 ... top_k - 1."""
+    if not 0 <= value < top_k:
+        raise ValueError(
+            f"routing.{name}={value} must be at least 0 and below the router's top_k={top_k}: "
+            "keeping all of them leaves nothing to change."
+        )
+    return value

@@ -1,0 +1,94 @@
+"""Cache-prior: a fraction of the logit range is added to the experts that are near."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import (
+    RoutingAlgorithm,
+    check_top_j,
+    ranking,
+    take_best,
+    unless_same,
+)
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class CachePrior(RoutingAlgorithm):
+    """Selects by z' = z + lambda * Delta_avg * m, where m marks the cached and the top-J experts.
+
+    Mixture of Cache-Conditional Experts section 3.3, equations 9 and 10; SpecMD equation 1 is
+    top_j=0. Weights come from the unmodified logits. Delta_avg is the running average, per layer,
+    of max(z) - min(z) over the tokens seen; the paper does not say whether the token being
+    routed counts: here it does, so that the first one has an estimate. SpecMD words Delta_avg as
+    "the historical average logit value", without the range: `delta=mean` takes that literally.
+    Where a router selects by more than its logits, z is rearranged to its own ranking, so that
+    lambda near 0 is its own choice. Cost: O(E log E) per token.
+
+    Parameters: lambda, 0 to 1 (0.5, Table 2); top_j, experts always kept (1: the paper fixes
+    J > 0 without a figure); logit_range, the calibrated Delta_avg of appendix C in logits, one
+    for all layers or one each, instead of the running average.
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts section 3.3, eq. 9-10; SpecMD eq. 1"
+    uses_logits: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        lambda_: float = 0.5,
+        top_j: int = 1,
+        delta: Literal["range", "mean"] = "range",
+        logit_range: float | list[float] | None = None,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < lambda_ <= 1:
+            raise ValueError(
+                f"routing.lambda={lambda_} must be above 0 (which is routing=standard), at most 1."
+            )
+        if logit_range is not None and delta != "range":
+            raise ValueError(f"routing.logit_range has no effect with routing.delta={delta!r}.")
+        self.lambda_ = lambda_
+        self.top_j = check_top_j("top_j", top_j, geometry.top_k)
+        self.delta = delta
+        self._calibrated = _per_layer(logit_range, geometry.num_layers)
+        self._sum = [0.0] * geometry.num_layers
+        self._count = [0] * geometry.num_layers
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.logits is not None
+        ranked = ranking(event)
+        logits = -np.sort(-event.logits, axis=-1)  # by rank
+        boosted = near_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        boosted[:, : self.top_j] = True
+        prior = self.lambda_ * self._average(event.layer, event.logits)
+        modified = logits + np.float32(prior) * boosted
+        return unless_same(event, take_best(ranked, -modified, self.geometry.top_k))
+
+    def _average(self, layer: int, logits: FloatArray) -> float:
+        if self._calibrated:
+            return self._calibrated[layer]
+        values = logits.max(-1) - logits.min(-1) if self.delta == "range" else logits.mean(-1)
+        self._sum[layer] += float(values.sum(dtype=np.float64))
+        self._count[layer] += len(values)
+        return self._sum[layer] / self._count[layer]
+
+
+def _per_layer(value: float | list[float] | None, num_layers: int) -> list[float]:
+    values = value if isinstance(value, list) else [] if value is None else [value] * num_layers
+    if value is not None and len(values) != num_layers:
+        raise ValueError(
+            f"routing.logit_range has {len(values)} values for {num_layers} MoE layers; allowed: "
+            "one number, or one for each layer."
+        )
+    if any(v <= 0 for v in values):
+        raise ValueError(f"routing.logit_range={value} must be above 0.")
+    return values

@@ -1,0 +1,141 @@
+"""Commit: the predicted experts are executed, whatever the router says."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class Commit(RoutingAlgorithm):
+    """Executes the experts that were predicted at the layer before, without fallback.
+
+    CommitMoE sections 4.1 to 4.3. A token's first layer is predicted at the last layer of the token
+    before; that of the first generated token is routed as usual, and so is all of prefill with
+    `phases=decode`, the paper's form. In a batch the first layer is routed as usual, too, when
+    a row has ended since (beams that change places are not followed). Predicted are logits: where
+    a router selects by more, that is left out.
+
+    `scores`: whose scores weigh the experts, by the family's rule. The router's "are only used by"
+    OWA (section 4.1), so the predictor's do by default; `router` is the other reading, and the
+    one for sigmoid routers, as a predictor's logits are right up to a constant only.
+    `weights=owa`: where trigger_min to trigger_max of a token's experts were predicted rightly,
+    eq. 5 and 6 adjust the weights. `tokens=mispredicted` executes predictions only where not one
+    was right, the analysis of Table 1: it needs the router's choice. Cost: O(E log E) per token.
+
+    Parameters: scores; weights; tokens; alpha1, alpha2 (1.0, "neutral"; the paper's range is 1.0 to
+    1.4); trigger_min, trigger_max (top_k - 2 and top_k - 1, which is what the paper's models have).
+    """
+
+    source: ClassVar[str] = "CommitMoE sections 4.1 to 4.3, eq. 5 and 6"
+    uses_logits: ClassVar[bool] = True
+    depth: int = 1
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("predictor",)}
+    pairs_because: ClassVar[str] = "what is executed is what the trained predictor says"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        scores: Literal["predicted", "router"] = "predicted",
+        weights: Literal["plain", "owa"] = "plain",
+        tokens: Literal["all", "mispredicted"] = "all",
+        alpha1: float | None = None,
+        alpha2: float | None = None,
+        trigger_min: int | None = None,
+        trigger_max: int | None = None,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        names = ("alpha1", "alpha2", "trigger_min", "trigger_max")
+        given = dict(zip(names, (alpha1, alpha2, trigger_min, trigger_max), strict=True))
+        for name, value in given.items():
+            if weights == "plain" and value is not None:
+                raise ValueError(f"routing.{name}={value} has no effect with weights='plain'.")
+            if name.startswith("alpha") and value is not None and not value > 0:
+                raise ValueError(f"routing.{name}={value} must be above 0.")
+        if weights == "owa" and tokens == "mispredicted":
+            raise ValueError(
+                "routing.tokens='mispredicted' does not go with routing.weights='owa': OWA is for "
+                "predictions that are right in part."
+            )
+        self.scores, self.weights, self.tokens = scores, weights, tokens
+        self.alpha1 = 1.0 if alpha1 is None else alpha1
+        self.alpha2 = 1.0 if alpha2 is None else alpha2
+        top_k = geometry.top_k
+        self.trigger_min = max(top_k - 2, 1) if trigger_min is None else trigger_min
+        self.trigger_max = max(top_k - 1, 1) if trigger_max is None else trigger_max
+        if weights == "owa" and not 1 <= self.trigger_min <= self.trigger_max < top_k:
+            raise ValueError(
+                f"routing.trigger_min={self.trigger_min} and trigger_max={self.trigger_max} must "
+                f"lie between 1 and top_k - 1 = {top_k - 1}: OWA is for predictions that are right "
+                "in part."
+            )
+        self._decided: FloatArray | None = None
+        self._due = (-1, -1)
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        decided = self._decided if self._due == (event.pass_index, event.layer) else None
+        after = (event.layer + 1) % self.geometry.num_layers
+        self._decided = event.predicted.get(after)
+        self._due = (event.pass_index + (after == 0), after)
+        if decided is None or len(decided) != event.num_tokens:
+            return None
+        if event.layer == 0 and event.phase != DECODE:
+            return None
+        best = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
+        weights = self._weigh(event, decided, best)
+        if self.tokens == "mispredicted":
+            assert event.experts is not None
+            wrong = ~_right(best, event.experts).any(axis=-1, keepdims=True)
+            best = np.where(wrong, best, event.experts)
+            weights = None if weights is None else np.where(wrong, weights, np.float32(np.nan))
+        return _heaviest_first(event, best, weights)
+
+    def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
+        """Return the weights [tokens, top_k], or None for the router's own by the family's rule."""
+        assert event.logits is not None
+        if (self.scores, self.weights) == ("router", "plain"):
+            return None
+        plain = event.weigh(decided if self.scores == "predicted" else event.logits, best)
+        return plain if self.weights == "plain" else self._owa(event, best, plain)
+
+    def _owa(self, event: Event, best: IntArray, plain: FloatArray) -> FloatArray:
+        """Adjust the weights [tokens, top_k] of the executed experts by eq. 5 and 6."""
+        assert event.experts is not None and event.weights is not None
+        true = np.zeros((event.num_tokens, self.geometry.num_experts))
+        np.put_along_axis(true, event.experts, event.weights, axis=-1)
+        right = _right(best, event.experts)
+        own = np.take_along_axis(true, best, axis=-1) * right
+        total = true.sum(axis=-1, keepdims=True)
+        # A token of which nothing was right divides by nothing, and is not triggered.
+        kept = np.maximum(own.sum(axis=-1, keepdims=True), 1e-20)
+        shared = np.where(right, own * (1 + (total - kept) / kept) * self.alpha1, plain)
+        scaled = shared * total / np.maximum(shared.sum(axis=-1, keepdims=True), 1e-20)
+        count = right.sum(axis=-1, keepdims=True)
+        triggered = (count >= self.trigger_min) & (count <= self.trigger_max)
+        return np.where(triggered, scaled * self.alpha2, plain).astype(np.float32)
+
+
+def _heaviest_first(event: Event, best: IntArray, weights: FloatArray | None) -> Selection:
+    """Order the experts by what they weigh, as miss algorithms and caches expect them."""
+    assert event.logits is not None
+    ruled = event.weigh(event.logits, best)
+    weighed = ruled if weights is None else np.where(np.isnan(weights), ruled, weights)
+    order = np.argsort(-weighed, axis=-1, kind="stable")
+    best = np.take_along_axis(best, order, axis=-1)
+    return Selection(
+        best, weights=None if weights is None else np.take_along_axis(weights, order, axis=-1)
+    )
+
+
+def _right(best: IntArray, experts: IntArray) -> BoolArray:
+    """Mark which predicted experts [tokens, top_k] the router chose as well."""
+    return np.asarray((best[:, :, None] == experts[:, None, :]).any(axis=-1))

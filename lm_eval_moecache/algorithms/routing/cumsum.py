@@ -1,0 +1,57 @@
+"""Cumsum: max-rank whose M follows from the router's cumulative probability."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import (
+    RoutingAlgorithm,
+    check_top_j,
+    ranking,
+    take_best,
+    unless_same,
+)
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class Cumsum(RoutingAlgorithm):
+    """Promotes the cached ones of the fewest best experts that sum to p, then the top J.
+
+    Mixture of Cache-Conditional Experts section 3.2, equation 8 and algorithm 2. The
+    probabilities are the softmax of the logits (equation 3) for every family. The sum is taken in
+    double precision, and a p of 1 that rounding keeps out of reach means all experts.
+    Cost: O(E log E) per token.
+
+    Parameters: p, 0 to 1 (0.9; the paper sweeps 50 values and names none); J, experts always
+    kept (1: the paper fixes J > 0 without a figure).
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts section 3.2, algorithm 2"
+    uses_logits: ClassVar[bool] = True
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, p: float = 0.9, J: int = 1) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < p <= 1:
+            raise ValueError(
+                f"routing.p={p} must be above 0 (that is routing=standard) and at most 1."
+            )
+        self.p = p
+        self.J = check_top_j("J", J, geometry.top_k)
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.logits is not None
+        ranked = ranking(event)
+        weights = np.take_along_axis(softmax(event.logits), ranked, axis=-1)
+        sums = np.cumsum(weights, axis=-1, dtype=np.float64)
+        # Rank i is within M where the sum of those before it has not reached p yet.
+        before = np.concatenate([np.zeros((len(sums), 1)), sums[:, :-1]], axis=-1)
+        cached = near_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        place = np.where(cached & (before < self.p), 1, 2)
+        place[:, : self.J] = 0
+        return unless_same(event, take_best(ranked, place, self.geometry.top_k))

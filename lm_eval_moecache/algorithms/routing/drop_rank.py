@@ -1,0 +1,51 @@
+"""Drop-rank: the sensitivity analysis that leaves out experts from a rank on."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class DropRank(RoutingAlgorithm):
+    """Leaves out each token's experts of the given rank and all lighter ones, or that one alone.
+
+    Mixture of Cache-Conditional Experts section 2.3, Figure 2 left: "completely removing experts
+    ranked at or above a specified index" (`scope=from`). `scope=only` is the counterpart of
+    `swap_rank` at one rank. No weight is renormalised unless asked. Cost: O(1) per token.
+
+    Parameters: rank, from 1, the heaviest, to top_k (default 2, where all four models of the
+    figure begin to suffer).
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (left)"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        rank: int = 2,
+        scope: Literal["from", "only"] = "from",
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 1 <= rank <= geometry.top_k:
+            raise ValueError(
+                f"routing.rank={rank} must lie between 1 and the router's top_k={geometry.top_k}."
+            )
+        self.rank = rank
+        self.scope = scope
+        self.renormalize = renormalize
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.experts is not None
+        keep = np.ones(event.experts.shape, dtype=bool)
+        keep[:, self.rank - 1 : self.rank if self.scope == "only" else None] = False
+        return Selection(event.experts, keep, self.renormalize)

@@ -1,0 +1,57 @@
+"""Max-rank: cached experts among the M best go first."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import (
+    RoutingAlgorithm,
+    check_top_j,
+    ranking,
+    take_best,
+    unless_same,
+)
+from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class MaxRank(RoutingAlgorithm):
+    """Promotes the cached experts of rank up to M, then the top J whether cached or not.
+
+    Mixture of Cache-Conditional Experts section 3.1, equations 5-7 and algorithm 1. M counts
+    ranks from the best one, as the algorithm prints it; then M up to the router's top_k changes
+    nothing and is refused. (Section 4.2 sweeps "0, 1, ..., K", which by the algorithm would be
+    standard routing throughout, and so may mean ranks beyond K.) Cost: O(E log E) per token.
+
+    Parameters: M, ranks (default twice the router's top_k, at most all); J, experts always kept
+    (1: the paper fixes J > 0 without a figure).
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts section 3.1, algorithm 1"
+    uses_logits: ClassVar[bool] = True
+
+    def __init__(
+        self, geometry: Geometry, *, seed: int = 0, M: int | None = None, J: int = 1
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        top_k, num_experts = geometry.top_k, geometry.num_experts
+        self.M = min(2 * top_k, num_experts) if M is None else M
+        if not top_k < self.M <= num_experts:
+            raise ValueError(
+                f"routing.M={self.M} must lie above the router's top_k={top_k} (below that "
+                f"nothing changes) and be at most the {num_experts} experts of a layer."
+            )
+        self.J = check_top_j("J", J, top_k)
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        ranked = ranking(event)
+        cached = near_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        cached[:, self.M :] = False
+        # promote(r[:J]; promote(r[:M] & C; r)): three classes, each in the order of r.
+        place = np.where(cached, 1, 2)
+        place[:, : self.J] = 0
+        return unless_same(event, take_best(ranked, place, self.geometry.top_k))

@@ -1,0 +1,60 @@
+"""Pre-gated: a layer's experts are decided one layer early."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import (
+    RoutingAlgorithm,
+    ranking,
+    take_best,
+    unless_same,
+)
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class PreGated(RoutingAlgorithm):
+    """Selects each layer's experts by its gate applied to the previous layer's input.
+
+    Pre-gated MoE (Hwang et al. 2024), as CommitMoE section 1 tells it: "each layer's router
+    determine[s] the expert selection for the next layer". The original retrains the model for
+    it; here the gates are the model's own, which prices the idea without retraining. The first
+    layer is routed as usual, and the weights stay those of the layer's own logits. Only a
+    prefetcher that asks the same gates goes with it: `next_gate` loads exactly what was decided.
+    Where a router selects by more than its logits, that part is left out.
+    Cost: O(E log E) per token.
+    """
+
+    source: ClassVar[str] = "Hwang et al. 2024 (Pre-gated MoE), as in CommitMoE section 1"
+    uses_logits: ClassVar[bool] = True
+    depth: int = 1
+    pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("none", "next_gate")}
+    pairs_because: ClassVar[str] = (
+        "the next layer's experts are decided already: next_gate loads exactly those, "
+        "while any other prefetcher would guess at what is known"
+    )
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry, seed=seed)
+        self._decided: FloatArray | None = None
+
+    def on_pass(self, pass_index: int) -> None:
+        self._decided = None
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        decided, after = self._decided, event.layer + 1
+        self._decided = event.predicted[after] if after < self.geometry.num_layers else None
+        if decided is None:
+            return None
+        top = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
+        chosen = np.zeros(decided.shape, dtype=bool)
+        np.put_along_axis(chosen, top, True, axis=-1)
+        ranked = ranking(event)
+        cost = np.where(np.take_along_axis(chosen, ranked, axis=-1), 0, 1)
+        return unless_same(event, take_best(ranked, cost, self.geometry.top_k))

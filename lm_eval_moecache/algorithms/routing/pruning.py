@@ -1,0 +1,50 @@
+"""Pruning: the lightest experts of every token are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class Pruning(RoutingAlgorithm):
+    """Keeps the h heaviest experts of each token and discards the rest, cached or not.
+
+    Mixture of Cache-Conditional Experts section 4.2: "experts ranked >= h (with 1 < h <= k) are
+    discarded", read with ranks from 0, so that h is how many are kept. The miss rate per token
+    stays normalised by k, as there. The paper does not say that the kept weights are renormalised:
+    `renormalize` does it, keeping each token's total weight. Cost: O(1) per token.
+
+    Parameters: h, experts kept, 1 to top_k - 1 (default top_k - 1, the mildest; the paper sweeps).
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts section 4.2 (pruning baseline)"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        h: int | None = None,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        self.h = geometry.top_k - 1 if h is None else h
+        if not 1 <= self.h < geometry.top_k:
+            raise ValueError(
+                f"routing.h={self.h} must be at least 1 and below the router's "
+                f"top_k={geometry.top_k}: keeping all of them is routing=standard."
+            )
+        self.renormalize = renormalize
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.experts is not None
+        keep = np.zeros(event.experts.shape, dtype=bool)
+        keep[:, : self.h] = True
+        return Selection(event.experts, keep, self.renormalize)

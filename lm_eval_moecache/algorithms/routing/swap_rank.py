@@ -1,0 +1,47 @@
+"""Swap-rank: the sensitivity analysis that replaces one expert by a random one."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class SwapRank(RoutingAlgorithm):
+    """Replaces each token's expert of one rank by a random expert that the token did not select.
+
+    Mixture of Cache-Conditional Experts section 2.3, Figure 2 right. The newcomer is drawn
+    uniformly and, as in equation 1, has its own weight from the unmodified logits, not that of
+    the one it replaces. Draws depend on the seed, the pass and the layer alone.
+    Cost: O(E) per token.
+
+    Parameters: rank, from 1, the heaviest, to top_k (default 1).
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts section 2.3, Figure 2 (right)"
+    draws: ClassVar[bool] = True
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, rank: int = 1) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 1 <= rank <= geometry.top_k:
+            raise ValueError(
+                f"routing.rank={rank} must lie between 1 and the router's top_k={geometry.top_k}."
+            )
+        if geometry.top_k == geometry.num_experts:
+            raise ValueError("the router selects every expert: there is none to swap in.")
+        self.rank = rank
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.experts is not None
+        rng = np.random.default_rng((self.seed, event.pass_index, event.layer))
+        draws = rng.random((len(event.experts), self.geometry.num_experts))
+        np.put_along_axis(draws, event.experts, -1.0, axis=-1)
+        experts = event.experts.copy()
+        experts[:, self.rank - 1] = draws.argmax(axis=-1)
+        return Selection(experts)

@@ -1,0 +1,132 @@
+"""The expert cache: who is resident, at which precision, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class ExpertCache:
+    """One pool of bytes. It asks the eviction algorithm who leaves, and enforces the answer.
+
+    A key is absent, arriving (its bytes are taken, its weights not yet usable) or resident. The
+    bytes of both never exceed the capacity. Weights are immutable: leaving costs no transfer.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, eviction: EvictionAlgorithm, geometry: Geometry
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.eviction = eviction
+        self._sizes = geometry.expert_bytes
+        self.num_experts = geometry.num_experts
+        self.resident: dict[int, int] = {}
+        """Resident key -> level of the precision ladder."""
+        self.arriving: dict[int, int] = {}
+        """Key of a prefetch in flight -> level."""
+        self.unused_prefetches: set[int] = set()
+        """Resident keys that a prefetch brought and no event has used yet."""
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.loads = 0
+        self.evictions = 0
+        self.replaced = 0
+        """Residents let go because the same expert was asked for at a better level."""
+        self.lifetime_tokens = 0
+        """Sum over evicted experts of the tokens processed while they were resident."""
+        self.tokens = 0
+        """Tokens processed so far: the time in which lifetimes are counted."""
+        self._loaded_at: dict[int, int] = {}
+        self._evicted_in: dict[int, int] = {}
+        self._pass_index = -1
+
+    def begin_pass(self, pass_index: int, num_tokens: int) -> None:
+        self._pass_index = pass_index
+        self.tokens += num_tokens
+        self.eviction.on_pass(pass_index)
+
+    def size_of(self, key: int, level: int = 0) -> int:
+        return self._sizes[key // self.num_experts][level]
+
+    def count_evicted_in_this_pass(self, keys: Iterable[int]) -> int:
+        evicted_in, now = self._evicted_in, self._pass_index
+        return sum(evicted_in.get(key) == now for key in keys)
+
+    def make_room(self, nbytes: int, pinned: Container[int], layer: int) -> bool:
+        """Evict until `nbytes` fit. False where all that is left is pinned or arriving.
+
+        Evictions made before that was found out stand: what left had been chosen to leave.
+        """
+        while self.used_bytes + nbytes > self.capacity_bytes:
+            victim = self.eviction.victim(pinned, layer)
+            if victim is None:
+                return False
+            assert victim not in pinned, f"eviction chose the pinned key {victim}"
+            self._evict(victim)
+        return True
+
+    def insert(self, key: int, level: int = 0) -> None:
+        """Make a key resident at once: its transfer is awaited before anything else happens."""
+        self._take(key, level)
+        self._settle(key, level, prefetched=False)
+
+    def reserve(self, key: int, level: int = 0) -> None:
+        """Take the bytes of a prefetch that begins to move."""
+        self._take(key, level)
+        self.arriving[key] = level
+
+    def land(self, key: int) -> None:
+        """Make an arriving key resident."""
+        self._settle(key, self.arriving.pop(key), prefetched=True)
+        self.unused_prefetches.add(key)
+
+    def let_go(self, key: int) -> None:
+        """Free a resident's bytes: it is about to be loaded again at a better level."""
+        self._remove(key)
+        self.replaced += 1
+
+    def clear(self) -> None:
+        """Evict everything that is resident; what is arriving still arrives."""
+        for key in list(self.resident):
+            self._evict(key)
+
+    def check_integrity(self) -> None:
+        """Assert the conservation laws: bytes add up, and so do loads and departures."""
+        held = sum(self.size_of(k, r) for k, r in (self.resident | self.arriving).items())
+        assert held == self.used_bytes <= self.capacity_bytes, (
+            f"bytes held {held}, counted {self.used_bytes}, capacity {self.capacity_bytes}"
+        )
+        settled = self.loads - self.evictions - self.replaced
+        assert settled == len(self.resident) + len(self.arriving), (
+            f"loads {self.loads} - evictions {self.evictions} - replaced {self.replaced} != "
+            f"residents {len(self.resident)} + arriving {len(self.arriving)}"
+        )
+
+    def _take(self, key: int, level: int) -> None:
+        self.used_bytes += self._sizes[key // self.num_experts][level]
+        assert self.used_bytes <= self.capacity_bytes, (
+            f"{self.used_bytes} bytes in a cache of {self.capacity_bytes}"
+        )
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
+        self.loads += 1
+
+    def _settle(self, key: int, level: int, prefetched: bool) -> None:
+        self.resident[key] = level
+        self._loaded_at[key] = self.tokens
+        self.eviction.on_insert(key, prefetched)
+
+    def _evict(self, key: int) -> None:
+        self.evictions += 1
+        self.lifetime_tokens += self.tokens - self._loaded_at[key]
+        self._evicted_in[key] = self._pass_index
+        self._remove(key)
+
+    def _remove(self, key: int) -> None:
+        level = self.resident.pop(key)
+        self.used_bytes -= self._sizes[key // self.num_experts][level]
+        del self._loaded_at[key]
+        self.unused_prefetches.discard(key)
+        self.eviction.on_evict(key)

@@ -1,0 +1,151 @@
+"""The drafting before a verify pass: the draft's compute, and the link that works meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
+from lm_eval_moecache.engine.clock import Clock, VirtualClock
+from lm_eval_moecache.engine.cutoff import Cutoff, Overlap, load_times, solve_cutoff
+from lm_eval_moecache.engine.prefetch_queue import PrefetchQueue
+from lm_eval_moecache.engine.virtual.link import Link
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A draft model, as the clock and the memory see it.
+
+    Its `geometry` counts the draft's own layers; a dense feed-forward block is a single expert.
+    """
+
+    geometry: Geometry
+    level: int = 0
+    """The precision that its experts are stored in and read at."""
+    nbytes: int = 0
+    """What it takes beside the target: all of it is resident."""
+    tokens: int = 1
+    """Tokens drafted for each verify pass."""
+
+
+class DraftStage:
+    """Accounts for drafting: `begin`, then for each layer of each forward of the draft `dense`,
+    `predict` where `wants` says so, `experts`; the verify pass that follows ends it.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        hardware: Hardware,
+        link: Link,
+        clock: Clock,
+        queue: PrefetchQueue,
+        prefetch: PrefetchAlgorithm,
+    ) -> None:
+        self._draft = draft
+        # Times the draft by the same roofline; what it says moves the run's clock.
+        self._costs = VirtualClock(hardware, draft.geometry)
+        self._hardware = hardware
+        self._link = link
+        self._clock = clock
+        self._queue = queue
+        self._prefetch = prefetch if isinstance(prefetch, DraftStagePrefetch) else None
+        self._pass_index = -1
+        self.is_open = False
+        self.start_s = 0.0
+        self.stall_s = 0.0
+        """Time in which the draft waited for the link (`trigger=vanilla`)."""
+        self.solution: dict[str, Any] | None = None
+        """The cutoff solver's inputs and answer."""
+
+    def plan(self, target: Geometry, capacity_bytes: Sequence[int]) -> None:
+        """Solve for the cutoff layer, where the prefetcher has one."""
+        prefetch, draft = self._prefetch, self._draft
+        if prefetch is None:
+            return
+        costs = VirtualClock(self._hardware, draft.geometry)
+        for layer in range(draft.geometry.num_layers):
+            costs.dense(layer, 1)
+            costs.experts(layer, draft.geometry.top_k, draft.geometry.top_k, draft.level)
+        most = min(target.num_experts, draft.tokens * prefetch.critical)
+        given = Overlap(
+            draft_layers=draft.geometry.num_layers,
+            draft_layer_s=costs.now / draft.geometry.num_layers,
+            load_layer_s=load_times(target, self._hardware, prefetch.critical, prefetch.batched),
+            prefetched_bytes=tuple(most * levels[0] for levels in target.expert_bytes),
+            capacity_bytes=tuple(capacity_bytes),
+            other_bytes=sum(target.dense_bytes) + draft.nbytes,
+            memory_bytes=self._hardware.memory_bytes,
+        )
+        asked, answer = prefetch.cutoff, solve_cutoff(given)
+        prefetch.plan(answer.cutoff)
+        self.solution = _told(asked, given, answer, prefetch)
+
+    def begin(self, pass_index: int) -> None:
+        """Begin drafting for the pass that will have this index."""
+        self.is_open = True
+        self.start_s, self.stall_s = self._clock.now, 0.0
+        self._pass_index = pass_index
+
+    def end(self) -> None:
+        self.is_open = False
+
+    def dense(self, layer: int, num_tokens: int) -> None:
+        """Account for a draft layer up to its attention output, while the link works on."""
+        before_s = self._costs.now
+        self._costs.dense(layer, num_tokens)
+        self._advance(self._costs.now - before_s)
+
+    def wants(self, layer: int) -> bool:
+        """Whether the scores of a layer of the target are asked for."""
+        cutoff = 0 if self._prefetch is None else self._prefetch.cutoff
+        return layer < int(cutoff)
+
+    def predict(self, layer: int, logits: FloatArray) -> None:
+        """Take the [1, experts] logits of the target's gate on a draft layer's output."""
+        prefetch = self._prefetch
+        assert prefetch is not None, "nobody asked for a prediction"
+        self._advance(self._clock.gates(1))
+        keys = prefetch.propose_draft(layer, logits)
+        self._queue.submit_draft(keys, self._pass_index, self._clock.now, prefetch.batched)
+
+    def experts(self, layer: int, num_experts: int, num_tokens: int) -> None:
+        """Account for the experts of a draft layer: `num_experts` different ones."""
+        before_s = self._costs.now
+        assignments = num_tokens * self._draft.geometry.top_k
+        self._costs.experts(layer, num_experts, assignments, self._draft.level)
+        self._advance(self._costs.now - before_s)
+        if self._prefetch is not None and self._prefetch.synchronous and self._link.active:
+            self._queue.drain(math.inf, frozenset(), 0)
+            self.stall_s += self._clock.wait_until(self._link.busy_until)
+
+    def _advance(self, seconds: float) -> None:
+        self._clock.wait_until(self._clock.now + seconds)
+        if self._link.active:
+            self._queue.drain(self._clock.now, frozenset(), 0)
+
+
+def _told(
+    asked: int | str, given: Overlap, answer: Cutoff, prefetch: DraftStagePrefetch
+) -> dict[str, Any]:
+    """Spell the solver's inputs and answer out for the results."""
+    return {
+        "asked": asked,
+        "used": prefetch.cutoff,
+        "answer": answer.cutoff,
+        "by_time": answer.by_time,
+        "by_memory": answer.by_memory,
+        "critical": prefetch.critical,
+        "draft_layers": given.draft_layers,
+        "draft_layer_ms": given.draft_layer_s * 1000,
+        "load_layer_ms": [load_s * 1000 for load_s in given.load_layer_s],
+        "prefetched_bytes": list(given.prefetched_bytes),
+        "capacity_bytes": list(given.capacity_bytes),
+        "other_bytes": given.other_bytes,
+        "memory_bytes": given.memory_bytes,
+    }

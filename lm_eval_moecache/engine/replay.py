@@ -1,0 +1,178 @@
+"""Runs a routing trace through the engine: the same cache, link and clock as a live run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import PHASES, Event
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.trace import Halves, Trace
+
+_CHUNK_PASSES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the algorithms of a policy want to see beside the keys of an event."""
+
+    weights: bool
+    logits: bool
+    depth: int
+    predicted_by: str
+    """Digest of the predictor that predictions have to be of; empty for the gates."""
+
+
+def replay(
+    trace: Trace,
+    setting: Setting,
+    *,
+    future: Future | None = None,
+    cache_reset: str = "never",
+    on_progress: Callable[[int], object] | None = None,
+) -> Engine:
+    """Serve every pass of a trace; return the engine, whose ledger holds the counts.
+
+    `on_progress` is called with the number of passes just done. Raises ValueError where the trace
+    lacks what an algorithm of the policy has to see.
+    """
+    engine = Engine(trace.geometry, setting, future)
+    needs = Needs(engine.wants_weights, engine.wants_logits, engine.depth, engine.predictor_digest)
+    _check_needs(trace, needs)
+    waiting = _enter_requests(trace, engine)
+    num_layers = trace.geometry.num_layers
+    cold = _cold_passes(trace, waiting) if cache_reset == "request" else frozenset()
+    for first in range(0, trace.num_passes, _CHUNK_PASSES):
+        last = min(first + _CHUNK_PASSES, trace.num_passes)
+        events = _events(trace, needs, first * num_layers, last * num_layers)
+        for pass_index in range(first, last):
+            if pass_index in cold:
+                engine.reset_cache()
+            engine.ledger.serve(waiting[pass_index])
+            _run_pass(engine, events, num_layers)
+        if on_progress is not None:
+            on_progress(last - first)
+    engine.ledger.serve([])
+    return engine
+
+
+def _run_pass(engine: Engine, events: Iterator[Event], num_layers: int) -> None:
+    for layer in range(num_layers):
+        event = next(events)
+        if layer == 0:
+            engine.begin_pass(event.phase, event.num_tokens)
+        engine.enter(layer, event.num_tokens)
+        engine.run(event)
+    engine.end_pass()
+
+
+def _check_needs(trace: Trace, needs: Needs) -> None:
+    def lacks(what: str) -> ValueError:
+        return ValueError(
+            f"trace {trace.name}: {what}, which an algorithm of this policy has to see. Record the "
+            "run again with trace=DIR and this policy, or choose one that does without."
+        )
+
+    if needs.weights and trace.columns.weights is None:
+        raise lacks("a row has no weights")
+    if needs.logits and trace.logits is None:
+        raise lacks("there is no column 'logits'")
+    if needs.depth:
+        if trace.predicted is None:
+            raise lacks("there is no column 'predicted'")
+        by, wanted = trace.predicted.by, needs.predicted_by
+        if by != wanted:
+            raise lacks(f"its predictions are {_whose(by)} and not {_whose(wanted)}")
+        depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
+        if depth < min(needs.depth, reachable):
+            raise lacks(f"its predictions reach {depth} layers ahead and not {needs.depth}")
+
+
+def _whose(digest: str) -> str:
+    return f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
+
+
+def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
+    """Enter the requests into the ledger; return for each pass those it serves."""
+    waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
+    for traced in trace.requests:
+        record = engine.ledger.new_request(traced.task, traced.kind, traced.prompt_tokens)
+        record.output_tokens = traced.output_tokens
+        for pass_index in traced.passes:
+            waiting[pass_index].append(record)
+    return waiting
+
+
+def _cold_passes(trace: Trace, waiting: Sequence[Sequence[RequestRecord]]) -> Set[int]:
+    """Return the passes before which `cache_reset=request` empties the cache.
+
+    As in a live run, the windows of one text are one request: a sequence starts cold only where
+    it serves other requests than the sequence before. Whom a later pass of a generation serves
+    does not count, as it leaves out the rows that have ended.
+    """
+    cold: set[int] = set()
+    before: frozenset[int] = frozenset()
+    for pass_index, records in enumerate(waiting):
+        if trace.starts_sequence(pass_index):
+            served = frozenset(record.index for record in records)
+            if served != before:
+                cold.add(pass_index)
+            before = served
+    return cold
+
+
+def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event]:
+    """Build the events of a range as a live router hook does."""
+    columns, num_layers = trace.columns, trace.geometry.num_layers
+    num_experts = trace.geometry.num_experts
+    rows: list[int] = trace.row_bounds[first : last + 1].tolist()
+    bounds: list[int] = trace.key_bounds[first : last + 1].tolist()
+    keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
+    base = bounds[0]
+    phases: list[int] = columns.phase[np.asarray(rows[:-1])].tolist()
+    offsets: list[int] = []
+    if needs.depth and trace.predicted is not None:
+        offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
+    for place in range(last - first):
+        row, stop = rows[place], rows[place + 1]
+        pass_index, layer = divmod(first + place, num_layers)
+        event = Event(
+            pass_index,
+            layer,
+            PHASES[phases[place]],
+            stop - row,
+            keys[bounds[place] - base : bounds[place + 1] - base],
+        )
+        if needs.weights or stop - row > 1:
+            event.experts = columns.experts[row:stop].astype(np.int64)
+            if columns.weights is not None:
+                event.weights = columns.weights[row:stop]
+        if needs.logits and trace.logits is not None:
+            event.logits = trace.logits[row:stop].astype(np.float32)
+        if offsets and trace.predicted is not None:
+            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
+            event.predicted = _predictions(values, event, needs.depth, num_experts, num_layers)
+        yield event
+
+
+def _predictions(
+    values: Halves, event: Event, depth: int, num_experts: int, num_layers: int
+) -> dict[int, FloatArray]:
+    """Return [tokens, experts] logits for each of the next `depth` layers, by layer.
+
+    Only a predictor's rows reach past the last layer, to the first one of the next pass.
+    """
+    by_token = values.reshape(event.num_tokens, -1)
+    reach = min(depth * num_experts, by_token.shape[1])
+    return {
+        (event.layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
+            np.float32
+        )
+        for ahead, start in enumerate(range(0, reach, num_experts))
+    }

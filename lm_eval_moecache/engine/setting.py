@@ -1,0 +1,72 @@
+"""What a run is made of beside the model, and the errors for what cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lm_eval_moecache.engine.draft_stage import Draft
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.sizes import Capacity
+
+SELF = "self:"
+"""Begins the name of a draft that is the target itself at another precision: `self:int4`."""
+PROMPT_LOOKUP = "prompt_lookup"
+"""The draft that repeats what the prompt said."""
+
+
+class Builder(Protocol):
+    """Builds one axis' algorithm for a model: what `policy.Choice` does."""
+
+    def build(self, geometry: Geometry, seed: int) -> Any: ...
+
+
+class Composition(Protocol):
+    """The part of a policy that the engine needs."""
+
+    @property
+    def phases(self) -> str: ...
+    @property
+    def routing(self) -> Builder: ...
+    @property
+    def prefetch(self) -> Builder: ...
+    @property
+    def eviction(self) -> Builder: ...
+    @property
+    def miss(self) -> Builder: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a run is made of, beside the model."""
+
+    policy: Composition
+    capacity: Capacity
+    hardware: Hardware
+    seed: int = 0
+    draft: Draft | None = None
+    """The draft model of speculative decoding; None also where drafts come from the prompt."""
+    throttle_bytes_per_s: float | None = None
+    """What the real link is slowed down to (wall clock only); None for as fast as it is."""
+
+    def with_draft(self, draft: Draft | None) -> Setting:
+        return replace(self, draft=draft)
+
+
+def offline(algorithm: object) -> ValueError:
+    """Build the error for an algorithm (or its class) that only a replay can run."""
+    module = algorithm.__module__.split(".")
+    return ValueError(
+        f"{module[-2]}={module[-1]!r} needs to know the future, which only a replay does. Record "
+        "the run with trace=DIR and give the file to `moecache replay`."
+    )
+
+
+def without_draft(algorithm: object) -> ValueError:
+    """Build the error for a prefetcher that needs a draft model where there is none."""
+    name = algorithm.__module__.rpartition(".")[2]
+    return ValueError(
+        f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: "
+        "--model moecache-spec with draft= a folder, a hub id or self:int4; a replay has no draft."
+    )

@@ -1,0 +1,1 @@
+"""The virtual clock and link: discrete-event time."""

@@ -1,0 +1,1 @@
+"""The machine's clock and link: a worker that really copies."""

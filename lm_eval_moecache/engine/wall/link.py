@@ -1,0 +1,111 @@
+"""The link of the wall clock: the same queue of prefetches, and a thread that really moves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Container
+
+from lm_eval_moecache.engine.virtual.link import Link
+from lm_eval_moecache.engine.wall.worker import DONE, Mover, Transfer, Worker
+from lm_eval_moecache.records.hardware import Hardware
+
+
+class WallLink(Link):
+    """Gives transfers to a worker, up to a few prefetches ahead of their turn.
+
+    A prefetch is queued, then issued (it has a slot and may move at any time), then arrives. All
+    decisions are made by the caller's thread; a transfer counts once it is demanded or has arrived.
+    """
+
+    def __init__(self, hardware: Hardware, mover: Mover, bytes_per_s: float | None) -> None:
+        super().__init__(hardware)
+        self._mover = mover
+        self._worker = Worker(mover, bytes_per_s)
+        self._flying: dict[int, Transfer] = {}
+        """Demanded or issued, and not known to have arrived."""
+        self._issued: dict[int, Transfer] = {}
+        """The prefetches among them."""
+        # A run that is interrupted or dropped leaves no thread.
+        self.close = weakref.finalize(self, self._worker.close)
+
+    @property
+    def active(self) -> bool:
+        return bool(self._issued) or bool(self._queued)
+
+    @property
+    def num_issued(self) -> int:
+        return len(self._issued)
+
+    def is_pending(self, key: int) -> bool:
+        return key in self._issued or key in self._queued
+
+    def is_flying(self, key: int) -> bool:
+        return key in self._flying
+
+    def demanded(self) -> set[int]:
+        """Return the keys that fly because an event demanded them."""
+        return self._flying.keys() - self._issued.keys()
+
+    def demand(self, key: int, slot: int, nbytes: int) -> None:
+        """Move a key's bytes into its slot before all prefetches that are not moving yet."""
+        self.bytes_moved += nbytes
+        self.transfers += 1
+        self._put(Transfer(key, slot, nbytes), demanded=True)
+
+    def issue(self, key: int, slot: int, nbytes: int) -> None:
+        """Let the first of the queued prefetches move when its turn comes."""
+        due, _, head = self._heap[0]
+        assert head == key, f"{key} is not the first in the queue"
+        del self._queued[key]
+        self._issued[key] = transfer = Transfer(key, slot, nbytes, due)
+        self._put(transfer, demanded=False)
+
+    def promote(self, key: int) -> None:
+        """An event demands an issued prefetch: it goes before all others."""
+        self._worker.promote(self._issued[key])
+
+    def withdraw_issued(self, due: int, wanted: Container[int]) -> list[int]:
+        """Take back the issued prefetches for events up to `due` that have not begun to move.
+
+        Those in `wanted` stay. Returns the keys taken back, whose slots are free again.
+        """
+        candidates = [t for k, t in self._issued.items() if t.due <= due and k not in wanted]
+        return [t.key for t in candidates if self._take_back(t)]
+
+    def withdraw_last(self, keys: Container[int], wanted: Container[int]) -> int | None:
+        """Take back the issued prefetch among `keys` that is due last, to free its slot."""
+        candidates = [t for k, t in self._issued.items() if k in keys and k not in wanted]
+        for transfer in sorted(candidates, key=lambda t: (-t.due, t.key)):
+            if self._take_back(transfer):
+                return transfer.key
+        return None
+
+    def arrivals(self) -> list[int]:
+        """Return the keys of prefetches that have arrived since the last call."""
+        landed = []
+        for transfer in self._worker.collect():
+            assert transfer.state == DONE
+            del self._flying[transfer.key]
+            if self._issued.pop(transfer.key, None) is not None:
+                self.bytes_moved += transfer.nbytes
+                self.transfers += 1
+                landed.append(transfer.key)
+        self.busy_s = self._worker.busy_s
+        return landed
+
+    def wait_for(self, keys: Collection[int], count: int = 1) -> list[int]:
+        """Stand still until `count` of the flying `keys` are there; then as `arrivals`."""
+        self._worker.wait_for(keys, count)
+        return self.arrivals()
+
+    def _put(self, transfer: Transfer, demanded: bool) -> None:
+        assert transfer.key not in self._flying, f"key {transfer.key} is already on its way"
+        transfer.after = self._mover.fence()
+        self._flying[transfer.key] = transfer
+        self._worker.put(transfer, demanded)
+
+    def _take_back(self, transfer: Transfer) -> bool:
+        if not self._worker.withdraw(transfer):
+            return False
+        del self._flying[transfer.key], self._issued[transfer.key]
+        return True

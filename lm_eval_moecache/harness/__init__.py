@@ -1,0 +1,1 @@
+"""What lm-eval sees: the model classes, their arguments, and the tasks."""

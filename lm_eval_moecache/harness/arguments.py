@@ -1,0 +1,296 @@
+"""Reads `--model_args`: which keys are ours, which are HFLM's, and what each of ours may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, Setting, offline, without_draft
+from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
+from lm_eval_moecache.records.errors import nearest, unknown
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.sizes import (
+    check_capacity,
+    is_per_layer,
+    parse_bandwidth,
+    parse_capacity,
+)
+from lm_eval_moecache.trace.writer import prepare_folder
+
+# DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
+DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
+_CHOICES = {
+    "clock": ("virtual", "wall"),
+    "store": ("ram", "disk"),
+    "scoring": ("parallel", "scan"),
+    "cache_reset": ("never", "request"),
+}
+KEYS = (
+    *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
+    *("trace", "store_dir"),
+    *_CHOICES,
+    *("draft", "draft_tokens"),
+)
+# What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
+_FROM_PRETRAINED = (
+    "attn_implementation",
+    "cache_dir",
+    "device_map",
+    "experts_implementation",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "quantization_config",
+    "token",
+    "use_safetensors",
+    "variant",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Our share of the model arguments, checked; the rest is HFLM's."""
+
+    policy: Policy
+    capacity: str
+    hardware: Hardware
+    clock: str
+    scoring: str
+    cache_reset: str
+    seed: int
+    trace: str | None = None
+    """Folder to record a routing trace into."""
+    draft: str | None = None
+    """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
+    draft_tokens: int | None = None
+    """Tokens drafted for each verify pass."""
+    store: str = "ram"
+    """Where experts lie that are not near (wall clock only)."""
+    store_dir: str | None = None
+    """Folder for the files of `store=disk`."""
+    throttle_bytes_per_s: float | None = None
+    """What the wall clock slows its link down to."""
+    precision: str | None = None
+    """Levels at which experts are stored, best first; None for the model's own dtype."""
+
+    @property
+    def ladder(self) -> Ladder | None:
+        return None if self.precision is None else parse_ladder(self.precision)
+
+    def setting(self, geometry: Geometry) -> Setting:
+        """Return what an engine is made of, for this model."""
+        return Setting(
+            policy=self.policy,
+            capacity=parse_capacity(self.capacity, geometry),
+            hardware=self.hardware,
+            seed=self.seed,
+            throttle_bytes_per_s=self.throttle_bytes_per_s,
+        )
+
+
+def split_arguments(
+    given: Mapping[str, Any], host_keys: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide the arguments into ours and the host's; unknown keys name their nearest match."""
+    host = {*host_keys, *_FROM_PRETRAINED}
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for key, value in given.items():
+        axis, dot, _ = key.partition(".")
+        if key in KEYS or (dot and axis in AXES):
+            ours[key] = value
+        elif key in host:
+            theirs[key] = value
+        else:
+            allowed = {*KEYS, *host}
+            raise ValueError(
+                f"model_args: the key {key!r} (with value {value!r}) is not known."
+                f"{nearest(key, allowed)} Allowed: {', '.join(KEYS)}, an axis' parameter as "
+                "eviction.NAME, and the arguments of lm-eval's `hf` model."
+            )
+    return ours, theirs
+
+
+def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
+    """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
+
+    `speculative` is whether a draft model drafts: only then there are the keys of drafting.
+    lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
+    means that the key is not given.
+    """
+    named = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
+    given = {k: v for k, v in named.items() if v is not None}
+    overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
+    policy = load_policy(str(given.get("policy", "specmd")), overrides)
+    for axis in AXES:
+        algorithm = getattr(policy, axis).algorithm
+        if getattr(algorithm, "is_offline", False):
+            raise offline(algorithm)
+    capacity = str(given.get("capacity", "25%"))
+    check_capacity(capacity)
+    check_cache_form(policy, is_per_layer(capacity))
+    choices = _choose(given)
+    _check_clock(choices, given, policy)
+    _check_scan(choices, policy, capacity)
+    bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
+    wall = choices["clock"] == "wall"
+    drafting = _read_draft(given, policy, speculative)
+    precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
+    return Config(
+        policy=policy,
+        capacity=capacity,
+        hardware=load_hardware(
+            str(given.get("hardware", "a100-5gbps")), None if wall else bandwidth
+        ),
+        throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
+        store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
+        seed=_read_seed(given.get("seed", 0)),
+        precision=precision,
+        trace=_trace_folder(given.get("trace")),
+        **choices,
+        **drafting,
+    )
+
+
+def _read_seed(seed: object) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
+    return seed
+
+
+def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
+    choices = {}
+    for key, allowed in _CHOICES.items():
+        choices[key] = str(given.get(key, allowed[0]))
+        if choices[key] not in allowed:
+            raise unknown(key, choices[key], allowed)
+    return choices
+
+
+def _precision(
+    given: object, choices: Mapping[str, str], policy: Policy, draft: str | None
+) -> str | None:
+    """Check the ladder and what it does not go with."""
+    if given is None:
+        return None
+    ladder = parse_ladder(given)
+    if choices["clock"] == "wall":
+        raise ValueError(
+            f"precision={given!r} does not go with clock='wall', whose slots have the size of the "
+            "model's own experts. Allowed with it: clock=virtual."
+        )
+    if choices["scoring"] == "scan" and policy.miss.algorithm.uses_ladder:
+        raise ValueError(
+            f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "
+            "run one expert at different precisions, but are executed together. Allowed with "
+            "scan: one precision."
+        )
+    if draft is not None and draft.startswith("self:"):
+        raise ValueError(
+            f"draft={draft!r} is made of the target's own weights, which precision={given!r} does "
+            "not keep. Allowed with it: another draft, as a folder or a hub id."
+        )
+    return ":".join(ladder)
+
+
+def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
+    prefetch = policy.prefetch.algorithm
+    needs_draft = getattr(prefetch, "needs_draft", False)
+    if not speculative:
+        for key in ("draft", "draft_tokens"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} is for --model moecache-spec; --model moecache decodes "
+                    "without a draft."
+                )
+        if needs_draft:
+            raise without_draft(prefetch)
+        return {}
+    draft = str(given.get("draft", DEFAULT_DRAFT))
+    tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(
+            f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
+            "decode without a draft."
+        )
+    if given.get("clock", "virtual") != "virtual":
+        raise ValueError(
+            f"clock={given['clock']!r} does not go with --model moecache-spec, whose drafting is "
+            "timed on the virtual clock. Allowed: clock=virtual, or --model moecache."
+        )
+    if given.get("trace") is not None:
+        raise ValueError(
+            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no "
+            "place for the draft's work. Allowed: --model moecache, which routes the same tokens."
+        )
+    if needs_draft and draft == PROMPT_LOOKUP:
+        raise ValueError(
+            f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "
+            f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
+            "self:int4; or another prefetch."
+        )
+    return {"draft": draft, "draft_tokens": tokens}
+
+
+def _trace_folder(folder: object) -> str | None:
+    if folder is None:
+        return None
+    prepare_folder(str(folder))
+    return str(folder)
+
+
+def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
+    if choices["clock"] == "virtual":
+        for key in ("store", "store_dir"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
+                    "moved. Allowed with it: clock=wall."
+                )
+        return
+    if "hardware" in given:
+        raise ValueError(
+            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
+            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
+        )
+    if "store_dir" in given and choices["store"] != "disk":
+        raise ValueError(
+            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
+            "store=disk."
+        )
+    if policy.miss.algorithm.cached_first:
+        raise ValueError(
+            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
+            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
+        )
+    if choices["scoring"] == "scan":
+        raise ValueError(
+            "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
+            "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
+        )
+
+
+def _check_scan(choices: Mapping[str, str], policy: Policy, capacity: str) -> None:
+    """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
+    if choices["scoring"] != "scan":
+        return
+    if not is_per_layer(capacity):
+        raise ValueError(
+            f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
+            "all layers: routing token after token inside a layer has no order across layers. "
+            "Allowed with scan: a capacity like '30/layer'."
+        )
+    if policy.prefetch.algorithm.is_active:
+        raise ValueError(
+            f"scoring='scan' does not go with prefetch={policy.prefetch.name!r}: prefetches cross "
+            "layers, and scan goes through one layer at a time. Allowed with scan: prefetch=none."
+        )
+    if getattr(policy.routing.algorithm, "depth", 0):
+        raise ValueError(
+            f"scoring='scan' does not go with routing={policy.routing.name!r}, which decides a "
+            "layer's experts in the layer before. Allowed with scan: a routing of one layer."
+        )

@@ -1,0 +1,93 @@
+"""Everything that can be wrong with a run's arguments, found before any weights are loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.harness.arguments import Config, read_config, split_arguments
+from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
+from lm_eval_moecache.records.sizes import parse_capacity
+
+
+def preflight(
+    pretrained: str,
+    arguments: Mapping[str, Any],
+    host_keys: Iterable[str],
+    speculative: bool = False,
+) -> tuple[Config, dict[str, Any]]:
+    """Return our checked setting and the host's arguments.
+
+    Raises ValueError for unknown or useless keys, for values outside what is allowed, for a model
+    without MoE layers that can be taken over, for a capacity too small for one expert, and for
+    parameters out of an algorithm's range.
+    """
+    ours, theirs = split_arguments(arguments, host_keys)
+    config = read_config(ours, speculative)
+    _check_batch_size(config, str(theirs.get("batch_size", 1)))
+    model = skeleton(pretrained, theirs)
+    layers = find_moe_layers(model)
+    _check_precision(config, theirs)
+    geometry = describe(model, layers, pretrained, config.ladder)
+    capacity = parse_capacity(config.capacity, geometry)
+    if config.clock == "wall":
+        check_wall(model, geometry, capacity, theirs)
+    # Built to be thrown away: their constructors check the parameters' ranges.
+    built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
+    asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
+    if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
+        _check_routers_can_be_asked(layers)
+    return config, theirs
+
+
+def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:
+    """Refuse codecs that this device or a library's version cannot do, and other quantisers."""
+    if config.ladder is None:
+        return
+    for key in LOADS_OTHERWISE:
+        if theirs.get(key):
+            raise ValueError(
+                f"{key}={theirs[key]!r} does not go with precision={config.precision!r}, which "
+                "encodes and places the experts itself. Allowed: one of the two."
+            )
+    device = str(theirs.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    codecs_of(config.ladder, device.partition(":")[0])
+
+
+def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
+    """Refuse gate predictions where a router's decision needs more than the hidden states."""
+    for layer in layers:
+        router = type(layer.router)
+        parameters = list(inspect.signature(router.forward).parameters.values())[2:]
+        needed = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+        if needed:
+            raise ValueError(
+                f"prefetch, routing, trace: the router {router.__name__} needs "
+                f"{', '.join(needed)} beside the hidden states, so a later layer's gate cannot be "
+                "asked ahead of time. Allowed for this model: prefetch=none and no trace."
+            )
+
+
+def _check_batch_size(config: Config, batch_size: str) -> None:
+    if batch_size.startswith("auto"):
+        raise ValueError(
+            "batch_size='auto' would make the figures depend on free memory. "
+            "Allowed: a whole number."
+        )
+    if config.draft is not None and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with --model moecache-spec: drafts are verified "
+            "for one request at a time. Allowed: 1."
+        )
+    if config.scoring == "scan" and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with scoring='scan', which reads one text at a "
+            "time. Allowed with scan: 1."
+        )

@@ -1,0 +1,93 @@
+"""Data parallel: one cache per rank, and the requests of all ranks in one report.
+
+`accelerate launch` starts a process per device; the harness divides the documents among them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.trace import NO_REQUEST
+
+
+class Ranked:
+    """To be mixed into HFLM: its rank as accelerate counts it, and figures that travel with scores.
+
+    HFLM divides documents over GPUs of one host; here a process without a GPU, or on another host,
+    is a rank like any other.
+    """
+
+    _gathered: list[tuple[list[RequestRecord], int]] | None = None
+    has_run = False
+    """Whether there have been requests since the figures were last sent."""
+
+    def count_ranks(self) -> None:
+        """Take rank and number of ranks from accelerate where it has launched several."""
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None:
+            self._rank = int(accelerator.process_index)
+            self._world_size = int(accelerator.num_processes)
+
+    @abstractmethod
+    def own_figures(self) -> tuple[list[RequestRecord], int]:
+        """Return this rank's requests and the most bytes its cache held."""
+
+    def all_figures(self) -> list[tuple[list[RequestRecord], int]]:
+        """Return every rank's figures: the first rank has them once the harness has gathered."""
+        return [self.own_figures()] if self._gathered is None else self._gathered
+
+    def gather_object(self, obj: Any, dst: int = 0) -> Any:
+        """As HFLM. All ranks come by here with their scores: the figures go along."""
+        # They are the whole ledger: sent once, and not with every task's scores.
+        figures = self.own_figures() if self.has_run else None
+        self.has_run = False
+        pairs = super().gather_object((obj, figures), dst)  # type: ignore[misc]
+        if pairs is None:
+            return None
+        if any(sent is not None for _, sent in pairs):
+            self._gathered = [sent or ([], 0) for _, sent in pairs]
+        return [scores for scores, _ in pairs]
+
+    def without_padding(self, requests: Sequence[Any]) -> int:
+        """Return how many of the requests count.
+
+        A rank with fewer documents than others is given its last request again, so that all ranks
+        run equally often.
+        """
+        if getattr(self, "_world_size", 1) == 1 or not requests:
+            return len(requests)
+        last, same = requests[-1], 0
+        for request in reversed(requests):
+            if request is not last:
+                break
+            same += 1
+        return len(requests) - same + min(same, last.repeats or 1)
+
+    def filled_up(self, records: list[RequestRecord], count: int) -> list[RequestRecord]:
+        """Return one record for each of `count` inputs.
+
+        A rank with fewer windows of texts than others is given its first one again, which no
+        request waits for.
+        """
+        if getattr(self, "_world_size", 1) == 1:
+            return records
+        missing = range(count - len(records))
+        return [*records, *(RequestRecord(NO_REQUEST, "", "padding") for _ in missing)]
+
+
+def merge(ranks: Sequence[tuple[list[RequestRecord], int]]) -> tuple[list[RequestRecord], int]:
+    """Join the ranks' requests, with passes numbered through, and the largest of their peaks."""
+    if len(ranks) == 1:
+        return ranks[0]
+    merged: list[RequestRecord] = []
+    first = 0
+    for requests, _ in ranks:
+        passes = {p.index: p for request in requests for p in request.passes}
+        for record in passes.values():
+            record.index += first
+        first += max(passes, default=-1) + 1
+        merged += requests
+    return merged, max(peak for _, peak in ranks)

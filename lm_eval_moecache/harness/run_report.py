@@ -1,0 +1,82 @@
+"""The report of one run: its full setting and its figures, `config.moecache` in a results JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.report.no_effect import settings_without_effect
+
+
+def run_report(
+    engine: Engine,
+    config: Config,
+    requests: Sequence[RequestRecord],
+    peak: int,
+    measured: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the setting, and the metrics of these requests, by task and in total.
+
+    `peak` is the most bytes a cache held; `measured` is there under the wall clock.
+    """
+    by_task: dict[str, list[RequestRecord]] = {}
+    for request in requests:
+        by_task.setdefault(request.task, []).append(request)
+    capacity = engine.setting.capacity
+    report: dict[str, Any] = {
+        **_draft(engine, config),
+        "policy": config.policy.as_dict(),
+        "capacity": capacity.text,
+        "capacity_bytes": capacity.total_bytes,
+        "hardware": dataclasses.asdict(config.hardware),
+        "clock": config.clock,
+        "scoring": config.scoring,
+        "cache_reset": config.cache_reset,
+        "seed": config.seed,
+        "model": dataclasses.asdict(engine.geometry),
+        "warnings": settings_without_effect(
+            by_task,
+            config.policy.phases,
+            config.scoring,
+            idle_seed=0 if config.policy.draws else config.seed,
+            idle_cutoff=_prefetches_nothing(engine),
+            idle_levels=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
+        ),
+        "totals": task_metrics(requests, peak),
+        "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
+    }
+    return report if measured is None else {**report, **_of_this_machine(config, measured)}
+
+
+def _prefetches_nothing(engine: Engine) -> bool:
+    stage = engine.draft_stage
+    solution = None if stage is None else stage.solution
+    return solution is not None and solution["asked"] == "auto" and not solution["used"]
+
+
+def _of_this_machine(config: Config, measured: Mapping[str, Any]) -> dict[str, Any]:
+    link = {"link_bytes_per_s": config.throttle_bytes_per_s}
+    return {
+        "hardware": {"name": measured["machine"], **link},
+        "store": config.store,
+        "load": dict(measured["load"]),
+    }
+
+
+def _draft(engine: Engine, config: Config) -> dict[str, Any]:
+    """Return what drafted, and the memory that it takes beside the cache (`moecache-spec`)."""
+    if config.draft is None:
+        return {}
+    found: dict[str, Any] = {"name": config.draft, "tokens": config.draft_tokens, "bytes": 0}
+    draft, stage = engine.setting.draft, engine.draft_stage
+    if draft is not None and stage is not None:
+        found["bytes"] = draft.nbytes
+        found["precision"] = draft.geometry.precision[draft.level]
+        if stage.solution is not None:
+            found["cutoff"] = stage.solution
+    return {"draft": found}

@@ -1,0 +1,121 @@
+"""The harness model `moecache-spec`: an expert cache under speculative decoding with a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from torch import Tensor
+
+from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, Setting
+from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.harness.draft_checks import check_draft
+from lm_eval_moecache.harness.lm import Checked, MoECacheLM
+from lm_eval_moecache.harness.lm import check_arguments as check_plain
+from lm_eval_moecache.model.speculative.candidates import watched_by
+from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft
+from lm_eval_moecache.model.speculative.hooks import DraftHooks
+
+
+class MoECacheSpecLM(MoECacheLM):
+    """`moecache` whose generations are drafted: greedy, one request at a time.
+
+    Takes the keys of `moecache`, `draft` and `draft_tokens`. The answers are those of plain greedy
+    decoding, token for token, as long as the policy is lossless and no two logits tie in the
+    model's precision. Scoring requests run without the draft, as under `moecache`.
+    """
+
+    _draft: DraftModel | None = None
+    _draft_hooks: DraftHooks | None = None
+
+    def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:
+        return check_arguments(pretrained, arguments)
+
+    def _wrap(self, config: Config) -> None:
+        if self._draft_hooks is not None:
+            self._draft_hooks.remove()
+            self._draft_hooks = None
+        self._draft = self._find_draft(config)
+        super()._wrap(config)
+        if self._draft is not None:
+            stage = self.engine.draft_stage
+            assert stage is not None, "a draft model without a draft stage"
+            self._draft_hooks = DraftHooks(self._draft, self._moe_layers, stage)
+
+    def _find_draft(self, config: Config) -> DraftModel | None:
+        """Return the draft to use, as loaded before where it is the same model."""
+        assert config.draft is not None and config.draft_tokens is not None
+        if config.draft == PROMPT_LOOKUP:
+            return None
+        if self._draft is not None and self._draft.name == config.draft:
+            return self._draft.drafting(config.draft_tokens)
+        # Freed first: two drafts may not fit.
+        self._draft = None
+        return make_draft(config.draft, self.model, config.draft_tokens)
+
+    def _setting(self, config: Config) -> Setting:
+        draft = None if self._draft is None else self._draft.cost
+        return super()._setting(config).with_draft(draft)
+
+    def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Generate greedily with the draft, and cut what was accepted after the stop string."""
+        stop: Sequence[str] = kwargs["stop"]
+        with watched_by(self.engine, self.model):
+            output = self._assisted(context, **kwargs)
+        row: list[int] = output[0, context.shape[1] :].tolist()
+        return output[:, : context.shape[1] + self._count_output(row, stop)]
+
+    def _assisted(
+        self, context: Tensor, *, stop: Sequence[str], max_length: int, **kwargs: Any
+    ) -> Tensor:
+        tokens = self.moecache.draft_tokens
+        assert tokens is not None
+        criteria = stop_sequences_criteria(self.tokenizer, list(stop), context.shape[1], 1)
+        for criterion in criteria:
+            # It looks at the last tokens only, and a verify pass adds several.
+            criterion.sequence_id_len += tokens
+        if self._draft is None:
+            kwargs["prompt_lookup_num_tokens"] = tokens
+        else:
+            kwargs["assistant_model"] = self._draft.model
+            drafting = self._draft.model.generation_config
+            # Neither length nor confidence adapt: each draft has the tokens that were asked for.
+            drafting.num_assistant_tokens = tokens
+            drafting.num_assistant_tokens_schedule = "constant"
+            drafting.assistant_confidence_threshold = 0.0
+        # As HFLM does around its own call.
+        lower = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype=lower, enabled=lower is not None):
+            output: Tensor = self.model.generate(
+                input_ids=context,
+                max_length=max_length,
+                stopping_criteria=criteria,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **_greedy(kwargs),
+            )
+        return output
+
+
+def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> Checked:
+    """As `moecache`'s, and check that the draft fits the model, without loading any weights."""
+    config, theirs = check_plain(pretrained, arguments, speculative=True)
+    check_draft(config, str(pretrained), theirs)
+    return config, theirs
+
+
+def _greedy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation arguments of greedy decoding; refuse those of any other."""
+    asked = {"do_sample": kwargs.get("do_sample"), "num_beams": kwargs.get("num_beams", 1)}
+    if asked["do_sample"] or asked["num_beams"] != 1 or kwargs.get("temperature", 0):
+        shown = {**asked, "temperature": kwargs.get("temperature", 0)}
+        raise ValueError(
+            "gen_kwargs: "
+            + ", ".join(f"{key}={value!r}" for key, value in shown.items())
+            + " with --model moecache-spec, which accepts drafts greedily. Allowed: "
+            "do_sample=False, num_beams=1, temperature=0."
+        )
+    rest = {k: v for k, v in kwargs.items() if k not in ("temperature", "do_sample", "top_p")}
+    return {**rest, "do_sample": False}

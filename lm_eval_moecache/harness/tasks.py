@@ -1,0 +1,92 @@
+"""Speed figures of each request as per-sample metrics in lm-eval's own results table.
+
+A group YAML turns them on for a task, or for a whole group of tasks, with one line:
+
+    - task: gsm8k
+      class: !function lm_eval_moecache.harness.tasks.SpeedTask
+
+Names, prompts, filters and scores stay as they are. The figures stand under a filter of their
+own, `speed`: they belong to the request and not to an answer extracted from it, so they are
+listed once however many filters a task has. The price is a second line per document, marked
+`"filter": "speed"`, in the files of `--log_samples`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
+
+FILTER = "speed"
+
+#: Figure of a request -> whether more of it is better (the arrow in lm-eval's table).
+HIGHER_IS_BETTER: Mapping[str, bool] = {
+    "ttft_ms": False,
+    "tpot_ms": False,
+    "e2el_ms": False,
+    "tok_per_s": True,
+    "hit_rate": True,
+    "miss_rate": False,
+    "collision_miss_rate": False,
+}
+
+
+class Figures(dict[str, float]):
+    """The figures of one request, standing where lm-eval expects a filtered response."""
+
+
+def figures_of(instance: Instance) -> Figures:
+    """What the model left on the request; empty under a model that measures nothing."""
+    return Figures(getattr(instance, "moecache", None) or {})
+
+
+def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
+    """Mean per figure over the requests of one document that have it."""
+    values: dict[str, list[float]] = {}
+    for figures in requests:
+        for name, value in figures.items():
+            values.setdefault(name, []).append(value)
+    return {name: mean(values[name]) for name in HIGHER_IS_BETTER if name in values}
+
+
+class SpeedTask(ConfigurableTask):
+    """Any YAML task of lm-eval, with the speed of its requests beside its scores.
+
+    Under a model that sets no `instance.moecache` (`--model hf`) it is the plain task. A document
+    without a figure (TPOT of a one-token answer) is left out of that metric's mean and count.
+    Not for tasks that lm-eval writes as Python classes: `class:` would replace theirs.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        # lm-eval hands over the YAML item whole, and TaskConfig knows no `class`.
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+        self._measured: list[str] = []
+
+    def apply_filters(self) -> list[Instance] | None:
+        """Run the task's own filters, then add the pseudo filter that carries the figures."""
+        unfiltered: list[Instance] | None = super().apply_filters()
+        figures = [figures_of(instance) for instance in self.instances]
+        self._measured = [n for n in HIGHER_IS_BETTER if any(n in each for each in figures)]
+        if self._measured:
+            for instance, each in zip(self.instances, figures, strict=True):
+                instance.filtered_resps[FILTER] = each
+        return unfiltered
+
+    def process_results(self, doc: Any, results: list[Any]) -> dict[str, Any]:
+        """Score one document under one filter; lm-eval calls this once per filter."""
+        if results and isinstance(results[0], Figures):
+            return mean_figures(results)
+        scores: dict[str, Any] = super().process_results(doc, results)
+        return scores
+
+    def aggregation(self) -> dict[str, Any]:
+        """`mean` throughout: the only aggregation for which lm-eval has an exact standard error."""
+        return {**super().aggregation(), **dict.fromkeys(self._measured, mean)}
+
+    def higher_is_better(self) -> dict[str, Any]:
+        """The arrows, of the figures that were measured only."""
+        return {
+            **super().higher_is_better(),
+            **{name: HIGHER_IS_BETTER[name] for name in self._measured},
+        }

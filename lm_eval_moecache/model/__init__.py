@@ -1,0 +1,1 @@
+"""Everything that touches transformers: MoE layers, routers, weight stores, experts."""

@@ -1,0 +1,30 @@
+"""Which files a `pretrained=` stands for, and the model they describe without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from lm_eval_moecache.records.paths import TINY
+from lm_eval_moecache.tiny import MODEL_DIR
+
+
+def model_path(pretrained: str) -> str:
+    return str(MODEL_DIR) if pretrained == TINY else pretrained
+
+
+def skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
+    """Build the model without weights."""
+    config = transformers.AutoConfig.from_pretrained(
+        model_path(pretrained),
+        revision=str(theirs.get("revision", "main")),
+        trust_remote_code=bool(theirs.get("trust_remote_code", False)),
+    )
+    dtype = getattr(torch, str(theirs.get("dtype", "auto")).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,0 +1,173 @@
+"""Finds the MoE layers of a transformers model and measures what the core has to know."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.precision.stored import expert_bytes
+from lm_eval_moecache.records.geometry import Geometry
+
+_ROUTER_NAMES = ("gate", "router")
+_INDEX = re.compile(r"(.*?\.)(\d+)\.")
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class MoELayer:
+    """One MoE layer: its place in the model, its router and its experts."""
+
+    path: str
+    router: nn.Module
+    experts: nn.Module
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.experts.num_experts)  # type: ignore[arg-type]
+
+
+def find_moe_layers(model: nn.Module) -> list[MoELayer]:
+    """Return the MoE layers in order of execution, or raise ValueError saying what is missing."""
+    modules = dict(model.named_modules())
+    layers = []
+    for path, module in modules.items():
+        # Attributes that transformers' `use_experts_implementation` gives every experts module.
+        if not (hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")):
+            continue
+        parent = path.rpartition(".")[0]
+        routers = [modules[f"{parent}.{n}"] for n in _ROUTER_NAMES if f"{parent}.{n}" in modules]
+        if not routers:
+            raise ValueError(
+                f"pretrained: {type(model).__name__} has no {' or '.join(_ROUTER_NAMES)} module "
+                f"beside its experts at {path!r}; its routing cannot be observed."
+            )
+        layers.append(MoELayer(path, routers[0], module))
+    if not layers:
+        raise _no_layers(model, modules)
+    return layers
+
+
+def _no_layers(model: nn.Module, modules: dict[str, nn.Module]) -> ValueError:
+    name = type(model).__name__
+    if any("expert" in path.rpartition(".")[2].lower() for path in modules):
+        return ValueError(
+            f"pretrained: {name} is a Mixture-of-Experts model, but its experts do not use the "
+            "experts interface of transformers (`use_experts_implementation`), through which their "
+            "execution is taken over. Allowed: models whose modeling file has that decorator."
+        )
+    return ValueError(
+        f"pretrained: {name} is a dense model: it has no experts to cache. "
+        "Allowed: Mixture-of-Experts models; use `--model hf` for dense ones."
+    )
+
+
+def describe(
+    model: Any, layers: Sequence[MoELayer], name: str, ladder: Sequence[str] | None = None
+) -> Geometry:
+    """Measure a model (it may be on the meta device) whose experts are stored at these levels.
+
+    Without a ladder they are stored as they are. Raises ValueError where layers differ in their
+    number of experts, which keys cannot express, and where a ladder's levels do not get smaller.
+    """
+    counts = {layer.num_experts for layer in layers}
+    if len(counts) > 1:
+        raise ValueError(f"pretrained: layers with different numbers of experts: {sorted(counts)}.")
+    experts = [sum(_nbytes(p) for p in layer.experts.parameters()) for layer in layers]
+    dtype = next(layers[0].experts.parameters()).dtype
+    sizes = tuple(size // layers[0].num_experts for size in experts)
+    levels: tuple[tuple[int, ...], ...] = tuple((size,) for size in sizes)
+    if ladder is not None:
+        codecs = codecs_of(tuple(ladder))
+        levels = tuple(expert_bytes(layer.experts, codecs) for layer in layers)
+        _check_descent(ladder, levels[0])
+    return Geometry(
+        model=name,
+        num_layers=len(layers),
+        num_experts=layers[0].num_experts,
+        top_k=_top_k(model, layers[0]),
+        expert_bytes=levels,
+        dense_bytes=dense_bytes(model, layers),
+        precision=(dtype_name(dtype),) if ladder is None else tuple(ladder),
+        element_bytes=float(dtype.itemsize),
+        compute_bytes=() if ladder is None else sizes,
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the precision that stores this dtype as it is."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _check_descent(ladder: Sequence[str], sizes: Sequence[int]) -> None:
+    for (upper, size), (lower, less) in pairwise(zip(ladder, sizes, strict=True)):
+        if less >= size:
+            raise ValueError(
+                f"precision={':'.join(ladder)!r} is not best first: an expert takes {size} bytes "
+                f"as {upper} and {less} as {lower}. Allowed: levels that get smaller."
+            )
+
+
+def router_digest(layers: Sequence[MoELayer]) -> str:
+    """Identify a model by what its routers hold, rounded to bf16: the same at any dtype it has.
+
+    The model must not be on the meta device.
+    """
+    digest = hashlib.sha256()
+    for index, layer in enumerate(layers):
+        for name, tensor in sorted(layer.router.state_dict().items()):
+            rounded = tensor.detach().to(torch.bfloat16).contiguous().cpu()
+            digest.update(f"{index} {name} {tuple(tensor.shape)} ".encode())
+            digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _nbytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _top_k(model: Any, layer: MoELayer) -> int:
+    top_k = getattr(layer.router, "top_k", None)
+    if top_k is None:
+        config = getattr(model.config, "text_config", model.config)
+        top_k = config.num_experts_per_tok
+    return int(top_k)
+
+
+def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
+    """Bytes of the other weights, each counted to the MoE layer a pass reads them for.
+
+    A decoder layer without experts counts to the next one with; what follows the last (norm,
+    output head) to the last. Of the input embedding a pass reads single rows: it is left out.
+    """
+    sizes = [0] * len(layers)
+    places = [place_of(layer.path) for layer in layers]
+    expert_ids = {id(p) for layer in layers for p in layer.experts.parameters()}
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is embedding:
+        sizes[-1] += _nbytes(embedding)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in expert_ids or parameter is embedding:
+            continue
+        stack, index = place_of(name)
+        target = len(layers) - 1
+        for i, (moe_stack, moe_index) in enumerate(places):
+            if stack == moe_stack and index <= moe_index:
+                target = i
+                break
+        sizes[target] += _nbytes(parameter)
+    return tuple(sizes)
+
+
+def place_of(path: str) -> tuple[str, int]:
+    """Split `model.layers.3.mlp.experts` into (`model.layers.`, 3); -1 where there is no index."""
+    match = _INDEX.match(path + ".")
+    return (match[1], int(match[2])) if match else ("", -1)

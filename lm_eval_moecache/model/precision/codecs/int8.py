@@ -1,0 +1,39 @@
+"""int8: bitsandbytes' LLM.int8() weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lm_eval_moecache.model.precision.base import Codec, Layout
+
+
+class Int8(Codec):
+    """One int8 per weight and one float32 per row, its largest magnitude.
+
+    The weights of LLM.int8() (Dettmers et al. 2022), as in SpecMD section 5.1. Its other half,
+    int8 activations with outliers held back, belongs to its matrix product: here the decoded
+    weights are multiplied at the compute dtype. Quantised from float16, as the library asks.
+    """
+
+    source: ClassVar[str] = "bitsandbytes int8_vectorwise_quant"
+    library: ClassVar[str | None] = "bitsandbytes"
+    minimum: ClassVar[str] = "0.46.1"
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        return ((tuple(shape), torch.int8), ((shape[0],), torch.float32))
+
+    def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        weights, absmax, _ = int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
+        return weights, absmax
+
+    def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        decoded: Tensor = int8_vectorwise_dequant(tensors[0], tensors[1])
+        return decoded.to(dtype)

@@ -1,0 +1,79 @@
+"""Loads a model whose experts are encoded as they come: one layer at full precision at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.mapped import page_out_checkpoints
+from lm_eval_moecache.model.precision.stored import (
+    Encoded,
+    encode,
+    expert_matrices,
+    is_matrices,
+    shape_without_memory,
+)
+
+_HELD = "moecache_encoded"
+# transformers reads ahead in threads, as fast as the disk is, unless this is set.
+_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@contextmanager
+def encoding(skeleton: Sequence[MoELayer], codecs: Sequence[Codec]) -> Iterator[None]:
+    """Encode expert matrices while `from_pretrained` sets them, each in its turn.
+
+    Within the block, setting a matrix on a module of the skeleton's experts classes leaves a shape
+    without memory there. `take` collects what was encoded.
+    """
+    classes = {type(layer.experts) for layer in skeleton}
+    before = os.environ.get(_IN_ORDER)
+    os.environ[_IN_ORDER] = "1"
+    for each in classes:
+        each.__setattr__ = _setter(each.__setattr__, codecs)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for each in classes:
+            del each.__setattr__
+        os.environ.pop(_IN_ORDER)
+        if before is not None:
+            os.environ[_IN_ORDER] = before
+
+
+def _setter(usual: Any, codecs: Sequence[Codec]) -> Callable[[Any, str, Any], None]:
+    def set_attribute(module: Any, name: str, value: Any) -> None:
+        if (
+            isinstance(value, nn.Parameter)
+            and name in module._parameters
+            and not value.is_meta
+            and is_matrices(module, value)
+        ):
+            module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs)
+            page_out_checkpoints()
+            shape = shape_without_memory(value)
+            # Else transformers would fill what it takes for a parameter that nobody loaded.
+            shape._is_hf_initialized = True  # type: ignore[attr-defined]
+            value = shape
+        usual(module, name, value)
+
+    return set_attribute
+
+
+def take(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> list[dict[str, Encoded]]:
+    """Return each layer's encoded matrices, and encode those that were set in another way."""
+    found = []
+    for layer in layers:
+        held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
+        for name, stacked in expert_matrices(layer.experts).items():
+            if name not in held:
+                held[name] = encode(layer.experts, stacked, codecs)
+                setattr(layer.experts, name, shape_without_memory(stacked))
+        found.append(held)
+    return found

@@ -1,0 +1,175 @@
+"""The draft model: loaded or made from the target, and measured for the clock."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from lm_eval_moecache.engine.draft_stage import Draft
+from lm_eval_moecache.engine.setting import SELF
+from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.moe_layers import (
+    MoELayer,
+    dense_bytes,
+    describe,
+    find_moe_layers,
+    place_of,
+)
+from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.registry import codec
+from lm_eval_moecache.records.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One feed-forward block of the draft: its decoder layer, and its router where it has one."""
+
+    decoder_layer: int
+    feed_forward: nn.Module
+    router: nn.Module | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model with its blocks in order of execution; `cost.geometry` counts the same."""
+
+    name: str
+    model: Any
+    blocks: tuple[Block, ...]
+    cost: Draft
+
+    def drafting(self, tokens: int) -> DraftModel:
+        """Return the same model for drafts of another length."""
+        return replace(self, cost=replace(self.cost, tokens=tokens))
+
+
+def make_draft(name: str, target: Any, tokens: int = 1) -> DraftModel:
+    """Load a draft by name or make it from the target; its fit has been checked."""
+    make = own_draft if name.startswith(SELF) else load_draft
+    return make(name, target, tokens)
+
+
+def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
+    """Load a draft model next to the target, at the target's dtype."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)
+    model.to(target.device).eval()
+    blocks, geometry = measure(model, name)
+    return DraftModel(name, model, blocks, _cost(geometry, tokens, _nbytes(model)))
+
+
+def own_draft(name: str, target: Any, tokens: int) -> DraftModel:
+    """Make a draft of the target's own weights, with its experts at low precision.
+
+    `name` is `self:` and a precision. Everything but the experts is the target's own tensors, so
+    only the experts take memory. Computed on their decoded values, timed at their stored size.
+    """
+    level = name.removeprefix(SELF)
+    stored_as = codec(level)
+    stored_as.check(target.device.type)
+    experts = [layer.experts for layer in find_moe_layers(target)]
+    copied = {id(p) for module in experts for p in module.parameters()}
+    tensors = [*target.parameters(), *target.buffers()]
+    model = copy.deepcopy(target, {id(t): t for t in tensors if id(t) not in copied})
+    stored_bytes = []
+    for layer in find_moe_layers(model):
+        stored_bytes.append(_round(layer.experts, stored_as) // layer.num_experts)
+    blocks, geometry = measure(model, name)
+    levels = zip(geometry.expert_bytes, stored_bytes, strict=True)
+    geometry = replace(
+        geometry,
+        expert_bytes=tuple((full, stored) for (full,), stored in levels),
+        precision=(*geometry.precision, level),
+    )
+    cost = _cost(geometry, tokens, sum(stored_bytes) * geometry.num_experts, level=1)
+    return DraftModel(name, model, blocks, cost)
+
+
+def _round(experts: nn.Module, stored_as: Codec) -> int:
+    """Replace the matrices of an experts module by what the codec keeps of them.
+
+    Returns the bytes of all of them as stored; biases stay as they are.
+    """
+    nbytes = 0
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            if parameter.dim() < 3:
+                nbytes += parameter.numel() * parameter.element_size()
+                continue
+            for matrix in parameter:
+                lies = matrix.t() if experts.is_transposed else matrix
+                kept = stored_as.encode(lies)
+                lies.copy_(stored_as.decode(kept, lies.shape, matrix.dtype))
+                nbytes += stored_as.nbytes(lies.shape)
+    return nbytes
+
+
+def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:
+    """Return a draft's blocks and sizes (it may be on the meta device).
+
+    In a dense draft each feed-forward block counts as one expert that every token needs. Raises
+    ValueError where the blocks cannot be told.
+    """
+    if _is_sparse(model):
+        layers = find_moe_layers(model)
+        geometry = describe(model, layers, name)
+        modules = dict(model.named_modules())
+        blocks = [
+            Block(place_of(layer.path)[1], modules[layer.path.rpartition(".")[0]], layer.router)
+            for layer in layers
+        ]
+    else:
+        layers = _dense_blocks(model, name)
+        blocks = [Block(place_of(layer.path)[1], layer.experts, None) for layer in layers]
+        geometry = Geometry(
+            model=name,
+            num_layers=len(layers),
+            num_experts=1,
+            top_k=1,
+            expert_bytes=tuple((_nbytes(layer.experts),) for layer in layers),
+            dense_bytes=dense_bytes(model, layers),
+            element_bytes=float(next(model.parameters()).dtype.itemsize),
+        )
+    return tuple(blocks), geometry
+
+
+def _is_sparse(model: nn.Module) -> bool:
+    return any("expert" in path.rpartition(".")[2].lower() for path, _ in model.named_modules())
+
+
+def _dense_blocks(model: Any, name: str) -> list[MoELayer]:
+    """Find the feed-forward block of each decoder layer: the child `mlp` of transformers' names."""
+    found = [
+        MoELayer(path, module, module)
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] == "mlp" and place_of(path)[1] >= 0
+    ]
+    if len(found) != model.config.get_text_config().num_hidden_layers:
+        raise ValueError(
+            f"draft={name!r}: {type(model).__name__} has no module `mlp` in each of its layers, so "
+            "its drafting cannot be timed. Allowed: models with that name for it, or prompt_lookup."
+        )
+    return found
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _cost(geometry: Geometry, tokens: int, nbytes: int, level: int = 0) -> Draft:
+    return Draft(geometry=geometry, level=level, nbytes=nbytes, tokens=tokens)
+
+
+def matching_layers(blocks: Sequence[Block], targets: Sequence[MoELayer]) -> dict[int, int]:
+    """Return block index -> MoE layer of the target, by their place among the decoder layers."""
+    by_place = {place_of(layer.path)[1]: index for index, layer in enumerate(targets)}
+    return {
+        index: by_place[block.decoder_layer]
+        for index, block in enumerate(blocks)
+        if block.decoder_layer in by_place
+    }

@@ -1,0 +1,81 @@
+"""The store: where expert weights lie, and the kernel that runs them from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+class LayerStore(Protocol):
+    """What an experts module finds its weights through."""
+
+    @property
+    def run(self) -> Kernel:
+        """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
+
+
+class Store(Protocol):
+    """Where a model's experts are executed from."""
+
+    levels: list[Mapping[int, int] | None] | None
+    """Where there are several precisions, layer -> the levels of the keys of its next event."""
+
+    def begin_pass(self, *, decoding: bool) -> None:
+        """Choose the kernel of a pass; transformers changes kernels for decode steps."""
+
+    def at(self, layer: int) -> LayerStore:
+        """Return the store of one layer's experts."""
+
+
+class InPlaceStore:
+    """Runs experts from the model's own tensors, with the kernel transformers would have used.
+
+    Under the virtual clock a transfer takes time but moves nothing: the experts fit where they
+    are, so residency is bookkeeping, and the arithmetic is bit for bit the unwrapped model's.
+    """
+
+    levels: list[Mapping[int, int] | None] | None = None
+
+    def __init__(self, implementation: str | None, device_type: str) -> None:
+        self._implementation = implementation or "eager"
+        self._device_type = device_type
+        self.run: Kernel = self._kernel(decoding=False)
+        """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
+
+    def begin_pass(self, *, decoding: bool) -> None:
+        """Choose the kernel of a pass; transformers changes kernels for decode steps."""
+        self.run = self._kernel(decoding)
+
+    def at(self, layer: int) -> LayerStore:
+        return self
+
+    def _kernel(self, decoding: bool) -> Kernel:
+        name = self._implementation
+        if name == "eager":
+            return _own_loop
+        if decoding and name == "grouped_mm" and self._device_type != "cpu":
+            # `GenerationMixin._optimize_model_for_decode` does so for the unwrapped model.
+            name = "batched_mm"
+        kernel: Kernel = ALL_EXPERTS_FUNCTIONS[name]
+        return kernel
+
+
+def _own_loop(
+    experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Run the class' own loop, which the decorator of the experts interface keeps."""
+    own: Any = getattr(experts, "own_class", type(experts)).forward
+    result: Tensor = own.__wrapped__(experts, hidden_TD, index_TK, weights_TK)
+    return result
+
+
+def implementation_of(model: Any) -> str | None:
+    """Return the experts implementation the model's MoE layers use now."""
+    config = getattr(model.config, "text_config", model.config)
+    name: str | None = config._experts_implementation
+    return name

@@ -1,0 +1,70 @@
+"""Puts a loaded model's parts behind the wall clock, and refuses what cannot go there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.wall.slots import slots_of
+from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.model.wall.store import KERNELS, SlotStore
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import Capacity
+
+# Ways of loading or of placing that would not leave the experts where the store finds them.
+LOADS_OTHERWISE = (
+    "autogptq delta device_map gguf_file gptqmodel load_in_4bit load_in_8bit parallelize peft "
+    "quantization_config tp_plan"
+).split()
+
+
+def check_wall(
+    model: Any, geometry: Geometry, capacity: Capacity, theirs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for what the wall clock cannot do with this model and these arguments."""
+    for key in LOADS_OTHERWISE:
+        if theirs.get(key):
+            raise ValueError(
+                f"{key}={theirs[key]!r} does not go with clock='wall', which loads and places the "
+                "experts itself. Allowed: one device per process (`accelerate launch` for more), "
+                "or clock=virtual."
+            )
+    kernel = theirs.get("experts_implementation") or implementation_of(model)
+    if kernel not in KERNELS:
+        raise ValueError(
+            f"experts_implementation={kernel!r} cannot run from cache slots. Allowed with "
+            f"clock='wall': {', '.join(KERNELS)}."
+        )
+    partitions = capacity.partitions(geometry.num_layers)
+    for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
+        slots_of(size, geometry, layers)
+    _check_room(model, geometry, capacity, str(theirs.get("device") or "cuda"))
+
+
+def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str) -> None:
+    """Refuse a capacity that a GPU has no memory for, whatever else may be freed there."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    near, memory = capacity.total_bytes, torch.cuda.mem_get_info(device)[1]
+    dense = whole - geometry.total_expert_bytes
+    if near + dense > memory:
+        raise ValueError(
+            f"capacity: {near} bytes of experts and {dense} bytes of the model's other weights do "
+            f"not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
+            f"{max(memory - dense, 0)} bytes."
+        )
+
+
+def assemble(model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader) -> SlotStore:
+    """Build slots, engine and store for a model whose experts a loader has taken."""
+    device = model.device
+    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, device)
+    engine = Engine(geometry, setting, mover=pools)
+    return SlotStore(pools, engine, str(implementation_of(model)), device.type)

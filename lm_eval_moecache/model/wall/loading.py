@@ -1,0 +1,166 @@
+"""Loads a model with its experts in a tier: the rest goes to the device, nothing is held twice."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_submodules
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
+from lm_eval_moecache.model.wall.pools import expert_parameters
+from lm_eval_moecache.model.wall.tiers import DiskTier, RamTier, Stored, Tier, find_stored
+
+
+class ExpertLoader:
+    """Takes the experts out of a model while transformers loads it, converted as it converts them.
+
+    `ram`: the model is read into host memory and the rest moves on to the device. `disk`: the
+    device gets the rest; experts are read from the checkpoint where they lie there as they are
+    executed, and else written once to files under `folder`, layer after layer. These have no name
+    when loading ends: no later run can find them, whether this one ends well or not.
+    """
+
+    def __init__(self, store: str, folder: str | None, skeleton: nn.Module) -> None:
+        self._store = store
+        self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
+        self._skeleton = skeleton
+        self._scratch: str | None = None
+        self.tier: Tier
+        self.parameters: list[dict[str, Tensor]]
+        """Layer -> parameter name -> a tensor of its shape and type."""
+        self.figures: dict[str, Any] = {}
+        """Time and peak memory of loading."""
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """Return what `from_pretrained` has to be told about places."""
+        if self._store == "ram":
+            return {"device_map": {"": "cpu"}, "max_memory": None}
+        paths = {layer.path for layer in find_moe_layers(self._skeleton)}
+        return {
+            "device_map": device_map(self._skeleton, paths, str(device)),
+            "max_memory": None,
+            "offload_folder": self._scratch,
+        }
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Watch over a load: errors name the store, and the scratch folder goes in the end."""
+        start_s = time.perf_counter()
+        try:
+            if self._store == "disk":
+                self._scratch = self._make_scratch()
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise ValueError(
+                f"store={self._store!r}: the model cannot be loaded: {error}"
+                + (f" (files are written to {self._folder})" if self._scratch else "")
+            ) from error
+        finally:
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.figures = {"seconds": time.perf_counter() - start_s, "peak_host_bytes": peak}
+        if torch.cuda.is_available():
+            self.figures["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+
+    def take_experts(self, model: nn.Module, device: torch.device) -> None:
+        """Move a loaded model's experts into the tier; shapes without memory stay behind."""
+        layers = find_moe_layers(model)
+        if self._store == "disk":
+            stored = self._stored(layers)
+            self.tier = DiskTier(stored)
+            remove_hook_from_submodules(model)
+            for name in ("hf_device_map", "forward"):
+                vars(model).pop(name, None)
+            _leave_shapes(layers, device)
+        else:
+            host = [expert_parameters(layer.experts) for layer in layers]
+            self.tier = tier = RamTier(host)
+            if device.type == "cuda":
+                _leave_shapes(layers, device)
+                model.to(device)
+                tier.pin()
+        self.parameters = [expert_parameters(layer.experts) for layer in layers]
+
+    def _make_scratch(self) -> str:
+        needed = sum(
+            tensor.numel() * tensor.element_size()
+            for layer in find_moe_layers(self._skeleton)
+            for tensor in expert_parameters(layer.experts).values()
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise OSError(f"{self._folder} has {free} bytes free, the experts take {needed}.")
+        return tempfile.mkdtemp(prefix="experts-", dir=self._folder)
+
+    def _stored(self, layers: Sequence[MoELayer]) -> list[dict[str, Stored]]:
+        """Find where transformers left each layer's experts, and bring them to the model's type."""
+        found: list[dict[str, Stored]] = []
+        for layer in layers:
+            weights: Any = layer.experts._hf_hook.weights_map  # type: ignore[union-attr]
+            row = {}
+            for name, shape in expert_parameters(layer.experts).items():
+                entry = weights.dataset.index[f"{weights.prefix}{name}"]
+                stored = find_stored(entry["safetensors_file"], entry["weight_name"])
+                if stored.dtype != shape.dtype:
+                    stored = self._convert(stored, entry["weight_name"], shape.dtype)
+                if stored.shape != tuple(shape.shape):
+                    raise ValueError(
+                        f"store='disk': {stored.file} has {name} of MoE layer {len(found)} as "
+                        f"{stored.shape}, the model needs {tuple(shape.shape)}."
+                    )
+                row[name] = stored
+            found.append(row)
+        return found
+
+    def _convert(self, stored: Stored, name: str, dtype: torch.dtype) -> Stored:
+        assert self._scratch is not None
+        with safe_open(stored.file, framework="pt") as file:
+            tensor = file.get_tensor(name).to(dtype)
+        path = os.path.join(self._scratch, f"{name}.{dtype}.safetensors")
+        save_file({name: tensor.contiguous()}, path)
+        return find_stored(path, name)
+
+
+def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, str]:
+    """Return a place for every part of a model: `disk` for these modules, the device for others.
+
+    Accelerate puts all that lies under a name in one place: parts that hold experts are divided.
+    """
+    places: dict[str, str] = {}
+
+    def walk(prefix: str, module: nn.Module) -> None:
+        inside = f"{prefix}." if prefix else ""
+        if prefix in experts:
+            places[prefix] = "disk"
+        elif not any(path.startswith(inside) for path in experts):
+            places[prefix] = device
+        else:
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            places.update({inside + name: device for name, _ in own})
+            for name, child in module.named_children():
+                walk(inside + name, child)
+
+    walk("", model)
+    return places
+
+
+def _leave_shapes(layers: Sequence[MoELayer], device: torch.device) -> None:
+    """Replace experts by parameters of their shape that take one number's memory."""
+    for layer in layers:
+        for name, tensor in expert_parameters(layer.experts).items():
+            shape = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+            setattr(layer.experts, name, nn.Parameter(shape, requires_grad=False))

@@ -1,0 +1,130 @@
+"""The slots that near experts lie in, and the copies that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lm_eval_moecache.engine.wall.slots import slots_of
+from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.model.wall.tiers import Row, Tier
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import Capacity
+
+
+def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of an experts module that have one entry for each expert."""
+    return {
+        name: parameter.data
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.dim() > 1 and parameter.shape[0] == experts.num_experts
+    }
+
+
+class SlotPools:
+    """One tensor [slots, ...] per parameter of each cache: the mover of the wall clock.
+
+    A layer's experts are found at `of_layer(layer)[name][slot]`. What is in no slot is zero, so
+    that arithmetic on an empty one is finite.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Mapping[str, Tensor]],
+        geometry: Geometry,
+        capacity: Capacity,
+        tier: Tier,
+        device: torch.device,
+    ) -> None:
+        self._num_experts = geometry.num_experts
+        self._tier = tier
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._pools: list[dict[str, Tensor]] = []
+        self._layers: list[tuple[dict[str, Tensor], bool, int]] = []
+        partitions = capacity.partitions(geometry.num_layers)
+        for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
+            slots = slots_of(size, geometry, layers)
+            pool = {
+                name: torch.zeros((slots, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+                for name, tensor in shapes[layers[0]].items()
+            }
+            holds_all = slots == len(layers) * geometry.num_experts
+            self._pools.append(pool)
+            self._layers += [(pool, holds_all, layer - layers[0]) for layer in layers]
+        # Copies to a device overlap with the bookkeeping of the one before.
+        self.depth = 2 if self._on_cuda else 1
+        self._staging: list[dict[tuple[str, torch.Size], Tensor]] = [{} for _ in range(self.depth)]
+        self._turn = 0
+        if self._on_cuda:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pool in self._pools for t in pool.values())
+
+    def of_layer(self, layer: int) -> dict[str, Tensor]:
+        """Return the slots that a layer's experts may lie in, [slots, ...] for each parameter."""
+        return self._layers[layer][0]
+
+    def whole_layer(self, layer: int) -> dict[str, Tensor] | None:
+        """Return a layer's experts in one piece [experts, ...] where the cache holds all."""
+        pool, holds_all, place = self._layers[layer]
+        if not holds_all:
+            return None
+        first = place * self._num_experts
+        return {name: t[first : first + self._num_experts] for name, t in pool.items()}
+
+    # --- the mover: see core.worker ---------------------------------------------------------
+
+    def fence(self) -> object:
+        """Mark what has been launched so far: kernels that may still read the slot given away."""
+        if not self._on_cuda:
+            return None
+        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        launched.record(torch.cuda.current_stream(self._device))
+        return launched
+
+    def begin(self, transfer: Transfer) -> object:
+        layer, expert = divmod(transfer.key, self._num_experts)
+        target = {name: t[transfer.slot] for name, t in self.of_layer(layer).items()}
+        if not self._on_cuda:
+            self._tier.fill(layer, expert, target)
+            return None
+        return self._copy_to_device(layer, expert, target, transfer.after)
+
+    def finish(self, token: object) -> None:
+        if isinstance(token, torch.cuda.Event):
+            token.synchronize()
+
+    def synchronize(self) -> None:
+        if self._on_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _copy_to_device(self, layer: int, expert: int, target: Row, after: object) -> object:
+        source = self._tier.source(layer, expert)
+        if source is None:
+            source = self._stage(layer, expert, target)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if isinstance(after, torch.cuda.Event):
+                self._stream.wait_event(after)
+            for name, tensor in target.items():
+                tensor.copy_(source[name], non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return done
+
+    def _stage(self, layer: int, expert: int, target: Row) -> Row:
+        """Read an expert into pinned memory; a buffer comes round once its copy was finished."""
+        self._turn = (self._turn + 1) % self.depth
+        held = self._staging[self._turn]
+        buffer: dict[str, Tensor] = {}
+        for name, t in target.items():
+            # Layers need not have experts of one size.
+            if (name, t.shape) not in held:
+                held[name, t.shape] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            buffer[name] = held[name, t.shape]
+        self._tier.fill(layer, expert, buffer)
+        return buffer

@@ -1,0 +1,67 @@
+"""The store of the wall clock: executes each layer from the slots its experts have come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.model.wall.kernels import MAX_GROUPS, OnSlots, Work, WorkInGroups, WorkOnPool
+from lm_eval_moecache.model.wall.pools import SlotPools
+
+KERNELS = ("grouped_mm", "batched_mm")
+
+
+class SlotStore:
+    """Runs experts from slots, as transformers' own kernel would have from the whole layer."""
+
+    levels: list[Mapping[int, int] | None] | None = None
+
+    def __init__(self, pools: SlotPools, engine: Engine, kernel: str, device_type: str) -> None:
+        self.pools = pools
+        self.engine = engine
+        self.kernel = self._kernel = kernel
+        self._on_cpu = device_type == "cpu"
+
+    def begin_pass(self, *, decoding: bool) -> None:
+        """Choose the kernel of a pass; transformers changes kernels for decode steps on devices."""
+        swap = decoding and self._kernel == "grouped_mm" and not self._on_cpu
+        self.kernel = "batched_mm" if swap else self._kernel
+
+    def at(self, layer: int) -> LayerSlots:
+        """Return the store of one layer's experts module."""
+        return LayerSlots(self, layer, self._on_cpu)
+
+
+class LayerSlots:
+    """One layer's part of the store."""
+
+    def __init__(self, store: SlotStore, layer: int, on_cpu: bool) -> None:
+        self._store = store
+        self._in_one_piece = store.pools.whole_layer(layer)
+        self._whole: OnSlots | None = None
+        self.slots = store.pools.of_layer(layer)
+        self.num_experts = store.engine.geometry.num_experts
+        self.first_key = store.engine.geometry.key(layer, 0)
+        self.slot_of = store.engine.slots[layer]
+        num_slots = len(next(iter(self.slots.values())))
+        self._loops = on_cpu or num_slots > MAX_GROUPS
+
+    def whole(self, module: nn.Module) -> OnSlots | None:
+        if self._whole is None and self._in_one_piece is not None:
+            self._whole = OnSlots(module, self._in_one_piece)
+        return self._whole
+
+    def run(self, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """Finish the layer's event: execute its experts as they come.
+
+        Assignments to experts that the event does not need (padding, dropped ones) add nothing.
+        """
+        store = self._store
+        loops = self._loops and store.kernel == "grouped_mm"
+        work: Work = (WorkInGroups if loops else WorkOnPool)(
+            self, store.kernel, module, hidden_TD, index_TK, w_TK
+        )
+        store.engine.finish(work.execute)
+        return work.result()

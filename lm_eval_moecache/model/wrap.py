@@ -1,0 +1,291 @@
+"""Puts a transformers model behind the engine: hooks on its routers, and nothing left after.
+
+Shapes: T tokens, E experts, K experts per token, D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.model.adapters import WeightingRule, find_rules, in_numpy
+from lm_eval_moecache.model.experts import (
+    IMPLEMENTATION,
+    STORE_ATTRIBUTE,
+    register_experts_function,
+)
+from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.model.predictor.network import network_of
+from lm_eval_moecache.model.store import InPlaceStore, Store, implementation_of
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.artifact import check_router_digest
+from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event, unique_in_order
+from lm_eval_moecache.records.predictor import target_of
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.trace.recorder import Recorder
+
+
+class WrappedModel:
+    """A model whose every forward call is a pass of the engine, until `unwrap`.
+
+    Changes: forward hooks on the model and its routers, the experts implementation, and one
+    attribute on each experts module. `unwrap` takes all of it back.
+    """
+
+    def __init__(
+        self, model: Any, layers: list[MoELayer], engine: Engine, store: Store | None = None
+    ) -> None:
+        self.model = model
+        self.engine = engine
+        self.valid_rows: list[int] | None = None
+        """For the next pass, how many tokens of each right-padded row are real; None for all."""
+        self.pad_token_id: int | None = None
+        self.scan_scoring = False
+        """Whether the next passes route their tokens one after another (`scoring=scan`)."""
+        self.recorder: Recorder | None = None
+        """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
+        self._scanning = False
+        self._layers = layers
+        self._check_artifacts()
+        self._rules: list[WeightingRule | None] = self._find_rules()
+        self._valid: npt_bool | None = None
+        self._num_tokens = 0
+        self._depth = engine.depth
+        self._predictor = network_of(engine.algorithms.prefetch, layers[0].router)
+        self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
+        self._wants_weights = engine.wants_weights
+        self._wants_logits = engine.wants_logits
+        self._is_sorted = [_sorts_its_choice(type(r.router)) for r in layers]  # type: ignore[arg-type]
+        self._before = model.get_experts_implementation()
+        if store is None:
+            store = InPlaceStore(implementation_of(model), model.device.type)
+        self._store = store
+        register_experts_function()
+        model.set_experts_implementation(IMPLEMENTATION)
+        for index, layer in enumerate(layers):
+            setattr(layer.experts, STORE_ATTRIBUTE, store.at(index))
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
+            model.register_forward_hook(self._end_pass),
+            *(
+                layer.router.register_forward_hook(self._router_hook(index))
+                for index, layer in enumerate(layers)
+            ),
+        ]
+
+    def unwrap(self) -> None:
+        """Restore the model to what it was. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for layer in self._layers:
+            if hasattr(layer.experts, STORE_ATTRIBUTE):
+                delattr(layer.experts, STORE_ATTRIBUTE)
+        self.model.set_experts_implementation(self._before)
+        self.engine.close()
+
+    def _check_artifacts(self) -> None:
+        """Refuse what an algorithm learned from another model's routers."""
+        chosen = self.engine.algorithms
+        carried = [a.artifact for a in (chosen.routing, chosen.prefetch, chosen.miss)]
+        digest = router_digest(self._layers) if any(carried) else ""
+        for artifact in carried:
+            if artifact is not None:
+                check_router_digest(artifact, digest, self.engine.geometry.model)
+
+    def _find_rules(self) -> list[WeightingRule | None]:
+        """Find how each router weighs a selection, where a policy may change the selection."""
+        chosen = self.engine.algorithms
+        if chosen.routing.is_lossless and chosen.miss.is_lossless:
+            return [None] * len(self._layers)
+        return find_rules([layer.router for layer in self._layers])
+
+    def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        past = kwargs.get("past_key_values")
+        rows, length = input_ids.shape
+        phase = PREFILL
+        if past is not None and past.get_seq_length() > 0:
+            phase = DECODE if length == 1 else VERIFY
+        self._valid = None
+        if rows > 1:
+            self._valid = self._valid_tokens(input_ids, kwargs.get("attention_mask"), phase)
+        self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
+        if not self._num_tokens:
+            return
+        self._store.begin_pass(decoding=phase == DECODE)
+        self._scanning = self.scan_scoring and phase == PREFILL
+        index = len(self.engine.ledger.passes)
+        if self._scanning:
+            self.engine.begin_scan(self._num_tokens)
+        else:
+            self.engine.begin_pass(phase, self._num_tokens)
+        if self.recorder is None:
+            return
+        if self._scanning:
+            self.recorder.begin_scan(index, input_ids, self._valid)
+        else:
+            mask, past_length = kwargs.get("attention_mask"), 0
+            if past is not None:
+                past_length = past.get_seq_length()
+            self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
+
+    def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> npt_bool | None:
+        """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
+        rows, length = input_ids.shape
+        valid = np.ones((rows, length), dtype=bool)
+        if self.valid_rows is not None:
+            valid &= np.arange(length)[None, :] < np.asarray(self.valid_rows)[:, None]
+        if mask is not None and mask.dim() == 2:
+            valid &= mask[:, -length:].bool().cpu().numpy()
+        if phase == DECODE and self.pad_token_id is not None:
+            # transformers feeds padding to rows that have ended while others go on.
+            valid &= (input_ids != self.pad_token_id).cpu().numpy()
+        return None if valid.all() else valid.ravel()
+
+    def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._num_tokens:
+            return
+        if self._scanning:
+            self.engine.end_scan()
+        else:
+            self.engine.end_pass()
+
+    def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
+        levels = self._store.levels
+
+        def hook(router: nn.Module, args: Any, output: Any) -> Any:
+            if not self._num_tokens:
+                return None
+            engine = self.engine
+            if not self._scanning:
+                engine.enter(layer, self._num_tokens)
+            event = self._event(layer, args[0], output)
+            selection = engine.scan(event) if self._scanning else engine.run(event)
+            if levels is not None:
+                # None after a scan: its tokens' lossless misses load the best level.
+                levels[layer] = event.levels
+            if selection is None:
+                return None
+            return self._changed(layer, output, selection)
+
+        return hook
+
+    def _event(self, layer: int, hidden: Tensor, output: Any) -> Event:
+        """Build the event of one router call from its (logits, weights, indices)."""
+        record, engine = self.engine.record, self.engine
+        assert record is not None or self._scanning, "a router was called outside a pass"
+        index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
+        event = Event(index, layer, phase, self._num_tokens, [])
+        one = self._num_tokens == 1 and self._valid is None and self.recorder is None
+        if one and not (self._scanning or self._wants_weights):
+            base = layer * engine.geometry.num_experts
+            experts = self._experts_of_one_token(layer, output)
+            event.keys = [base + expert for expert in experts]
+        else:
+            experts_TK = self._rows(output[2]).astype(np.int64)
+            weights_TK = self._rows(output[1].float())
+            order = np.argsort(-weights_TK, axis=-1, kind="stable")
+            event.experts = np.take_along_axis(experts_TK, order, -1)
+            event.weights = np.take_along_axis(weights_TK, order, -1)
+            event.keys = unique_in_order(layer, engine.geometry.num_experts, event.experts)
+        if self._wants_logits:
+            # Where results cannot change, what algorithms see is what a trace keeps, as below.
+            seen = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
+            event.logits = self._rows(seen.float())
+        weigh = self._weighers[layer]
+        if weigh is not None:
+            event.weigh = weigh
+        if self._predictor is not None:
+            target = target_of(layer, len(self._layers), phase)
+            if target is not None:
+                event.predicted[target] = self._rounded(self._predictor(layer, hidden))
+        elif self._depth:
+            for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
+                event.predicted[ahead] = self._predict(ahead, hidden)
+        if self.recorder is not None:
+            self.recorder.add(event, output[0], self._rows, lambda a: self._predict(a, hidden))
+        return event
+
+    def _experts_of_one_token(self, layer: int, output: Any) -> list[int]:
+        """Return one token's experts, heaviest first."""
+        experts: list[Any] = output[2].tolist()
+        while isinstance(experts[0], list):
+            experts = experts[0]
+        if not self._is_sorted[layer]:
+            weights: list[float] = output[1].flatten().tolist()
+            order = sorted(range(len(experts)), key=lambda k: -weights[k])
+            experts = [experts[k] for k in order]
+        return experts
+
+    def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
+        """Ask a later layer's gate about this layer's input; its own hooks do not fire."""
+        router = self._layers[layer].router
+        with torch.no_grad():
+            return self._rounded(router.forward(hidden.to(next(router.parameters()).device))[0])
+
+    def _rounded(self, logits: Tensor) -> FloatArray:
+        """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
+        rounded: FloatArray = self._rows(logits.to(torch.float16).float())
+        return rounded
+
+    def _rows(self, values: Tensor) -> Any:
+        array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
+        return array if self._valid is None else array[self._valid]
+
+    def _changed(self, layer: int, output: Any, selection: Selection) -> Any:
+        """Put a changed selection into the router's output, weighted by the family's own rule.
+
+        Tokens whose experts are the router's own keep its weights untouched.
+        """
+        logits_TE, weights_TK, experts_TK = output[:3]
+        rule = self._rules[layer]
+        assert rule is not None, "a lossless policy changed a selection"
+        weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
+        keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
+        own = self._rows(experts_TK)
+        changed = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
+        if selection.weigh_as is not None:
+            changed |= (weigh_as != selection.experts).any(-1)
+        if selection.weights is not None:
+            changed |= ~np.isnan(selection.weights).all(-1)
+        valid = np.arange(len(keep)) if self._valid is None else self._valid.nonzero()[0]
+        rows = torch.from_numpy(valid[changed]).to(experts_TK.device)
+        weighted = rule(
+            logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
+            torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
+            torch.float32,
+        )
+        if selection.weights is not None:
+            given = torch.from_numpy(selection.weights[changed]).to(weighted)
+            weighted = torch.where(given.isnan(), weighted, given)
+        kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
+        if selection.renormalize:
+            # What a token gave to all its experts, the kept ones share; a token may have kept none.
+            kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+        experts, weights = experts_TK.clone(), weights_TK.clone()
+        experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
+        weights[rows] = kept.to(weights.dtype)
+        return (logits_TE, weights, experts, *output[3:])
+
+
+npt_bool = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@cache
+def _sorts_its_choice(router: type[Any]) -> bool:
+    """Whether a router's top-k comes heaviest first: torch's default, which some switch off.
+
+    Kept by class: finding its source takes 10 ms, for every layer of every run of a sweep.
+    """
+    try:
+        return "sorted=False" not in inspect.getsource(router)
+    except (OSError, TypeError):
+        return False

@@ -1,0 +1,27 @@
+"""Array types that cross folder borders, and the softmax of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+Weigh = Callable[[FloatArray, IntArray], FloatArray]
+"""(logits [tokens, experts], chosen experts [tokens, top_k]) -> their weights [tokens, top_k]."""
+
+
+def softmax(logits: FloatArray) -> FloatArray:
+    """Row-wise softmax of [tokens, experts]."""
+    # The methods `max` and `sum` are these, behind a wrapper that costs as much for one token.
+    scores = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
+    scores /= np.add.reduce(scores, axis=-1, keepdims=True)
+    return np.asarray(scores, dtype=np.float32)
+
+
+def softmax_weights(logits: FloatArray, experts: IntArray) -> FloatArray:
+    """Return the softmax scores of the chosen experts: the rule of CommitMoE eq. 1 and 2."""
+    return np.take_along_axis(softmax(logits), experts, axis=-1)

@@ -1,0 +1,185 @@
+"""Artifacts: what an algorithm was given to learn beforehand, in one safetensors file.
+
+The arrays stand beside JSON metadata that says what they are, which model they were made from and
+on what data. An algorithm that carries one exposes it as `artifact`; its file ships with the
+package for models that have a folder in `artifacts/`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.records.geometry import Geometry
+
+ARTIFACT_DIR = Path(__file__).resolve().parent.parent / "artifacts"
+FORMAT_VERSION = 1
+BUDDIES, PREDICTOR = "buddies", "predictor"
+_METADATA_KEY = "moecache"
+_PACKAGES = ("lm-eval-moecache", "torch", "transformers", "numpy", "safetensors")
+_FIELDS = ("model", "num_layers", "num_experts", "top_k", "router_digest", "made_from", "versions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Artifact:
+    """One artifact of a kind (`buddies`, `predictor`) and the model it belongs to.
+
+    `router_digest` identifies the model by the weights of its routers, whatever name it is loaded
+    by. `made_from` holds data, counts and settings: anything that JSON can.
+    """
+
+    kind: str
+    model: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    router_digest: str
+    made_from: Mapping[str, Any]
+    arrays: Mapping[str, npt.NDArray[Any]]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the libraries it was made with; `write_artifact` fills them in."""
+    path: str = ""
+    """Where it was read, for messages."""
+
+    def require(self, **shapes: tuple[int, ...]) -> None:
+        """Raise ValueError unless these arrays are there, in these shapes and finite."""
+        for name, shape in shapes.items():
+            array = self.arrays.get(name)
+            if array is None:
+                raise ValueError(
+                    f"{self.path}: the {self.kind} artifact lacks the array {name!r}; it has "
+                    f"{', '.join(sorted(self.arrays)) or 'none'}."
+                )
+            if array.shape != shape:
+                raise ValueError(
+                    f"{self.path}: the array {name!r} has the shape {array.shape}, not {shape}."
+                )
+            if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+                raise ValueError(f"{self.path}: the array {name!r} has entries that are no number.")
+
+
+def write_artifact(path: str | Path, artifact: Artifact) -> None:
+    """Write the file whole or not at all; the same artifact gives the same bytes."""
+    from safetensors.numpy import save
+
+    described = {name: getattr(artifact, name) for name in _FIELDS}
+    described["versions"] = dict(artifact.versions) or _versions()
+    header = {"format": FORMAT_VERSION, "kind": artifact.kind, **described}
+    arrays = {name: np.ascontiguousarray(artifact.arrays[name]) for name in sorted(artifact.arrays)}
+    data = save(arrays, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
+    """Read a file of this kind. ValueError names `key`, the option it was given by."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise ValueError(f"{key}={str(path)!r}: there is no such file.")
+    try:
+        with safe_open(path, "numpy") as file:
+            text = (file.metadata() or {}).get(_METADATA_KEY)
+            header = _header(text, path, kind, key)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{key}={str(path)!r} is not a whole artifact file (truncated, or of another format): "
+            f"{error}."
+        ) from error
+    return Artifact(kind=kind, arrays=arrays, path=str(path), **header)
+
+
+def load_artifact(kind: str, path: str | None, geometry: Geometry, key: str) -> Artifact:
+    """Return the artifact at `path`, or else the one that ships for this model.
+
+    Raises ValueError where there is none, and where its layers, experts or top_k are not the
+    model's. Whether it is the same model, only its weights can tell: `check_router_digest`.
+    """
+    if path is None:
+        path = _shipped(kind, geometry.model)
+    if path is None:
+        raise ValueError(
+            f"{key} must be given: no {kind} artifact ships for pretrained={geometry.model!r}. "
+            f"Make one with `moecache profile {kind} --pretrained {geometry.model} --data TEXT.txt "
+            f"--out {kind}.safetensors` and name it here."
+        )
+    artifact = read_artifact(path, kind, key)
+    for name in ("num_layers", "num_experts", "top_k"):
+        theirs, ours = getattr(artifact, name), getattr(geometry, name)
+        if theirs != ours:
+            raise ValueError(
+                f"{key}={str(path)!r} was made from {artifact.model!r} with {name}={theirs}, but "
+                f"{geometry.model!r} has {name}={ours}. Make one for this model with `moecache "
+                f"profile {kind}`."
+            )
+    return artifact
+
+
+def check_router_digest(artifact: Artifact, digest: str, model: str) -> None:
+    """Refuse an artifact that was made from other router weights than the loaded model's."""
+    if artifact.router_digest != digest:
+        raise ValueError(
+            f"the {artifact.kind} artifact {artifact.path!r} was made from {artifact.model!r}, "
+            f"whose router weights (digest {artifact.router_digest[:12]}) are not those of "
+            f"{model!r} ({digest[:12]}). Make one for this model with `moecache profile "
+            f"{artifact.kind}`."
+        )
+
+
+def _shipped(kind: str, model: str) -> str | None:
+    # Compared with what is there: a hub id may hold slashes, a path may hold anything.
+    for folder in sorted(ARTIFACT_DIR.glob("*")):
+        file = folder / f"{kind}.safetensors"
+        if folder.name == model and file.is_file():
+            return str(file)
+    return None
+
+
+def _header(text: str | None, path: str | Path, kind: str, key: str) -> dict[str, Any]:
+    foreign = (
+        f"{key}={str(path)!r} is a safetensors file, but not an artifact of `moecache profile`"
+    )
+    if text is None:
+        raise ValueError(f"{foreign}: it has no {_METADATA_KEY!r} metadata.")
+    try:
+        header = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{foreign}: its metadata is not JSON: {error}.") from error
+    missing = [name for name in ("format", "kind", *_FIELDS) if name not in header]
+    if missing:
+        raise ValueError(f"{foreign}: its metadata lacks {', '.join(missing)}.")
+    if header["format"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{key}={str(path)!r} has format version {header['format']}; this release reads "
+            f"{FORMAT_VERSION}. Make it anew with `moecache profile {kind}`."
+        )
+    if header["kind"] != kind:
+        raise ValueError(
+            f"{key}={str(path)!r} holds an artifact of kind {header['kind']!r}; needed: {kind!r}."
+        )
+    return {name: header[name] for name in _FIELDS}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,58 @@
+"""The sizes of one MoE model: layers, experts, and what each weighs in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """The sizes of one MoE model: all that the core knows of it.
+
+    `expert_bytes[layer][level]` is the size of one expert at each stored precision, best first.
+    `dense_bytes[layer]` are the other weights a pass reads on its way to that layer's experts
+    (what follows the last MoE layer counts to the last). `element_bytes` is the size of one
+    weight at the compute dtype, by which bytes turn into multiply-adds; `compute_bytes[layer]` is
+    an expert's size at that dtype, empty where the first level is stored so.
+    """
+
+    model: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    expert_bytes: tuple[tuple[int, ...], ...]
+    dense_bytes: tuple[int, ...]
+    precision: tuple[str, ...] = ("bf16",)
+    element_bytes: float = 2.0
+    compute_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_experts, self.top_k) < 1 or self.top_k > self.num_experts:
+            raise ValueError(
+                f"geometry: num_layers={self.num_layers}, num_experts={self.num_experts}, "
+                f"top_k={self.top_k} must be positive, and top_k at most num_experts."
+            )
+        for name, values in (
+            ("expert_bytes", self.expert_bytes),
+            ("dense_bytes", self.dense_bytes),
+            ("compute_bytes", self.compute_bytes or self.dense_bytes),
+        ):
+            if len(values) != self.num_layers:
+                raise ValueError(
+                    f"geometry: {name} has {len(values)} entries for num_layers={self.num_layers}."
+                )
+
+    @property
+    def total_expert_bytes(self) -> int:
+        """Bytes of all experts at the first precision: what `capacity=5%` is a share of."""
+        return sum(levels[0] for levels in self.expert_bytes) * self.num_experts
+
+    @property
+    def max_expert_bytes(self) -> int:
+        return max(levels[0] for levels in self.expert_bytes)
+
+    def key(self, layer: int, expert: int) -> int:
+        return layer * self.num_experts + expert
+
+    def split(self, key: int) -> tuple[int, int]:
+        return divmod(key, self.num_experts)

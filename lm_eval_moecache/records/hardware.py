@@ -1,0 +1,88 @@
+"""Hardware profiles: the figures of a device and its link, from YAML, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import yaml
+
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.sizes import parse_bandwidth
+
+PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One device. FLOP/s are at the compute dtype; the latency is per transfer."""
+
+    name: str
+    peak_flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    kernel_overhead_s: float
+    memory_bytes: float
+    source: dict[str, str] | str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"):
+            if not getattr(self, key) > 0:
+                raise ValueError(
+                    f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be above 0."
+                )
+        for key in ("link_latency_s", "kernel_overhead_s"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(
+                    f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be 0 or more."
+                )
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in PROFILE_DIR.glob("*.yaml"))
+
+
+def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
+    """Load a profile by name or by path; `bandwidth` (`5GB/s`) replaces its link's."""
+    path = Path(name) if str(name).endswith((".yaml", ".yml")) else PROFILE_DIR / f"{name}.yaml"
+    if not path.is_file():
+        if path.parent == PROFILE_DIR:
+            raise unknown("hardware", name, profile_names())
+        raise ValueError(f"hardware={name!r}: there is no such file.")
+    hardware = _read(path)
+    if bandwidth is None:
+        return hardware
+    source = hardware.source
+    if not isinstance(source, dict):
+        source = {"profile": source} if source else {}
+    return replace(
+        hardware,
+        link_bytes_per_s=parse_bandwidth(bandwidth),
+        source={**source, "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}"},
+    )
+
+
+def _read(path: Path) -> Hardware:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"hardware={str(path)!r} is not readable YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"hardware={str(path)!r} must hold a mapping of the profile's fields.")
+    known = {field.name for field in fields(Hardware)}
+    for key in data:
+        if key not in known:
+            raise unknown(f"hardware file {path.name}: field", key, known)
+    missing = sorted(known - {"source"} - set(data))
+    if missing:
+        raise ValueError(f"hardware file {path.name} lacks {', '.join(missing)}.")
+    numbers = known - {"name", "source"}
+    for key in numbers:
+        try:
+            data[key] = float(data[key])
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"hardware file {path.name}: {key}={data[key]!r} is not a number."
+            ) from None
+    return Hardware(**data)

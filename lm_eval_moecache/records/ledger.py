@@ -1,0 +1,108 @@
+"""The ledger: every count of a run, per pass, and which requests each pass served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class PassRecord:
+    """What one pass over the model did. Counts are of unique experts per event (requests)."""
+
+    index: int
+    phase: str
+    num_tokens: int
+    start_s: float
+    end_s: float = 0.0
+    requests: int = 0
+    late: int = 0
+    misses: int = 0
+    collisions: int = 0
+    token_requests: int = 0
+    token_misses: int = 0
+    prefetch_hits: int = 0
+    predicted: int = 0
+    predicted_right: int = 0
+    predictable: int = 0
+    """Requests of events that had a prediction: what recall divides by."""
+    stall_s: float = 0.0
+    link_busy_s: float = 0.0
+    bytes_moved: int = 0
+    evictions: int = 0
+    lifetime_tokens: int = 0
+    dropped: int = 0
+    """(Token, expert) assignments left out: `token_requests` less these are executed."""
+    unfaithful: int = 0
+    """Executed assignments that the unmodified router did not choose."""
+    substituted: int = 0
+    low_precision: int = 0
+    """Executed assignments whose expert was near at a lower level than the best stored one."""
+    draft_s: float = 0.0
+    """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
+    drafted: int = 0
+    """Tokens drafted for this pass to verify."""
+    accepted: int = 0
+    """Drafted tokens that it accepted, so that it gave one output token more."""
+
+    @property
+    def hits(self) -> int:
+        return self.requests - self.late - self.misses
+
+    @property
+    def executed(self) -> int:
+        return self.token_requests - self.dropped
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that a pass of a generation gives: its own, and the drafts it accepted."""
+        return self.accepted + 1
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One harness request and the passes that served it, in order."""
+
+    index: int
+    task: str
+    kind: str
+    prompt_tokens: int = 0
+    output_tokens: int | None = None
+    """Tokens generated, the closing one included; None for scoring requests."""
+    passes: list[PassRecord] = field(default_factory=list)
+
+
+class Ledger:
+    """Collects the passes and requests of one run."""
+
+    def __init__(self) -> None:
+        self.passes: list[PassRecord] = []
+        self.requests: list[RequestRecord] = []
+        self._open: list[RequestRecord] = []
+        self._num_seen = 0
+        """Requests, those forgotten included: no two have had the same index."""
+
+    def new_request(self, task: str, kind: str, prompt_tokens: int = 0) -> RequestRecord:
+        record = RequestRecord(self._num_seen, task, kind, prompt_tokens)
+        self._num_seen += 1
+        self.requests.append(record)
+        return record
+
+    def forget(self, last: list[RequestRecord]) -> None:
+        """Leave these, the last requests, out of what is reported; their passes still count."""
+        if last:
+            del self.requests[-len(last) :]
+
+    def serve(self, requests: list[RequestRecord]) -> None:
+        """Attribute the passes that follow to these requests (an empty list: to none)."""
+        self._open = requests
+
+    def begin_pass(self, phase: str, num_tokens: int, now: float) -> PassRecord:
+        record = PassRecord(len(self.passes), phase, num_tokens, now)
+        self.passes.append(record)
+        for request in self._open:
+            request.passes.append(record)
+        return record

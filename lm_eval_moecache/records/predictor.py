@@ -1,0 +1,138 @@
+"""What a trained predictor of router logits looks like as arrays, and what applying it costs.
+
+At each MoE layer it takes the router's input and gives logits for the next MoE layer of the same
+token; at the last one, for the first MoE layer of the next token. Layer l has `stages(l)` linear
+stages with ReLU between them, stored as `L.S.weight` [out, in] and `L.S.bias` [out].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, Artifact, load_artifact
+from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.geometry import Geometry
+
+LOSSES = ("kl", "bce")
+"""`kl`: CommitMoE eq. 4, the file `predictor`. `bce`: of the chosen experts, `predictor_bce`."""
+HIDDEN_FACTOR = 2
+"""Width of the two-stage predictor's hidden layer over its input's (CommitMoE section 4.2)."""
+_LINEAR_KERNELS = 2
+"""A product with its bias, and a cast or an activation; the softmax at the end is one more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictorCost:
+    """What one application at a layer reads and launches."""
+
+    num_weights: int
+    num_bytes: int
+    num_kernels: int
+
+
+def num_stages(layer: int, num_layers: int) -> int:
+    """One linear stage within a token, two from its last MoE layer to the next token's first."""
+    return 2 if layer == num_layers - 1 else 1
+
+
+def target_of(layer: int, num_layers: int, phase: str) -> int | None:
+    """Return the layer whose experts are predicted at `layer`, or None.
+
+    Only decoding has a next token to predict for: the first layer of the first generated token is
+    routed as usual (CommitMoE section 4.1).
+    """
+    if layer < num_layers - 1:
+        return layer + 1
+    return 0 if phase == DECODE else None
+
+
+def array_name(layer: int, stage: int, what: str) -> str:
+    return f"{layer}.{stage}.{what}"
+
+
+def hidden_size(artifact: Artifact) -> int:
+    """Return the width of the router inputs that the predictor takes."""
+    first = artifact.arrays.get(array_name(0, 0, "weight"))
+    if first is None or first.ndim != 2:
+        raise ValueError(f"{artifact.path}: no predictor: it lacks the array '0.0.weight'.")
+    return int(first.shape[1])
+
+
+def shapes(num_layers: int, num_experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every array of a predictor."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(num_layers):
+        widths = [hidden, num_experts]
+        if num_stages(layer, num_layers) == 2:
+            widths.insert(1, HIDDEN_FACTOR * hidden)
+        for stage in range(len(widths) - 1):
+            found[array_name(layer, stage, "weight")] = (widths[stage + 1], widths[stage])
+            found[array_name(layer, stage, "bias")] = (widths[stage + 1],)
+    return found
+
+
+def load_predictor(profile: str | None, loss: str, geometry: Geometry) -> Artifact:
+    """Return the predictor at `profile`, or else the one of this loss that ships for the model.
+
+    Raises ValueError where there is none, or where the file is another model's, is cut short, or
+    was trained with another loss.
+    """
+    key = "prefetch.profile"
+    if profile is None and loss != LOSSES[0]:
+        shipped = ARTIFACT_DIR / geometry.model / f"{PREDICTOR}_{loss}.safetensors"
+        if not shipped.is_file():
+            raise ValueError(
+                f"{key} must be given: no predictor trained with loss={loss!r} ships for "
+                f"pretrained={geometry.model!r}. Make one with `moecache profile predictor "
+                f"--pretrained {geometry.model} --loss {loss} --out {PREDICTOR}_{loss}.safetensors`"
+                " and name it here."
+            )
+        profile = str(shipped)
+    artifact = load_artifact(PREDICTOR, profile, geometry, key)
+    artifact.require(**shapes(geometry.num_layers, geometry.num_experts, hidden_size(artifact)))
+    for layer in range(geometry.num_layers):
+        last = array_name(layer, num_stages(layer, geometry.num_layers) - 1, "weight")
+        silent = ~artifact.arrays[last].any(axis=1)
+        if silent.any():
+            raise ValueError(
+                f"{key}={artifact.path!r} says nothing of expert {int(silent.argmax())} of layer "
+                f"{(layer + 1) % geometry.num_layers}: its row of {last!r} is all zero. Make a new "
+                "one with `moecache profile predictor`."
+            )
+    trained = artifact.made_from.get("loss")
+    if trained != loss:
+        raise ValueError(
+            f"{key}={artifact.path!r} was trained with loss={trained!r}, but prefetch.loss={loss!r}"
+            " is asked for. Set prefetch.loss to it, or give another file."
+        )
+    return artifact
+
+
+def costs(artifact: Artifact) -> tuple[PredictorCost, ...]:
+    """Return the cost of applying the predictor at each layer, to any number of tokens at once."""
+    found = []
+    for layer in range(artifact.num_layers):
+        stages = num_stages(layer, artifact.num_layers)
+        arrays = [
+            artifact.arrays[array_name(layer, stage, what)]
+            for stage in range(stages)
+            for what in ("weight", "bias")
+        ]
+        found.append(
+            PredictorCost(
+                num_weights=sum(array.size for array in arrays),
+                num_bytes=sum(array.nbytes for array in arrays),
+                num_kernels=_LINEAR_KERNELS * stages + 1,
+            )
+        )
+    return tuple(found)
+
+
+def digest_of(artifact: Artifact) -> str:
+    """Identify a predictor by its weights: what a trace keeps to say whose predictions it holds."""
+    digest = hashlib.sha256()
+    for name in sorted(artifact.arrays):
+        digest.update(name.encode())
+        digest.update(artifact.arrays[name].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,152 @@
+"""Reads the sizes users type: bytes, bandwidths and the four forms of `capacity`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from lm_eval_moecache.records.geometry import Geometry
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
+CAPACITY_FORMS = "a share ('5%'), a size ('2GiB'), a number of experts ('51'), or '30/layer'"
+
+
+def parse_bytes(text: str, key: str) -> int:
+    """Read `2GiB` or `500MB`; kB, MB, GB are powers of 1000 and KiB, MiB, GiB of 1024."""
+    size = _size(text)
+    if size is None:
+        raise ValueError(f"{key}={text!r} is not a size. Allowed: a number with one of {_SIZES}.")
+    return size
+
+
+def parse_bandwidth(text: str, key: str = "bandwidth") -> float:
+    """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
+    body = str(text).strip().removesuffix("/s")
+    if re.search(r"[0-9\s][kKMGT]i?b$", body):
+        raise ValueError(
+            f"{key}={text!r} reads as bits per second. Allowed: bytes per second, with a capital "
+            f"B, like '{body[:-1]}B/s' for bytes, or an eighth of the number for bits."
+        )
+    if _bare_number(body) is not None:
+        raise ValueError(f"{key}={text!r} has no unit. Allowed: bytes per second, like '5GB/s'.")
+    rate = _size(body)
+    if rate is None:
+        raise ValueError(
+            f"{key}={text!r} is not a bandwidth. Allowed: a number with one of {_SIZES} "
+            "per second, like '5GB/s'."
+        )
+    if rate <= 0:
+        raise ValueError(f"{key}={text!r} must be above 0, for example '5GB/s'.")
+    return float(rate)
+
+
+def _size(text: str) -> int | None:
+    match = _NUMBER.fullmatch(str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        return None
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    return int(size) if math.isfinite(size) else None
+
+
+def _bare_number(text: str) -> float | None:
+    """Return the number where that is all there is: no unit."""
+    match = _NUMBER.fullmatch(text)
+    return None if match is None or match[2] else float(match[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """Bytes that resident experts may take; with `per_layer`, one such cache for each layer."""
+
+    text: str
+    bytes_by_partition: tuple[int, ...]
+
+    @property
+    def per_layer(self) -> bool:
+        return len(self.bytes_by_partition) > 1
+
+    def partitions(self, num_layers: int) -> list[range]:
+        """Return the MoE layers that each cache serves."""
+        if not self.per_layer:
+            return [range(num_layers)]
+        return [range(layer, layer + 1) for layer in range(num_layers)]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_by_partition)
+
+
+def is_per_layer(text: object) -> bool:
+    return str(text).strip().endswith("/layer")
+
+
+def check_capacity(text: object) -> None:
+    """Refuse what no model could make a capacity, before any model is looked at."""
+    body = str(text).strip()
+    number = _bare_number(body)
+    try:
+        if number is not None:
+            valid = number > 0 and number.is_integer()
+        elif body.endswith("%"):
+            valid = 0 < float(body[:-1]) <= 100
+        elif is_per_layer(body):
+            valid = int(body[: -len("/layer")]) > 0
+        else:
+            valid = parse_bytes(body, "capacity") > 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"capacity={text!r} is not a capacity. Allowed: {CAPACITY_FORMS}; "
+            "above zero, and at most 100%."
+        )
+
+
+def parse_capacity(text: object, geometry: Geometry) -> Capacity:
+    """Turn `5%`, `2GiB`, `51` or `30/layer` into bytes for this model.
+
+    A plain number counts experts of the largest layer, also where the harness made a float of it
+    (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even one expert.
+    """
+    check_capacity(text)
+    body = str(text).strip()
+    number = _bare_number(body)
+    if number is not None:
+        body = str(int(number))
+    if is_per_layer(body):
+        slots = int(body[: -len("/layer")])
+        if slots > geometry.num_experts:
+            raise ValueError(
+                f"capacity={text!r} asks for more than the {geometry.num_experts} experts "
+                "that a layer of this model has."
+            )
+        sizes = tuple(slots * levels[0] for levels in geometry.expert_bytes)
+        if geometry.num_layers > 1:
+            return Capacity(text=body, bytes_by_partition=sizes)
+        return Capacity(text=body, bytes_by_partition=(sizes[0],))
+    if body.endswith("%"):
+        total = int(geometry.total_expert_bytes * float(body[:-1]) / 100)
+    elif number is not None:
+        total = int(number) * geometry.max_expert_bytes
+    else:
+        total = parse_bytes(body, "capacity")
+    if total < geometry.max_expert_bytes:
+        raise ValueError(
+            f"capacity={text!r} is {total} bytes, too small for one expert of "
+            f"{geometry.max_expert_bytes} bytes. Allowed: {CAPACITY_FORMS}."
+        )
+    return Capacity(text=body, bytes_by_partition=(total,))

@@ -1,0 +1,200 @@
+"""Routing traces as Parquet files: a writer that streams, and a reader that repairs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.event import DECODE, PHASES
+from lm_eval_moecache.trace.header import Header, read_header, read_requests
+from lm_eval_moecache.trace.trace import (
+    Columns,
+    Halves,
+    Ints,
+    Predicted,
+    Trace,
+    build_trace,
+    misfit,
+)
+
+COLUMNS = {
+    "request": pa.int32(),
+    "pass": pa.int32(),
+    "phase": pa.string(),
+    "token": pa.int32(),
+    "layer": pa.int16(),
+    "experts": pa.list_(pa.int16()),
+    "weights": pa.list_(pa.float32()),
+}
+OPTIONAL_COLUMNS = {
+    "logits": pa.list_(pa.float16()),
+    "predicted": pa.list_(pa.float16()),
+}
+
+
+def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> Trace:
+    """Read and check a trace. The two large columns are read only where asked for.
+
+    Raises ValueError that names the row and the field of whatever does not fit the format; a
+    trace that lacks an asked optional column has None in its place.
+    """
+    name = path.name
+    table, metadata = _read_table(path, name, logits, predicted)
+    header = read_header(name, metadata)
+    geometry = header.geometry
+    numbers = {c: _numbers(name, table, c) for c in ("request", "pass", "token", "layer")}
+    experts = _rectangle(name, table, "experts", geometry.top_k).astype(np.int32)
+    columns = Columns(
+        request=numbers["request"],
+        pass_index=numbers["pass"],
+        phase=_phases(name, table),
+        token=numbers["token"],
+        layer=numbers["layer"],
+        experts=experts,
+        weights=_optional(name, table, "weights", geometry.top_k),
+    )
+    trace_logits = None
+    if "logits" in table.column_names:
+        trace_logits = _rectangle(name, table, "logits", geometry.num_experts)
+        _check_numbers(name, "logits", trace_logits)
+    num_passes = int(numbers["pass"].max(initial=-1)) + 1
+    return build_trace(
+        name,
+        geometry,
+        columns,
+        seed=header.seed,
+        requests=read_requests(name, metadata, num_passes),
+        logits=trace_logits,
+        predicted=_predicted(name, table, header, columns),
+    )
+
+
+def _read_table(
+    path: Path, name: str, logits: bool, predicted: bool
+) -> tuple[Any, Mapping[bytes, bytes] | None]:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            _check_schema(name, schema)
+            wanted = [*COLUMNS]
+            if logits and "logits" in schema.names:
+                wanted.append("logits")
+            if predicted and "predicted" in schema.names:
+                wanted.append("predicted")
+            table = file.read(columns=wanted, use_threads=False)
+            table.validate(full=True)
+            return table.combine_chunks(), file.metadata.metadata
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ValueError(f"trace {name} is not a readable Parquet file: {reason}.") from error
+
+
+def _check_schema(name: str, schema: Any) -> None:
+    for column, kind in (COLUMNS | OPTIONAL_COLUMNS).items():
+        if column not in schema.names:
+            if column in OPTIONAL_COLUMNS:
+                continue
+            raise ValueError(f"trace {name} lacks the column {column!r}.")
+        found = schema.field(column).type
+        same = (
+            pa.types.is_list(found) and found.value_type == kind.value_type
+            if pa.types.is_list(kind)
+            else found == kind
+        )
+        if not same:
+            raise ValueError(f"trace {name}: column {column!r} is {found}, must be {kind}.")
+    for column in schema.names:
+        if column not in COLUMNS and column not in OPTIONAL_COLUMNS:
+            raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
+
+
+def _column(name: str, table: Any, column: str) -> Any:
+    """Return a column as one array, none of whose values is null."""
+    array = pa.concat_arrays(table[column].chunks or [pa.array([], table[column].type)])
+    if array.null_count:
+        row = int(np.asarray(array.is_null()).argmax())
+        raise misfit(name, f"row {row}", column, "is null")
+    return array
+
+
+def _numbers(name: str, table: Any, column: str) -> Ints:
+    values: Ints = _column(name, table, column).to_numpy(zero_copy_only=False).astype(np.int32)
+    return values
+
+
+def _phases(name: str, table: Any) -> Ints:
+    encoded = _column(name, table, "phase").dictionary_encode()
+    words = encoded.dictionary.to_pylist()
+    codes: Ints = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
+    for code, word in enumerate(words):
+        if word not in PHASES:
+            row = int((codes == code).argmax())
+            raise misfit(
+                name, f"row {row}", "phase", f"is {word!r}, must be one of {', '.join(PHASES)}"
+            )
+    return np.asarray([PHASES.index(word) for word in words], dtype=np.int32)[codes]
+
+
+def _values(name: str, table: Any, column: str, lengths: IntArray | int) -> Any:
+    """Return the concatenated values of a list column whose rows have these lengths."""
+    array = _column(name, table, column)
+    expected = np.broadcast_to(np.asarray(lengths), len(array))
+    found = np.diff(array.offsets.to_numpy())
+    if (found != expected).any():
+        row = int((found != expected).argmax())
+        raise misfit(
+            name, f"row {row}", column, f"has {found[row]} values, must have {expected[row]}"
+        )
+    values = array.flatten()
+    if values.null_count:
+        place = int(np.asarray(values.is_null()).argmax())
+        row = int(np.searchsorted(np.cumsum(expected), place, side="right"))
+        raise misfit(name, f"row {row}", column, "holds a null")
+    return values.to_numpy(zero_copy_only=False)
+
+
+def _rectangle(name: str, table: Any, column: str, width: int) -> Any:
+    return _values(name, table, column, width).reshape(-1, width)
+
+
+def _optional(name: str, table: Any, column: str, width: int) -> FloatArray | None:
+    """Return a nullable column; where any row has none, nothing can be built on the others."""
+    if table[column].null_count:
+        return None
+    values: FloatArray = _rectangle(name, table, column, width)
+    return values
+
+
+def _predicted(name: str, table: Any, header: Header, columns: Columns) -> Predicted | None:
+    if "predicted" not in table.column_names:
+        return None
+    if not header.predicted_depth:
+        raise ValueError(
+            f"trace {name}: column 'predicted' needs the metadata field predicted_depth."
+        )
+    geometry = header.geometry
+    ahead = np.clip(geometry.num_layers - 1 - columns.layer, 0, header.predicted_depth)
+    if header.predicted_by:
+        wraps = (columns.layer == geometry.num_layers - 1) & (columns.phase == PHASES.index(DECODE))
+        ahead = np.where(wraps, 1, ahead)
+    lengths = ahead.astype(np.int64) * geometry.num_experts
+    values: Halves = _values(name, table, "predicted", lengths)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    if np.isnan(values).any():
+        row = int(np.searchsorted(offsets, int(np.isnan(values).argmax()), side="right")) - 1
+        raise misfit(name, f"row {row}", "predicted", "holds a NaN")
+    return Predicted(
+        depth=header.predicted_depth, values=values, offsets=offsets, by=header.predicted_by
+    )
+
+
+def _check_numbers(name: str, column: str, values: Halves) -> None:
+    bad = np.isnan(values).any(axis=-1)
+    if bad.any():
+        raise misfit(name, f"row {int(bad.argmax())}", column, "holds a NaN")

@@ -1,0 +1,189 @@
+"""The JSON in a trace file's metadata: which model was routed, and whose requests they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.trace import TracedRequest
+
+VERSION = 1
+HEADER_KEY = b"moecache"
+REQUESTS_KEY = b"moecache_requests"
+"""Optional second key, written when a recording ends: one list per request of the ledger."""
+_ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
+_REQUIRED: dict[str, type] = {
+    "version": int,
+    "model": str,
+    "num_layers": int,
+    "num_experts": int,
+    "top_k": int,
+    "expert_bytes": list,
+    "dense_bytes": list,
+    "precision": str,
+    "seed": int,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a trace says of its model. `predicted_depth` is 0 where it holds no predictions;
+    `predicted_by` is the digest of the predictor that made them, or empty for the model's gates."""
+
+    geometry: Geometry
+    seed: int
+    predicted_depth: int = 0
+    predicted_by: str = ""
+
+
+def write_header(header: Header) -> bytes:
+    """Return the JSON of the metadata key `moecache`.
+
+    Beside the fields every reader needs, `element_bytes`, `levels` and `compute_bytes` keep what a
+    replay needs for the same times to the last digit, where `precision` and `expert_bytes` cannot
+    say it.
+    """
+    geometry = header.geometry
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "model": geometry.model,
+        "num_layers": geometry.num_layers,
+        "num_experts": geometry.num_experts,
+        "top_k": geometry.top_k,
+        "expert_bytes": [levels[0] for levels in geometry.expert_bytes],
+        "dense_bytes": list(geometry.dense_bytes),
+        "precision": ":".join(geometry.precision),
+        "seed": header.seed,
+        "element_bytes": geometry.element_bytes,
+    }
+    if len(geometry.precision) > 1:
+        fields["levels"] = [list(levels) for levels in geometry.expert_bytes]
+    if geometry.compute_bytes:
+        fields["compute_bytes"] = list(geometry.compute_bytes)
+    if header.predicted_depth:
+        fields["predicted_depth"] = header.predicted_depth
+    if header.predicted_by:
+        fields["predicted_by"] = header.predicted_by
+    return json.dumps(fields).encode()
+
+
+def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
+    """Read the metadata key `moecache`; ValueError names the field that does not fit."""
+    if metadata is None or HEADER_KEY not in metadata:
+        raise ValueError(f"trace {name}: the file has no metadata key 'moecache'.")
+    fields = _parse(name, metadata[HEADER_KEY], "moecache")
+    if not isinstance(fields, dict):
+        raise ValueError(f"trace {name}: metadata 'moecache' must hold a JSON object.")
+    for field, kind in _REQUIRED.items():
+        value = fields.get(field)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise _bad(name, field, value, f"must be of type {kind.__name__}")
+    if fields["version"] != VERSION:
+        raise _bad(name, "version", fields["version"], f"only {VERSION} can be read")
+    depth = fields.get("predicted_depth", 0)
+    if not isinstance(depth, int) or not 0 <= depth < max(fields["num_layers"], 1):
+        raise _bad(name, "predicted_depth", depth, "must lie below num_layers")
+    by = fields.get("predicted_by", "")
+    if not isinstance(by, str) or (by and depth != 1):
+        raise _bad(name, "predicted_by", by, "must be text, and predicted_depth 1 with it")
+    return Header(
+        geometry=_geometry(name, fields),
+        seed=fields["seed"],
+        predicted_depth=depth,
+        predicted_by=by,
+    )
+
+
+def _geometry(name: str, fields: Mapping[str, Any]) -> Geometry:
+    precision = tuple(fields["precision"].split(":"))
+    element_bytes = fields.get("element_bytes", _ELEMENT_BYTES.get(precision[0]))
+    if not isinstance(element_bytes, int | float) or element_bytes <= 0:
+        known = ", ".join(_ELEMENT_BYTES)
+        raise _bad(name, "precision", fields["precision"], f"needs one of {known} or element_bytes")
+    levels = fields.get("levels", [[size] for size in fields["expert_bytes"]])
+    computed = fields.get("compute_bytes", [])
+    for field, sizes, least in (
+        ("expert_bytes", fields["expert_bytes"], 1),
+        ("dense_bytes", fields["dense_bytes"], 0),
+        ("compute_bytes", computed, 1),
+    ):
+        if not isinstance(sizes, list) or not _are_sizes(sizes, least):
+            raise _bad(name, field, sizes, f"must be whole numbers of {least} or more")
+    if not isinstance(levels, list) or not all(
+        isinstance(r, list) and len(r) == len(precision) and _are_sizes(r, 1) for r in levels
+    ):
+        raise _bad(name, "levels", levels, "must hold one size per precision for each layer")
+    try:
+        return Geometry(
+            model=fields["model"],
+            num_layers=fields["num_layers"],
+            num_experts=fields["num_experts"],
+            top_k=fields["top_k"],
+            expert_bytes=tuple(tuple(sizes) for sizes in levels),
+            dense_bytes=tuple(fields["dense_bytes"]),
+            precision=precision,
+            element_bytes=float(element_bytes),
+            compute_bytes=tuple(computed),
+        )
+    except ValueError as error:
+        raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error
+
+
+def write_requests(requests: Sequence[RequestRecord]) -> bytes:
+    """Return the JSON of the metadata key `moecache_requests`."""
+    rows = [
+        [r.task, r.kind, r.prompt_tokens, r.output_tokens, [p.index for p in r.passes]]
+        for r in requests
+    ]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def read_requests(
+    name: str, metadata: Mapping[bytes, bytes] | None, num_passes: int
+) -> tuple[TracedRequest, ...] | None:
+    """Read the metadata key `moecache_requests`, or return None where the file has none."""
+    if metadata is None or REQUESTS_KEY not in metadata:
+        return None
+    rows = _parse(name, metadata[REQUESTS_KEY], "moecache_requests")
+    if not isinstance(rows, list):
+        raise ValueError(f"trace {name}: metadata 'moecache_requests' must hold a list.")
+    found = []
+    for index, row in enumerate(rows):
+        match row:
+            case [str(task), str(kind), int(prompt), int() | None as output, list(passes)] if all(
+                isinstance(p, int) and 0 <= p < num_passes for p in passes
+            ):
+                found.append(
+                    TracedRequest(
+                        task=task,
+                        kind=kind,
+                        prompt_tokens=prompt,
+                        output_tokens=output,
+                        passes=tuple(passes),
+                    )
+                )
+            case _:
+                raise ValueError(
+                    f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
+                    f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}]."
+                )
+    return tuple(found)
+
+
+def _parse(name: str, text: bytes, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"trace {name}: metadata {key!r} is not JSON: {error}") from error
+
+
+def _are_sizes(values: list[Any], least: int) -> bool:
+    return all(isinstance(v, int) and not isinstance(v, bool) and v >= least for v in values)
+
+
+def _bad(name: str, field: str, value: object, rule: str) -> ValueError:
+    return ValueError(f"trace {name}: metadata 'moecache': {field}={value!r} {rule}.")

@@ -1,0 +1,115 @@
+"""Turns what the hooks of a wrapped model see into the rows of a routing trace.
+
+Shapes: T valid tokens of a pass, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.trace import NO_REQUEST
+from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Recorder:
+    """Records one run. `row_requests` says whose each row of the next pass' batch is.
+
+    The gates' predictions are recorded at least one layer ahead, whether the running policy asks
+    for them or not, so that a trace can be replayed with the common prefetchers. Where the policy
+    has a predictor (whose digest is `predicted_by`), its predictions stand in their place.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        stem: str,
+        geometry: Geometry,
+        *,
+        seed: int,
+        depth: int,
+        predicted_by: str = "",
+    ) -> None:
+        self.depth = min(max(depth, 1), geometry.num_layers - 1)
+        self.row_requests: list[int] = []
+        self._geometry = geometry
+        self._by_gates = not predicted_by
+        header = Header(
+            geometry=geometry,
+            seed=seed,
+            predicted_depth=self.depth,
+            predicted_by=predicted_by if self.depth else "",
+        )
+        name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
+        self._writer = TraceWriter(prepare_folder(folder), name, header)
+
+    def begin_pass(
+        self,
+        index: int,
+        phase: str,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        past_length: int,
+        valid: Any,
+    ) -> None:
+        """Note whose the tokens of this pass are and where they stand; `valid` drops padding."""
+        rows, length = input_ids.shape
+        positions = np.arange(past_length, past_length + length)[None, :].repeat(rows, axis=0)
+        if mask is not None and mask.dim() == 2:
+            # Padding on the left moves a row's tokens to the right of their position.
+            padding = (mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+            positions = np.maximum(positions - padding.cpu().numpy(), 0)
+        owners = np.full(rows, NO_REQUEST)
+        if self.row_requests:
+            # A search with several beams has as many rows for each request.
+            owners = np.repeat(self.row_requests, rows // len(self.row_requests))
+        requests, tokens = owners.repeat(length), positions.ravel()
+        if valid is not None:
+            requests, tokens = requests[valid], tokens[valid]
+        self._writer.begin_pass(index, phase, requests, tokens)
+
+    def begin_scan(self, first_index: int, input_ids: Tensor, valid: Any) -> None:
+        """Note a text of which each token is a decode pass of its own (`scoring=scan`)."""
+        self.begin_pass(first_index, DECODE, input_ids, None, 0, valid)
+        self._writer.begin_scan()
+
+    def add(
+        self,
+        event: Event,
+        logits: Tensor,
+        rows: Callable[[Tensor], Any],
+        predict: Callable[[int], FloatArray],
+    ) -> None:
+        """Record one event before the policy sees it; `rows` picks the valid tokens."""
+        assert event.experts is not None and event.weights is not None
+        ahead = range(event.layer + 1, event.layer + 1 + self.depth)
+        predicted: Sequence[FloatArray] = [
+            event.predicted[layer] if layer in event.predicted else predict(layer)
+            for layer in ahead
+            if layer < self._geometry.num_layers
+        ]
+        if not self._by_gates:
+            predicted = list(event.predicted.values())
+        self._writer.add(
+            event.layer,
+            event.experts,
+            event.weights,
+            rows(logits.half()),
+            predicted,
+        )
+
+    def close(self, requests: Sequence[RequestRecord]) -> Path | None:
+        """Finish the file; return its path, or None where nothing was recorded."""
+        return self._writer.close(requests)

@@ -1,0 +1,359 @@
+"""What every algorithm promises, as test classes that anybody can run on their own.
+
+Subclass the contract of an axis and name the algorithm; pytest does the rest:
+
+    from tests.algorithms.contract import EvictionContract
+
+    class TestMine(EvictionContract):
+        algorithm = MyEviction
+        parameters = {"patience": 3}  # optional
+
+`test_contracts.py` does so for every file in the package's four folders.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
+from lm_eval_moecache.algorithms.policy import Choice, Policy
+from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
+from lm_eval_moecache.algorithms.registry import base_of, parameters_of
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.event import DROPPED, Event, near_mask
+from tests.algorithms.streams import (
+    StreamFuture,
+    all_events,
+    fresh,
+    laddered,
+    make_geometry,
+    make_stream,
+    policy_of,
+    run,
+)
+from tests.artifacts import profile_parameter
+
+GEOMETRY = make_geometry()
+PASSES = make_stream(GEOMETRY)
+
+
+class Contract:
+    """What holds on every axis."""
+
+    axis: ClassVar[str]
+    algorithm: ClassVar[type[Any]]
+    parameters: ClassVar[dict[str, Any]] = {}
+
+    def make(self, seed: int = 0) -> Any:
+        given = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
+        geometry = laddered(GEOMETRY) if getattr(self.algorithm, "uses_ladder", 0) else GEOMETRY
+        made = self.algorithm(geometry, seed=seed, **given)
+        if getattr(made, "is_offline", False):
+            made.prepare(StreamFuture(GEOMETRY, PASSES))
+        return made
+
+    def policy(self) -> Policy:
+        """The on-demand policy with this algorithm, and what it insists to be paired with."""
+        defaults = {n: p.default for n, p in parameters_of(self.algorithm).items()}
+        choice = Choice(
+            axis=self.axis,
+            name=f"{self.algorithm.__module__}.{self.algorithm.__name__}",
+            algorithm=self.algorithm,
+            parameters=defaults | self.parameters,
+        )
+        partners = {axis: names[-1] for axis, names in self.algorithm.pairs_with.items()}
+        return dataclasses.replace(policy_of(partners), **{self.axis: choice})
+
+    def test_it_is_a_subclass_of_the_axis_base_and_names_its_source(self) -> None:
+        assert issubclass(self.algorithm, base_of(self.axis))
+        assert len(self.algorithm.source) > 3
+        assert self.algorithm.__doc__
+
+    def test_every_parameter_has_a_type_and_a_default(self) -> None:
+        for name, parameter in parameters_of(self.algorithm).items():
+            assert parameter.kind is parameter.KEYWORD_ONLY, name
+            assert parameter.default is not parameter.empty, name
+            assert parameter.annotation is not parameter.empty, name
+
+    def test_a_run_keeps_the_conservation_laws_and_repeats_itself(self) -> None:
+        for capacity in ("30%", "1", "100%"):
+            first, again = (run(self.policy(), GEOMETRY, capacity) for _ in range(2))
+            assert first.figures == again.figures
+            for record in first.engine.ledger.passes:
+                assert record.hits + record.late + record.misses == record.requests
+                assert 0 <= record.unfaithful <= record.executed <= record.token_requests
+
+    def test_the_seed_matters_only_where_it_says_so(self) -> None:
+        """`draws` decides whether a seed without effect is warned of."""
+        figures = [run(self.policy(), GEOMETRY, "60%", seed=seed).figures for seed in range(4)]
+        assert any(other != figures[0] for other in figures[1:]) == self.algorithm.draws
+
+    def test_a_run_leaves_the_events_it_was_given_alone(self) -> None:
+        before = copy.deepcopy(PASSES)
+        run(self.policy(), GEOMETRY)
+        for old, new in zip(all_events(before), all_events(PASSES), strict=True):
+            assert old.keys == new.keys
+            np.testing.assert_array_equal(old.experts, new.experts)  # type: ignore[arg-type]
+            np.testing.assert_array_equal(old.logits, new.logits)  # type: ignore[arg-type]
+
+
+class Pool:
+    """The least that an eviction algorithm can live in: a set of keys of a fixed size."""
+
+    def __init__(self, eviction: EvictionAlgorithm, size: int) -> None:
+        self.eviction = eviction
+        self.size = size
+        self.keys: set[int] = set()
+        self.victims: list[int] = []
+
+    def serve(self, event: Event) -> None:
+        """Load an event's keys as the layer step does, then tell of their use."""
+        pinned = set(event.keys)
+        for key in event.keys:
+            if key in self.keys:
+                continue
+            if len(self.keys) == self.size:
+                self.evict(pinned, event.layer)
+            if len(self.keys) < self.size:
+                self.insert(key)
+        self.eviction.on_event(event)
+
+    def insert(self, key: int, prefetched: bool = False) -> None:
+        self.keys.add(key)
+        self.eviction.on_insert(key, prefetched)
+
+    def evict(self, pinned: set[int], layer: int) -> None:
+        victim = self.eviction.victim(pinned, layer)
+        again = self.eviction.victim(pinned, layer)
+        assert victim == again, "asking twice changed the answer"
+        if victim is None:
+            assert self.keys <= pinned, f"no victim though {self.keys - pinned} are free"
+            return
+        assert victim in self.keys and victim not in pinned
+        self.keys.remove(victim)
+        self.victims.append(victim)
+        self.eviction.on_evict(victim)
+
+    def serve_all(self) -> Pool:
+        for events in PASSES:
+            self.eviction.on_pass(events[0].pass_index)
+            for event in events:
+                self.serve(fresh(event))
+        return self
+
+
+class EvictionContract(Contract):
+    axis = "eviction"
+
+    def make(self, seed: int = 0) -> EvictionAlgorithm:
+        made: EvictionAlgorithm = super().make(seed)
+        return made
+
+    def test_it_evicts_only_free_residents(self) -> None:
+        for size in (1, 4, 9):
+            assert Pool(self.make(), size).serve_all().victims
+
+    def test_the_same_seed_makes_the_same_choices(self) -> None:
+        first, again = (Pool(self.make(3), 7).serve_all().victims for _ in range(2))
+        assert first == again
+
+    def test_a_pinned_key_never_goes(self) -> None:
+        pool = Pool(self.make(), 8).serve_all()
+        for free in sorted(pool.keys):
+            assert pool.eviction.victim(pool.keys - {free}, 0) == free
+        assert pool.eviction.victim(pool.keys, 0) is None
+
+    def test_every_key_goes_in_the_end_and_it_can_start_anew(self) -> None:
+        pool = Pool(self.make(), 8).serve_all()
+        before, served = set(pool.keys), len(pool.victims)
+        while pool.keys:
+            pool.evict(set(), 1)
+        assert sorted(pool.victims[served:]) == sorted(before)
+        assert pool.eviction.victim(set(), 1) is None
+        pool.insert(5)
+        assert pool.eviction.victim(set(), 0) == 5
+
+    def test_prefetched_keys_can_be_wanted_again_used_and_evicted(self) -> None:
+        pool = Pool(self.make(), 4)
+        pool.eviction.on_pass(0)
+        for key in (9, 2, 17):
+            pool.insert(key, prefetched=True)
+            pool.eviction.on_predicted(key)
+        pool.serve(fresh(PASSES[0][0]))
+        while pool.keys:
+            pool.evict(set(), 2)
+        assert {9, 2, 17} <= set(pool.victims)
+
+
+class RoutingContract(Contract):
+    axis = "routing"
+
+    def make(self, seed: int = 0) -> RoutingAlgorithm:
+        made: RoutingAlgorithm = super().make(seed)
+        return made
+
+    def selections(self, resident: set[int], seed: int = 0) -> list[Any]:
+        routing, found = self.make(seed), []
+        for events in PASSES:
+            routing.on_pass(events[0].pass_index)
+            for event in events:
+                found.append((event, routing.select(fresh(event), resident)))
+        return found
+
+    def test_a_selection_has_the_routers_shape_and_no_expert_twice(self) -> None:
+        every = set(range(GEOMETRY.num_layers * GEOMETRY.num_experts))
+        for resident in (set[int](), {k for k in every if k % 3 == 0}, every):
+            for event, selection in self.selections(resident):
+                if selection is None:
+                    continue
+                assert selection.experts.shape == event.experts.shape
+                assert selection.experts.min() >= 0
+                assert selection.experts.max() < GEOMETRY.num_experts
+                for row in selection.experts.tolist():
+                    assert len(set(row)) == len(row)
+
+    def test_a_lossless_routing_never_changes_a_selection(self) -> None:
+        changed = [s for _, s in self.selections({1, 9, 17}) if s is not None]
+        assert bool(changed) != self.algorithm.is_lossless
+
+    def test_the_same_seed_makes_the_same_selections(self) -> None:
+        pairs = zip(self.selections({1, 2}, 5), self.selections({1, 2}, 5), strict=True)
+        for (_, first), (_, again) in pairs:
+            assert (first is None) == (again is None)
+            if first is not None:
+                np.testing.assert_array_equal(first.experts, again.experts)
+
+
+class PrefetchContract(Contract):
+    axis = "prefetch"
+
+    def make(self, seed: int = 0) -> PrefetchAlgorithm:
+        made: PrefetchAlgorithm = super().make(seed)
+        return made
+
+    def proposals(self) -> list[tuple[Event, Sequence[int]]]:
+        prefetch, found = self.make(), []
+        if isinstance(prefetch, DraftStagePrefetch):
+            return [(e, prefetch.propose_draft(e.layer, e.logits[-1:])) for e in all_events(PASSES)]
+        for events in PASSES:
+            prefetch.on_pass(events[0].pass_index)
+            for event in events:
+                found.append(
+                    (event, prefetch.propose(fresh(event, prefetch.depth, prefetch.uses_predictor)))
+                )
+        return found
+
+    def test_proposals_are_keys_of_the_model_without_duplicates(self) -> None:
+        for _, keys in self.proposals():
+            assert len(set(keys)) == len(keys)
+            assert all(0 <= k < GEOMETRY.num_layers * GEOMETRY.num_experts for k in keys)
+            assert all(isinstance(key, int) for key in keys), "numpy integers slow the core down"
+
+    def test_it_proposes_something_unless_it_says_that_it_does_not(self) -> None:
+        assert any(keys for _, keys in self.proposals()) == self.algorithm.is_active
+
+    def test_proposals_repeat_themselves(self) -> None:
+        first, again = ([list(keys) for _, keys in self.proposals()] for _ in range(2))
+        assert first == again
+
+
+class MissContract(Contract):
+    axis = "miss"
+
+    def make(self, seed: int = 0) -> MissAlgorithm:
+        made: MissAlgorithm = super().make(seed)
+        return made
+
+    def resolutions(self, share: float, dropped: bool = False) -> list[Any]:
+        """Resolve every event of the stream with about this share of experts resident."""
+        miss, found = self.make(), []
+        rng = np.random.default_rng(1)
+        for event in all_events(PASSES):
+            assert event.experts is not None
+            if dropped:
+                event.experts = event.experts.copy()
+                event.experts[:, -1] = DROPPED
+                live = event.experts[event.experts != DROPPED] + event.layer * GEOMETRY.num_experts
+                event.keys = list(dict.fromkeys(live.tolist()))
+            levels = range(3 if self.algorithm.uses_ladder else 1)
+            resident = {
+                event.layer * GEOMETRY.num_experts + e: int(rng.choice(levels))
+                for e in range(GEOMETRY.num_experts)
+                if rng.random() < share
+            }
+            absent = [key for key in event.keys if key not in resident]
+            if absent:
+                found.append((event, resident, absent, miss.resolve(event, absent, resident)))
+        return found
+
+    def test_what_is_executed_is_near_or_loaded(self) -> None:
+        for share in (0.0, 0.3, 0.7):
+            for event, resident, absent, resolution in self.resolutions(share):
+                if resolution is None:
+                    continue
+                loaded = {fetch.key: fetch.level for fetch in resolution.fetch}
+                assert set(loaded) <= set(event.keys) and len(loaded) == len(resolution.fetch)
+                # What is near comes again at a better level only, and only where that is asked for.
+                better = {k for k, level in loaded.items() if k in resident and level < resident[k]}
+                assert set(loaded) <= set(absent) | better
+                assert self.make().upgrade or not better
+                executed = _executed(event, resolution)
+                near = near_mask(event.layer, GEOMETRY.num_experts, resident | loaded)
+                assert near[executed].all()
+
+    def test_a_lossless_handler_loads_all(self) -> None:
+        changed = [r for *_, r in self.resolutions(0.4) if r is not None]
+        assert not (changed and self.algorithm.is_lossless)
+
+    def test_levels_are_of_the_store_and_the_best_one_alone_where_it_needs_no_ladder(self) -> None:
+        fetched = [f for *_, r in self.resolutions(0.3) if r is not None for f in r.fetch]
+        assert all(isinstance(f.level, int) and 0 <= f.level < 3 for f in fetched)
+        assert any(f.level for f in fetched) == self.algorithm.uses_ladder
+        for event in all_events(PASSES):
+            for layer in range(GEOMETRY.num_layers):
+                keys = [GEOMETRY.key(layer, e) for e in (5, 0, 7, 2)]
+                levels = self.make().prefetch_levels(event, layer, keys)
+                assert len(levels) == len(keys) and all(0 <= level < 3 for level in levels)
+                assert self.algorithm.uses_ladder or not any(levels)
+
+    def test_no_token_gets_an_expert_twice(self) -> None:
+        for event, _, _, resolution in self.resolutions(0.5):
+            if resolution is None or resolution.selection is None:
+                continue
+            assert resolution.selection.experts.shape == event.experts.shape
+            for row in resolution.selection.experts.tolist():
+                assert len(set(row)) == len(row)
+
+    def test_what_routing_dropped_stays_dropped(self) -> None:
+        for _, _, _, resolution in self.resolutions(0.4, dropped=True):
+            if resolution is not None and resolution.selection is not None:
+                assert (resolution.selection.experts[:, -1] == DROPPED).all()
+
+
+def _executed(event: Event, resolution: Any) -> Any:
+    if resolution.selection is None:
+        return event.experts
+    experts, keep = resolution.selection.experts, resolution.selection.keep
+    return experts if keep is None else experts[keep]
+
+
+CONTRACTS: dict[str, type[Contract]] = {
+    "routing": RoutingContract,
+    "prefetch": PrefetchContract,
+    "eviction": EvictionContract,
+    "miss": MissContract,
+}
+
+
+def run_contract(case: type[Contract]) -> int:
+    """Run every test of a contract class outside pytest; return how many there are."""
+    names = [name for name in dir(case) if name.startswith("test_")]
+    for name in names:
+        getattr(case(), name)()
+    return len(names)

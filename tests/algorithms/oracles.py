@@ -1,0 +1,334 @@
+"""Slow, obvious versions of every algorithm, written from the papers' words and not from our code.
+
+Evictions read the whole log of what happened to a cache and recompute who would leave; routing
+and miss handling go token by token through Python lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that happened: `pass`, `insert`, `use` (of a key by an event) or `wish`."""
+
+    what: str
+    key: int = -1
+    weights: tuple[float, ...] = ()
+    level: int = 0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an oracle sees when somebody has to leave."""
+
+    log: Sequence[Entry]
+    resident: Collection[int]
+    pinned: Collection[int]
+    layer: int
+    geometry: Geometry
+
+    @property
+    def free(self) -> list[int]:
+        return sorted(key for key in self.resident if key not in self.pinned)
+
+    def layer_of(self, key: int) -> int:
+        return key // self.geometry.num_experts
+
+    def uses(self, key: int) -> int:
+        return sum(e.what == "use" and e.key == key for e in self.log)
+
+    def last(self, key: int, *what: str) -> int:
+        """When one of these last happened to the key."""
+        i = len(self.log) - 1
+        while self.log[i].key != key or self.log[i].what not in what:
+            i -= 1
+        return i
+
+
+Oracle = Callable[..., Sequence[float]]
+"""(scene, key, parameters) -> the key's place in the order of leaving, smallest first."""
+
+
+def lru(scene: Scene, key: int) -> Sequence[float]:
+    return (scene.last(key, "insert", "use"),)
+
+
+def fifo(scene: Scene, key: int) -> Sequence[float]:
+    return (scene.last(key, "insert"),)
+
+
+def lfu(scene: Scene, key: int) -> Sequence[float]:
+    return (scene.uses(key), key)
+
+
+def lhu(scene: Scene, key: int) -> Sequence[float]:
+    return (sum(e.what == "use" and e.key == key and e.level == 0 for e in scene.log), key)
+
+
+def score(
+    scene: Scene, key: int, history: str = "sum", decay: float | None = None
+) -> Sequence[float]:
+    total, served, passes_left = 0.0, 0, sum(e.what == "pass" for e in scene.log)
+    for entry in scene.log:
+        passes_left -= entry.what == "pass"
+        if entry.what == "use" and entry.key == key:
+            age = (decay or 0.9) ** passes_left if history == "decayed" else 1.0
+            total += age * sum(entry.weights)
+            served += len(entry.weights)
+    if not served:
+        return (-math.inf, key)
+    return (round(total / served if history == "mean" else total, 9), key)
+
+
+def fld(scene: Scene, key: int, distance: str = "absolute") -> Sequence[float]:
+    layer = scene.layer_of(key)
+    if distance == "absolute":
+        return (-abs(layer - scene.layer), layer, *lru(scene, key))
+    turns = 0
+    while (scene.layer + turns) % scene.geometry.num_layers != layer:
+        turns += 1
+    return (-turns, *lru(scene, key))
+
+
+def shallow_first(scene: Scene, key: int) -> Sequence[float]:
+    return (-scene.layer_of(key), *lru(scene, key))
+
+
+def frequency_layer(scene: Scene, key: int, layer: str = "forward") -> Sequence[float]:
+    num_layers, away = scene.geometry.num_layers, scene.layer_of(key)
+    if layer == "forward":
+        away = (away - scene.layer) % num_layers
+    return (scene.uses(key) * (num_layers - away), key)
+
+
+def least_stale(scene: Scene, key: int, order: str = "last_use") -> Sequence[float]:
+    touched = loaded = -1
+    current = False
+    for i, entry in enumerate(scene.log):
+        if entry.what == "pass":
+            current = False
+        elif entry.key == key and (entry.what != "wish" or not current):
+            # A wish protects a stale expert; one that is current already is not moved by it.
+            touched, current = i, True
+            loaded = i if entry.what == "insert" else loaded
+    return (current, scene.layer_of(key), loaded if order == "fifo" else touched)
+
+
+EVICTIONS: dict[str, Oracle] = {
+    "lru": lru,
+    "fifo": fifo,
+    "lfu": lfu,
+    "lhu": lhu,
+    "score": score,
+    "fld": fld,
+    "shallow_first": shallow_first,
+    "frequency_layer": frequency_layer,
+    "least_stale": least_stale,
+}
+
+
+# --- routing: equations 5 to 10 on lists ------------------------------------------------------
+
+
+def promote(subset: Sequence[int], everything: Sequence[int]) -> list[int]:
+    """Equation 5."""
+    return [*subset, *(r for r in everything if r not in subset)]
+
+
+def rank(logits: Sequence[float]) -> list[int]:
+    """Equation 2, ties to the smaller expert."""
+    return sorted(range(len(logits)), key=lambda e: (-logits[e], e))
+
+
+def max_rank(
+    logits: Sequence[float], cached: Collection[int], top_k: int, M: int, J: int
+) -> set[int]:
+    """Algorithm 1."""
+    r = rank(logits)
+    promoted = promote([e for e in r[:M] if e in cached], r)
+    return set(promote(r[:J], promoted)[:top_k])
+
+
+def cumsum(
+    logits: Sequence[float], cached: Collection[int], top_k: int, p: float, J: int
+) -> set[int]:
+    """Algorithm 2."""
+    peak = max(logits)
+    mass = [math.exp(z - peak) for z in logits]
+    r, p_cum, M = rank(logits), 0.0, 0
+    while p_cum < p and len(r) > M:
+        p_cum += mass[r[M]] / sum(mass)
+        M += 1
+    return max_rank(logits, cached, top_k, M, J)
+
+
+def cache_prior(
+    logits: Sequence[float], cached: Collection[int], top_k: int, prior: float, top_j: int
+) -> set[int]:
+    """Equation 9, where `prior` is lambda times Delta_avg."""
+    r = rank(logits)
+    boosted = {e for e in r if e in cached} | set(r[:top_j])
+    modified = [np.float32(z) + np.float32(prior) * (e in boosted) for e, z in enumerate(logits)]
+    return set(sorted(r, key=lambda e: (-modified[e], r.index(e)))[:top_k])
+
+
+# --- miss -------------------------------------------------------------------------------------
+
+
+def substitute_score(
+    scores: Sequence[float],
+    experts: Sequence[int],
+    near: Collection[int],
+    tolerance: float,
+    relative: bool = False,
+) -> list[int]:
+    """One token: each absent expert, heaviest first, takes the closest near one still free."""
+    chosen = list(experts)
+    taken = set(experts)
+    for place, expert in enumerate(experts):
+        if expert in near:
+            continue
+        limit = tolerance * (scores[expert] if relative else 1.0)
+        gaps = [
+            (abs(scores[e] - scores[expert]), e)
+            for e in range(len(scores))
+            if e in near and e not in taken and abs(scores[e] - scores[expert]) <= limit
+        ]
+        if gaps:
+            chosen[place] = min(gaps)[1]
+            taken.add(chosen[place])
+    return chosen
+
+
+def buddy_substitute(
+    S: Sequence[Sequence[int]], M: Sequence[bool], B: Sequence[Sequence[int]], H: int
+) -> list[list[int]]:
+    """BuddyMoE algorithm 1, line by line."""
+    changed = [list(row) for row in S]
+    for t, row in enumerate(changed):
+        U = set(row)
+        for k, e in enumerate(row):
+            if not M[e]:
+                for b in B[e][:H]:
+                    if M[b] and b not in U:
+                        changed[t][k] = b
+                        U.add(b)
+                        break
+    return changed
+
+
+def activating_entropy(logits: Sequence[float], temperature: float) -> float:
+    """BuddyMoE equation 1 of one token's own experts."""
+    mass = [math.exp((z - max(logits)) / temperature) for z in logits]
+    shares = [m / sum(mass) for m in mass]
+    return -sum(p * math.log(p) for p in shares if p) / math.log(len(shares))
+
+
+def buddy_list(q: Sequence[float], alpha: float, k_max: int) -> list[int]:
+    """BuddyMoE equations 5 and 6 for one pivot."""
+    peers = sorted((j for j in range(len(q)) if q[j] > 0), key=lambda j: (-q[j], j))
+    chosen: list[int] = []
+    for j in peers:
+        if sum(q[c] for c in chosen) >= alpha - 1e-9 or len(chosen) == k_max:
+            break
+        chosen.append(j)
+    return chosen
+
+
+def buddy_token(
+    logits: Sequence[float],
+    own: Sequence[int],
+    near: Collection[int],
+    lists: Sequence[Sequence[int]],
+    q: Sequence[Sequence[float]],
+    *,
+    rho: int,
+    eta: float = 0.0,
+    hop_factor: Callable[[int, int], float] = lambda i, j: 1.0,
+    reuse: float = 0.0,
+    order: str = "heaviest",
+) -> list[int]:
+    """One token that passed the gates: sections 3.1 and 3.3 with equation 3."""
+    chosen, given = list(own), list[int]()
+    low, high = min(logits), max(logits)
+    places = list(enumerate(own))
+    for place, missing in places if order == "heaviest" else places[::-1]:
+        if missing in near or len(given) == rho:
+            continue
+        worth = {}
+        for j in lists[missing]:
+            if j not in near or j in own or (j in given and not reuse):
+                continue
+            logit = (logits[j] - low) / max(high - low, 1e-9)
+            psi = q[missing][j] * (1 + eta * logit) * hop_factor(missing, j)
+            worth[j] = psi * reuse ** given.count(j)
+        if worth:
+            chosen[place] = min(worth, key=lambda j: (-worth[j], j))
+            given.append(chosen[place])
+    return chosen
+
+
+# --- prefetch ---------------------------------------------------------------------------------
+
+
+def activation_matrix(geometry: Geometry, events: Sequence[Event]) -> Any:
+    matrix = np.zeros((geometry.num_layers, geometry.num_experts))
+    for event in events:
+        assert event.experts is not None
+        for expert in event.experts.ravel().tolist():
+            matrix[event.layer, expert] += 1
+    return matrix
+
+
+def best_match(matrix: Any, past: Sequence[Any]) -> int:
+    """Return the past matrix whose rows have the highest mean cosine with the rows reached."""
+
+    def cosine(a: Any, b: Any) -> float:
+        lengths = float(np.sqrt((a * a).sum()) * np.sqrt((b * b).sum()))
+        return float((a * b).sum()) / lengths if lengths else 0.0
+
+    similarity = [
+        sum(cosine(a, b) for a, b in zip(matrix, old, strict=True) if a.any()) for old in past
+    ]
+    return similarity.index(max(similarity))
+
+
+# --- commit: equations 5 and 6 of CommitMoE on lists ------------------------------------------
+
+
+def output_weights(
+    logits: Sequence[float],
+    predicted: Sequence[float],
+    top_k: int,
+    alpha1: float,
+    alpha2: float,
+    trigger: Collection[int],
+    by_router: bool,
+) -> dict[int, float]:
+    """One token: expert -> G''_pred, where G is a softmax over all experts."""
+
+    def shares(values: Sequence[float]) -> list[float]:
+        mass = [math.exp(v) for v in values]
+        return [m / sum(mass) for m in mass]
+
+    g_true = shares(logits)
+    g_pred = g_true if by_router else shares(predicted)
+    true, pred = rank(logits)[:top_k], rank(predicted)[:top_k]
+    correct = [e for e in pred if e in true]
+    if len(correct) not in trigger:
+        return {e: g_pred[e] for e in pred}
+    missed = sum(g_true[j] for j in true if j not in pred)
+    kept = sum(g_true[e] for e in correct)
+    first = {e: g_true[e] * (1 + missed / kept) * alpha1 if e in true else g_pred[e] for e in pred}
+    scale = sum(g_true[j] for j in true) / sum(first.values())
+    return {e: weight * scale * alpha2 for e, weight in first.items()}

@@ -1,0 +1,473 @@
+"""BuddyMoE: its equations by hand, and algorithm 1 and its gates against plain loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
+from lm_eval_moecache.records.coactivation import (
+    NO_BUDDY,
+    PAIRS,
+    TOP_LOGITS,
+    Coactivation,
+    activating_entropy,
+    buddy_lists,
+    conditional,
+    top_k_shares,
+)
+from lm_eval_moecache.records.event import DROPPED, Event
+from tests.algorithms import oracles
+from tests.algorithms.streams import fresh, make_event, make_geometry
+from tests.artifacts import artifact_for, profile_for
+
+GEOMETRY = make_geometry(num_layers=1, num_experts=5, top_k=3)
+WIDE = make_geometry(num_layers=2, num_experts=8, top_k=3)
+LIGHT = settings(max_examples=60, deadline=None, derandomize=True)
+# M(0, .) is 4 with expert 3, 3 with 2, 2 with 1, 1 with 4; the other rows follow by symmetry.
+M = np.array(
+    [[0, 2, 3, 4, 1], [2, 0, 1, 1, 1], [3, 1, 0, 1, 1], [4, 1, 1, 0, 1], [1, 1, 1, 1, 0]],
+    dtype=float,
+)
+TEXT = [3.0, 2.0, 1.0, 0.5, 0.0]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """A profile whose counts are M, unsmoothed."""
+    made = artifact_for(BUDDIES, GEOMETRY)
+    made_from = {"alpha": [1.0], "k_max": 4, "smoothing": 0.0}
+    arrays = {**made.arrays, PAIRS: M[None]}
+    write_artifact(
+        tmp_path / "m.safetensors", dataclasses.replace(made, arrays=arrays, made_from=made_from)
+    )
+    return str(tmp_path / "m.safetensors")
+
+
+def make(profile: str | None, /, **parameters: Any) -> Any:
+    """Build it with open gates: the entropy of no token is 0 or less."""
+    open_gates = {"tau": 0.0, "tau_scale": "absolute", "profile": profile}
+    return find_algorithm("miss", "buddy")(GEOMETRY, **{**open_gates, **parameters})
+
+
+def resolve(handler: Any, near: set[int], *texts: list[float]) -> Any:
+    event = make_event(GEOMETRY, 0, 0, list(texts) or [TEXT])
+    return handler.resolve(event, [key for key in event.keys if key not in near], near)
+
+
+# --- equations 1 to 6 -------------------------------------------------------------------------
+
+
+def test_equation_1_entropy_is_one_for_equal_shares_and_less_for_peaked_ones() -> None:
+    equal = top_k_shares(np.zeros((1, 4), dtype=np.float32), 1.0)
+    assert activating_entropy(equal) == pytest.approx([1.0])
+    # Shares 1/2, 1/4, 1/4: (ln 2 / 2 + ln 4 / 4 + ln 4 / 4) / ln 3 = 1.5 ln 2 / ln 3.
+    logits = np.log(np.array([[2.0, 1.0, 1.0]], dtype=np.float32))
+    expected = 1.5 * math.log(2) / math.log(3)
+    assert activating_entropy(top_k_shares(logits, 1.0)) == pytest.approx([expected])
+
+
+def test_the_temperature_smooths_the_shares() -> None:
+    logits = np.log(np.array([[4.0, 1.0]], dtype=np.float32))
+    np.testing.assert_allclose(top_k_shares(logits, 1.0), [[0.8, 0.2]], rtol=1e-6)
+    # At T = 2 the scores are the square roots, 2 and 1.
+    np.testing.assert_allclose(top_k_shares(logits, 2.0), [[2 / 3, 1 / 3]], rtol=1e-6)
+
+
+def test_dropped_experts_have_no_share_and_a_single_expert_no_entropy() -> None:
+    logits = np.array([[1.0, 1.0, -np.inf], [2.0, -np.inf, -np.inf]], dtype=np.float32)
+    shares = top_k_shares(logits, 1.0)
+    np.testing.assert_allclose(shares, [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
+    # Two experts left, equally weighted: as diffuse as can be.
+    assert activating_entropy(shares) == pytest.approx([1.0, 0.0])
+
+
+def test_equation_2_the_residency_gate_bypasses_at_beta(profile: str) -> None:
+    # The token needs 0, 1 and 2; two of three are absent: delta = 2/3.
+    assert resolve(make(profile, beta=2 / 3), {2, 3, 4}) is None
+    assert resolve(make(profile, beta=0.67), {2, 3, 4}).selection is not None
+    assert resolve(make(profile, beta=1 / 3), {1, 2, 3, 4}) is None
+
+
+def test_equation_4_counts_become_shares_and_rows_without_evidence_stay_empty() -> None:
+    q = conditional(M, 0.0)
+    np.testing.assert_allclose(q[0], [0, 0.2, 0.3, 0.4, 0.1])
+    np.testing.assert_allclose(q.sum(axis=-1), 1.0)
+    smoothed = conditional(M, 1.0)
+    np.testing.assert_allclose(smoothed[0], np.array([0, 3, 4, 5, 2]) / 14)
+    empty = M.copy()
+    empty[4] = empty[:, 4] = 0
+    assert not conditional(empty, 1.0)[4].any()
+
+
+def test_similarities_stand_in_for_counts_and_are_not_smoothed() -> None:
+    path = profile_for(BUDDIES, WIDE)
+    cosines = artifact_for(BUDDIES, WIDE).arrays["similarity"]
+    handler = find_algorithm("miss", "buddy")(WIDE, profile=path, measure="similarity", alpha=1.0)
+    for layer in range(WIDE.num_layers):
+        np.testing.assert_array_equal(handler.is_buddy[layer], ~np.eye(8, dtype=bool))
+        # The most similar expert first, and shares as (1 + cosine).
+        shares = np.where(handler.is_buddy[layer], 1 + cosines[layer], 0)
+        expected = shares / shares.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(handler.q[layer], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_equations_5_and_6_take_the_shortest_prefix_that_covers_alpha() -> None:
+    q = conditional(M, 0.0)
+    # By falling share: 3 (0.4), 2 (0.3), 1 (0.2), 4 (0.1).
+    for alpha, expected in (
+        (0.4, [3]),
+        (0.41, [3, 2]),
+        (0.7, [3, 2]),
+        (0.9, [3, 2, 1]),
+        (1.0, [3, 2, 1, 4]),
+    ):
+        row = buddy_lists(q, alpha, 4)[0]
+        assert row[row != NO_BUDDY].tolist() == expected
+    assert buddy_lists(q, 1.0, 2)[0].tolist() == [3, 2]
+    # Ties go to the smaller index; an active expert has a buddy however small alpha is.
+    assert buddy_lists(q, 1e-6, 4)[1].tolist() == [0, NO_BUDDY, NO_BUDDY, NO_BUDDY]
+    assert (buddy_lists(conditional(M * 0, 1.0), 1.0, 4) == NO_BUDDY).all()
+
+
+def test_equation_3_weighs_global_similarity_by_the_tokens_logits_and_the_hops(
+    profile: str,
+) -> None:
+    # Expert 0 is absent, 3 and 4 are near and not the token's: q is 0.4 and 0.1.
+    assert resolve(make(profile), {1, 2, 3, 4}).selection.experts.tolist() == [[3, 1, 2]]
+    # The logits of 3 and 4, scaled to 0..1, are 0 and 2.5 / 3: 0.1 (1 + 5 eta / 6) > 0.4 from 3.6.
+    text = [3.0, 2.9, 2.8, 0.0, 2.5]
+    for eta, expected in ((3.5, 3), (3.7, 4)):
+        selection = resolve(make(profile, eta=eta), {1, 2, 3, 4}, text).selection
+        assert selection.experts.tolist() == [[expected, 1, 2]]
+    # Two devices hold 0, 1, 2 and 3, 4. Expert 4, absent, likes all alike: without a penalty the
+    # smaller index goes first, with one the neighbour.
+    text = [0.5, 0.4, 2.0, 0.3, 3.0]
+    for topology, expected in (({}, 1), ({"kappa": 0.1, "partitions": 2}, 3)):
+        selection = resolve(make(profile, **topology), {0, 1, 2, 3}, text).selection
+        assert selection.experts.tolist() == [[expected, 2, 0]]
+
+
+# --- gates, budget, fallback ------------------------------------------------------------------
+
+
+def test_a_token_of_low_entropy_is_left_alone(profile: str) -> None:
+    diffuse, peaked = [1.0, 1.0, 1.0, 0.0, 0.0], [9.0, 1.0, 0.9, 0.0, 0.0]
+    found = resolve(make(profile, tau=0.5), {1, 2, 3}, diffuse, peaked)
+    assert found.selection.experts.tolist() == [[3, 1, 2], [0, 1, 2]]
+    # The sensitive token needs expert 0 after all, and gets it though misses are dropped.
+    dropped = resolve(make(profile, tau=0.5, fallback="drop"), {1, 2, 3}, diffuse, peaked)
+    assert [fetch.key for fetch in found.fetch] == [fetch.key for fetch in dropped.fetch] == [0]
+    assert dropped.selection.keep is None
+
+
+def test_the_margin_forbids_where_one_expert_leads(profile: str) -> None:
+    # Shares 0.576, 0.212, 0.212: the margin is 0.364, the entropy 0.88.
+    text = [1.0, 0.0, 0.0, -1.0, -1.0]
+    assert resolve(make(profile, gamma=0.36), {1, 2, 3}, text) is None
+    assert resolve(make(profile, gamma=0.37), {1, 2, 3}, text).selection is not None
+
+
+def test_tau_as_a_percentile_is_calibrated_on_each_layers_tokens() -> None:
+    path = profile_for(BUDDIES, WIDE)
+    for temperature in (0.8, 1.2):
+        handler = find_algorithm("miss", "buddy")(
+            WIDE, profile=path, tau=20, temperature=temperature
+        )
+        sampled = artifact_for(BUDDIES, WIDE).arrays[TOP_LOGITS]
+        for layer, logits in enumerate(sampled):
+            slow = [oracles.activating_entropy(row.tolist(), temperature) for row in logits]
+            assert handler.tau[layer] == pytest.approx(np.percentile(slow, 20), abs=1e-5)
+        assert handler.tau[0] != handler.tau[1]
+
+
+def test_the_budget_counts_replacements_of_a_token_heaviest_first(profile: str) -> None:
+    near = {3, 4}
+    both = resolve(make(profile, beta=1.0), {2, 3, 4})
+    assert both.selection.experts.tolist() == [[3, 4, 2]]
+    one = resolve(make(profile, rho=1), {2, 3, 4})
+    assert one.selection.experts.tolist() == [[3, 1, 2]]
+    assert [fetch.key for fetch in one.fetch] == [1]
+    light = resolve(make(profile, rho=1, order="lightest"), {2, 3, 4})
+    assert light.selection.experts.tolist() == [[0, 3, 2]]
+    # Everything absent is delta = 1, which no beta lets through.
+    assert resolve(make(profile), near) is None
+
+
+def test_the_search_rank_cuts_every_list(profile: str) -> None:
+    assert resolve(make(profile, H=1), {1, 2, 4}) is None
+    # 3 and 2 come first for expert 0; then 1, which the token has; then 4.
+    assert resolve(make(profile, H=3), {1, 2, 4}) is None
+    assert resolve(make(profile), {1, 2, 4}).selection.experts.tolist() == [[4, 1, 2]]
+
+
+def test_a_collision_takes_the_next_buddy_or_reuses_at_a_penalty(profile: str) -> None:
+    # 0 and 2 are absent; both like 3 (0.4 and 1/6), 4 has 0.1 and 1/6.
+    near, text = {1, 3, 4}, [3.0, 2.0, 2.5, 0.0, 0.0]
+    taken = resolve(make(profile), near, text).selection
+    assert taken.experts.tolist() == [[3, 4, 1]]
+    # With 4 away the second finds nothing, or 3 once more.
+    assert resolve(make(profile), {1, 3}, text).selection.experts.tolist() == [[3, 2, 1]]
+    again = resolve(make(profile, reuse=0.5), {1, 3}, text).selection
+    assert again.experts.tolist() == [[3, 3, 1]]
+    assert again.weigh_as.tolist() == [[0, 2, 1]]
+
+
+def test_what_finds_no_buddy_is_fetched_or_dropped(profile: str) -> None:
+    near, text = {1, 3}, [3.0, 2.0, 2.5, 0.0, 0.0]
+    fetched = resolve(make(profile), near, text)
+    assert [fetch.key for fetch in fetched.fetch] == [2] and fetched.selection.keep is None
+    dropped = resolve(make(profile, fallback="drop"), near, text)
+    assert list(dropped.fetch) == []
+    assert dropped.selection.keep.tolist() == [[True, False, True]]
+
+
+def test_a_substitute_weighs_what_the_missing_one_did_or_its_own_score(profile: str) -> None:
+    assert resolve(make(profile), {1, 2, 3}).selection.weigh_as.tolist() == [[0, 1, 2]]
+    assert resolve(make(profile, weight="own"), {1, 2, 3}).selection.weigh_as is None
+
+
+def test_all_resident_none_resident_and_empty_lists_change_nothing(profile: str) -> None:
+    handler = make(profile)
+    assert resolve(handler, set()) is None
+    event = make_event(GEOMETRY, 0, 0, [TEXT])
+    assert handler.resolve(event, [], {0, 1, 2, 3, 4}) is None
+    handler.is_buddy[0, 0] = False
+    assert resolve(handler, {1, 2, 3, 4}) is None
+
+
+# --- plain loops ------------------------------------------------------------------------------
+
+NUMBER = st.integers(-40, 40).map(lambda n: n / 8)
+TEXTS = st.lists(st.lists(NUMBER, min_size=8, max_size=8), min_size=1, max_size=4)
+NEAR = st.sets(st.integers(0, 7))
+
+
+def wide(**parameters: Any) -> Any:
+    path = profile_for(BUDDIES, WIDE)
+    given = {"profile": path, "tau": 0.0, "tau_scale": "absolute", **parameters}
+    return find_algorithm("miss", "buddy")(WIDE, **given)
+
+
+def lists_of(handler: Any, layer: int) -> list[list[int]]:
+    """Return the handler's lists, best buddy first."""
+    return [
+        sorted(np.flatnonzero(row).tolist(), key=lambda j: (-q[j], j))
+        for row, q in zip(handler.is_buddy[layer], handler.q[layer], strict=True)
+    ]
+
+
+def answer(handler: Any, event: Event, near: set[int]) -> Any:
+    base = event.layer * 8
+    resident = {base + e for e in near}
+    absent = [key for key in event.keys if key not in resident]
+    resolution = handler.resolve(fresh(event), absent, resident)
+    assert event.experts is not None
+    if resolution is None or resolution.selection is None:
+        return event.experts
+    wanted = {base + e for row in resolution.selection.experts.tolist() for e in row} - resident
+    assert {fetch.key for fetch in resolution.fetch} == wanted
+    return resolution.selection.experts
+
+
+@LIGHT
+@given(TEXTS, NEAR, st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 1))
+def test_all_tokens_at_once_agree_with_algorithm_1(
+    texts: list[list[float]], near: set[int], H: int | None, layer: int
+) -> None:
+    handler, event = wide(H=H, alpha=1.0), make_event(WIDE, 0, layer, texts)
+    assert event.experts is not None
+    full = lists_of(wide(alpha=1.0), layer)
+    expected = event.experts.tolist()
+    if {k % 8 for k in event.keys} & near:
+        mask = [e in near for e in range(8)]
+        expected = oracles.buddy_substitute(expected, mask, full, H or 7)
+        # A token of one expert that leads beyond float32 has no entropy, and is left alone.
+        open_ = handler.tolerates(event)
+        expected = [r if open_[t] else event.experts[t].tolist() for t, r in enumerate(expected)]
+    assert answer(handler, event, near).tolist() == expected
+
+
+@LIGHT
+@given(
+    TEXTS,
+    NEAR,
+    st.sampled_from([0.0, 0.5, 0.8, 0.95]),
+    st.sampled_from([0.2, 0.5, 1.0]),
+    st.sampled_from([0.8, 1.0, 1.5]),
+    st.sampled_from([0.3, 0.8, 1.0]),
+    st.sampled_from([1, 2, None]),
+    st.sampled_from([(0.0, 1), (0.3, 2), (0.4, 4)]),
+    st.sampled_from([0.0, 2.0]),
+    st.sampled_from([0.0, 0.7]),
+    st.sampled_from(["heaviest", "lightest"]),
+)
+def test_gates_scores_and_budget_agree_with_plain_loops(
+    texts: list[list[float]],
+    near: set[int],
+    tau: float,
+    gamma: float,
+    temperature: float,
+    alpha: float,
+    rho: int | None,
+    topology: tuple[float, int],
+    eta: float,
+    reuse: float,
+    order: str,
+) -> None:
+    kappa, partitions = topology
+    handler = wide(
+        tau=tau, gamma=gamma, temperature=temperature, alpha=alpha, rho=rho,
+        kappa=kappa, partitions=partitions, eta=eta, reuse=reuse, order=order,
+    )  # fmt: skip
+    event = make_event(WIDE, 0, 0, texts)
+    made = artifact_for(BUDDIES, WIDE)
+    q = conditional(made.arrays[PAIRS][0], 1.0).tolist()
+    lists = [oracles.buddy_list(row, alpha, 16) for row in q]
+
+    def hop_factor(i: int, j: int) -> float:
+        return 1 - kappa * abs(i * partitions // 8 - j * partitions // 8)
+
+    assert event.experts is not None
+    bypass = not {k % 8 for k in event.keys} & near
+    found = answer(handler, event, near).tolist()
+    for text, own, changed in zip(texts, event.experts.tolist(), found, strict=True):
+        mine = [text[e] for e in own]
+        shares = sorted(math.exp((z - max(mine)) / temperature) for z in mine)
+        margin = (shares[-1] - shares[-2]) / sum(shares)
+        entropy = oracles.activating_entropy(mine, temperature)
+        if abs(entropy - tau) < 1e-5 or abs(margin - gamma) < 1e-5:
+            continue
+        expected = own
+        if not bypass and entropy > tau and margin < gamma:
+            expected = oracles.buddy_token(
+                text, own, near, lists, q,
+                rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse, order=order,
+            )  # fmt: skip
+        assert changed == expected
+
+
+@LIGHT
+@given(st.lists(st.integers(0, 9), min_size=6, max_size=6), st.floats(0.01, 1), st.integers(1, 6))
+def test_a_list_is_the_shortest_that_covers_alpha(row: list[int], alpha: float, k: int) -> None:
+    counts = np.zeros((6, 6))
+    counts[0] = row
+    q = conditional(counts, 0.0)
+    found = buddy_lists(q, alpha, k)[0]
+    assert found[found != NO_BUDDY].tolist() == oracles.buddy_list(q[0].tolist(), alpha, k)
+    assert (found[0] != NO_BUDDY) == (sum(row[1:]) > 0)
+
+
+def test_counting_agrees_with_going_through_the_tokens() -> None:
+    rng = np.random.default_rng(2)
+    counts = Coactivation(WIDE)
+    logits = rng.normal(size=(40, 8)).astype(np.float32)
+    weight = rng.random(40)
+    event = make_event(WIDE, 0, 1, logits)
+    assert event.experts is not None
+    counts.add(1, event.experts, logits, weight)
+    active, pairs, weighted = np.zeros(8), np.zeros((8, 8)), np.zeros((8, 8))
+    for token, own in enumerate(event.experts.tolist()):
+        mass = {e: math.exp(logits[token, e]) for e in own}
+        for i in own:
+            active[i] += weight[token]
+            for j in own:
+                if i != j:
+                    pairs[i, j] += weight[token]
+                    share = min(mass[i], mass[j]) / sum(mass.values())
+                    weighted[i, j] += weight[token] * share
+    np.testing.assert_allclose(counts.activations[1], active)
+    np.testing.assert_allclose(counts.pairs[1], pairs)
+    np.testing.assert_allclose(counts.weighted_pairs[1], weighted, rtol=1e-6)
+    assert not counts.pairs[0].any()
+
+
+def test_what_routing_dropped_is_neither_replaced_nor_counted(profile: str) -> None:
+    event = make_event(GEOMETRY, 0, 0, [[1.0, 1.0, 1.0, 0.0, 0.0]])
+    assert event.experts is not None
+    event.experts = np.array([[0, 1, DROPPED]])
+    event.keys = [0, 1]
+    resolution = make(profile, tau=0.99).resolve(event, [0], {1, 2, 4})
+    # Expert 2 is free now that the token lost it; two equal shares are fully diffuse.
+    assert resolution.selection.experts.tolist() == [[2, 1, DROPPED]]
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rho": 3}, r"miss\.rho=3 must be at least 1 and below the router's top_k=3"),
+        ({"beta": 0}, r"miss\.beta=0 must be above 0"),
+        ({"gamma": 1.5}, r"miss\.gamma=1\.5 must be above 0 and at most 1"),
+        ({"temperature": 0}, r"miss\.temperature=0 must be above 0"),
+        ({"eta": -1}, r"miss\.eta=-1 must be 0 or more"),
+        ({"partitions": 6}, r"miss\.partitions=6 must lie between 1 and 5"),
+        ({"kappa": 0.1}, r"kappa=0\.1 with miss\.partitions=1: the one has no effect"),
+        ({"partitions": 2}, r"partitions=2: the one has no effect"),
+        ({"reuse": 0.5, "weight": "own"}, r"miss\.reuse=0\.5 .* only with weight=missing"),
+        ({"tau": 1.5}, r"miss\.tau=1\.5 must lie between 0 and 1 \(tau_scale=absolute\)"),
+        ({"alpha": 1.5}, r"miss\.alpha=1\.5 must be above 0 and at most 1"),
+        ({"alpha": [0.5, 0.5]}, r"one number, or 1, one for each MoE layer"),
+        ({"k_max": 0}, r"miss\.k_max=0 must be 1 or more"),
+        ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 4"),
+        ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
+    ],
+)
+def test_a_setting_without_sense_is_refused(
+    profile: str, parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(profile, **parameters)
+
+
+def broken(tmp_path: Path, **arrays: Any) -> str:
+    made = artifact_for(BUDDIES, GEOMETRY)
+    path = tmp_path / "broken.safetensors"
+    write_artifact(path, dataclasses.replace(made, arrays={**made.arrays, **arrays}))
+    return str(path)
+
+
+def test_a_profile_with_all_zero_rows_is_refused(tmp_path: Path) -> None:
+    counts = M[None].copy()
+    counts[0, 4] = counts[0, :, 4] = 0
+    with pytest.raises(
+        ValueError, match=r"1 of 5 experts were never activated .*expert 4 of layer 0.*no evidence"
+    ):
+        make(broken(tmp_path, **{PAIRS: counts}))
+    with pytest.raises(ValueError, match=r"5 of 5 experts"):
+        make(broken(tmp_path, **{PAIRS: M[None] * 0}))
+
+
+def test_a_profile_whose_counts_cannot_be_counts_is_refused(tmp_path: Path) -> None:
+    lopsided = M[None].copy()
+    lopsided[0, 1, 2] += 1
+    for counts in (-M[None], lopsided):
+        with pytest.raises(ValueError, match="'pairs' holds no counts"):
+            make(broken(tmp_path, **{PAIRS: counts}))
+
+
+def test_a_profile_without_its_settings_is_refused(tmp_path: Path) -> None:
+    made, path = artifact_for(BUDDIES, GEOMETRY), tmp_path / "bare.safetensors"
+    write_artifact(path, dataclasses.replace(made, made_from={"k_max": 4}))
+    with pytest.raises(ValueError, match=r"`made_from` lacks alpha, smoothing"):
+        make(str(path))
+
+
+def test_a_profile_of_other_counts_is_refused_and_top_1_routers_too() -> None:
+    with pytest.raises(ValueError, match=r"with num_layers=2, but 'stream' has num_layers=1"):
+        make(profile_for(BUDDIES, WIDE))
+    with pytest.raises(ValueError, match=r"no buddies artifact ships for pretrained='stream'"):
+        make(None)
+    single = make_geometry(num_layers=1, num_experts=5, top_k=1)
+    with pytest.raises(ValueError, match=r"top_k=1 has no experts chosen together"):
+        find_algorithm("miss", "buddy")(single)

@@ -1,0 +1,87 @@
+"""The YAML files in policies/: what the papers compose, and that each of them runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.paths import policies_dir
+from tests.algorithms.streams import make_geometry, run
+
+PAPERS = {
+    # SpecMD Table 1.
+    "specmd_1": ("standard", "next_gate", "lru", "fetch"),
+    "specmd_2": ("standard", "score", "score", "substitute_score"),
+    "specmd_3": ("standard", "next_gate", "lhu", "cascade"),
+    "hobbit": ("standard", "next_gate", "lhu", "cascade"),
+    # SpecMD section 5.4 and Figure 7.
+    "specmd_fetch_priority": ("standard", "score", "least_stale", "fetch_priority"),
+    "specmd_4": ("cache_prior", "none", "lru", "fetch"),
+    "specmd": ("standard", "score", "least_stale", "fetch"),
+    "mixtral_offloading": ("standard", "next_gate", "lru", "fetch"),
+    "importance_scheduling": ("standard", "score", "score", "substitute_score"),
+    # Mixture of Cache-Conditional Experts section 4.2: all with LRU and no prefetch.
+    "mixture_cache": ("cache_prior", "none", "lru", "fetch"),
+    "max_rank": ("max_rank", "none", "lru", "fetch"),
+    "cumsum": ("cumsum", "none", "lru", "fetch"),
+    "pruning": ("pruning", "none", "lru", "fetch"),
+    # BuddyMoE section 5.1.
+    "buddymoe": ("standard", "next_gate", "lru", "buddy"),
+    "buddy_random": ("standard", "next_gate", "lru", "substitute_random"),
+    # CommitMoE sections 4, 5.1 and 5.3.
+    "commitmoe": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_neutral_owa": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_no_owa": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_mixtral": ("commit", "predictor", "lfu", "fetch"),
+    "commitmoe_prefetch": ("standard", "predictor", "lfu", "fetch"),
+    "promoe": ("standard", "predictor", "lru", "fetch"),
+    # Systems the five papers compare with.
+    "moe_infinity": ("standard", "history", "lfu", "fetch"),
+    "adapmoe": ("pruning", "next_gate", "lru", "fetch"),
+    "fate": ("standard", "next_gate", "shallow_first", "fetch"),
+    "edgemoe": ("standard", "none", "frequency_layer", "fetch"),
+    "pre_gated": ("pre_gated", "next_gate", "lru", "fetch"),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_composition_is_what_its_paper_says(name: str) -> None:
+    policy = load_policy(name)
+    assert tuple(getattr(policy, axis).name for axis in AXES) == PAPERS[name]
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_composition_says_where_it_comes_from_and_survives_being_printed(
+    name: str, tmp_path: Path
+) -> None:
+    text = (policies_dir() / f"{name}.yaml").read_text()
+    policy = load_policy(name)
+    assert text.startswith("# ") and policy.name == name and policy.source
+    printed = policy.as_dict()
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(yaml.safe_dump(printed))
+    assert load_policy(str(copy)).as_dict() == printed
+
+
+@pytest.mark.parametrize("name", [*PAPERS, "on_demand"])
+def test_a_composition_runs(name: str) -> None:
+    for capacity in ("5%", "50%"):
+        assert run(load_policy(name), make_geometry(top_k=4), capacity).engine.ledger.passes
+
+
+def test_pre_gated_prefetches_exactly_what_it_decided() -> None:
+    served = run(load_policy("pre_gated"), make_geometry(), "100%")
+    for record in served.engine.ledger.passes:
+        assert record.predicted_right == record.predicted == record.predictable
+    assert sum(record.predicted for record in served.engine.ledger.passes) > 50
+
+
+def test_adapmoe_prefetches_one_expert_per_layer_and_token() -> None:
+    served = run(load_policy("adapmoe"), make_geometry(), "100%")
+    for record in served.engine.ledger.passes:
+        if record.phase == "decode":
+            assert record.predicted == 2, "two of three layers have one before them"

@@ -1,0 +1,127 @@
+"""Every file in the four folders keeps its axis' contract; a new file is found by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm_eval_moecache.algorithms.eviction.lru import LRU
+from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+from lm_eval_moecache.cli.policies import collect
+from lm_eval_moecache.records.event import Event
+from tests.algorithms.contract import CONTRACTS, Contract, run_contract
+from tests.algorithms.streams import make_geometry, policy_of, run
+
+
+def contract_cases() -> dict[str, type[Contract]]:
+    """One test class for each file in each axis' folder."""
+    cases = {}
+    for axis in AXES:
+        for name in algorithm_names(axis):
+            title = f"Test_{axis}_{name}"
+            algorithm = find_algorithm(axis, name)
+            cases[title] = type(title, (CONTRACTS[axis],), {"algorithm": algorithm})
+    return cases
+
+
+globals().update(contract_cases())
+
+NEWCOMER = '''
+"""Evicts the largest key: a file that nobody lists."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+
+
+class Newcomer(EvictionAlgorithm):
+    """Evicts the largest key that is `step` below the top."""
+
+    source: ClassVar[str] = "a test"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, step: int = 1) -> None:
+        super().__init__(geometry, seed=seed)
+        self.step = step
+        self.keys: set[int] = set()
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self.keys.add(key)
+
+    def on_evict(self, key: int) -> None:
+        self.keys.remove(key)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        free = sorted(key for key in self.keys if key not in pinned)
+        return free[-min(self.step, len(free))] if free else None
+'''
+
+
+def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval_moecache.algorithms.eviction as folder
+
+    (tmp_path / "newcomer.py").write_text(NEWCOMER)
+    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    try:
+        assert run_contract(contract_cases()["Test_eviction_newcomer"]) > 5
+        listed = {a["name"]: a for a in collect()["algorithms"]["eviction"]}
+        assert listed["newcomer"]["parameters"] == {"step": 1}
+        assert listed["newcomer"]["source"] == "a test"
+        policy = policy_of({"eviction": "newcomer", "eviction.step": 2})
+        assert run(policy, make_geometry()).engine.ledger.passes
+    finally:
+        sys.modules.pop("lm_eval_moecache.algorithms.eviction.newcomer", None)
+        if hasattr(folder, "newcomer"):
+            delattr(folder, "newcomer")
+
+
+class Outside(LRU):
+    """An algorithm that lives in somebody else's package."""
+
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
+
+
+def test_an_outside_algorithm_runs_by_its_class_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "routing: standard\nprefetch: none\nmiss: fetch\n"
+        f"eviction: {{class_path: {Outside.__module__}.Outside}}\n"
+    )
+    geometry = make_geometry()
+    assert run(policy_of({}, str(file)), geometry).figures == run(policy_of({}), geometry).figures
+
+
+def test_no_result_depends_on_the_hash_seed() -> None:
+    script = (
+        "from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm\n"
+        "from tests.algorithms.streams import make_geometry, policy_of, run\n"
+        "for axis in AXES:\n"
+        "    for name in algorithm_names(axis):\n"
+        "        pairs = find_algorithm(axis, name).pairs_with\n"
+        "        policy = policy_of({axis: name} | {a: n[-1] for a, n in pairs.items()})\n"
+        "        print(axis, name, run(policy, make_geometry()).figures)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    printed = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed.add(done.stdout)
+    assert len(printed) == 1

@@ -1,0 +1,221 @@
+"""The miss algorithms of a ladder of precisions: worked by hand, and against slow versions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import DROPPED, Event, Fetch
+from lm_eval_moecache.records.geometry import Geometry
+from tests.algorithms.streams import laddered, make_event, make_geometry
+
+GEOMETRY = laddered(make_geometry(num_layers=2, num_experts=6, top_k=4))
+# Softmax scores of the first four, as shares of their sum: 0.5, 0.25, 0.15, 0.1.
+LOGITS = np.log([0.4, 0.2, 0.12, 0.08, 0.01, 0.005]).tolist()
+TWO = Geometry(
+    model="two",
+    num_layers=1,
+    num_experts=6,
+    top_k=4,
+    expert_bytes=((100, 50),),
+    dense_bytes=(200,),
+    precision=("int8", "int4"),
+)
+
+
+def make(name: str, geometry: Geometry = GEOMETRY, **parameters: Any) -> Any:
+    return find_algorithm("miss", name)(geometry, **parameters)
+
+
+def levels(resolution: Any) -> dict[int, int]:
+    assert all(isinstance(fetch, Fetch) for fetch in resolution.fetch)
+    return {fetch.key: fetch.level for fetch in resolution.fetch}
+
+
+def test_fetch_lowest_loads_what_is_absent_at_the_lowest_and_prefetches_at_the_best() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS], predicted={1: [LOGITS]})
+    miss = make("fetch_lowest")
+    assert levels(miss.resolve(event, [1, 3], {0: 2, 2: 0})) == {1: 2, 3: 2}
+    assert miss.prefetch_levels(event, 1, [6, 7]) == [0, 0]
+
+
+def test_fetch_priority_degrades_the_bottom_60th_percentile_of_a_tokens_ranks() -> None:
+    """Of four, the last ceil(0.6 x 3) = 2: rank 2 at int4, rank 3 at int2."""
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    assert levels(make("fetch_priority").resolve(event, [0, 1, 2, 3], {})) == {
+        0: 0,
+        1: 0,
+        2: 1,
+        3: 2,
+    }
+    weights = np.array([0.5, 0.25, 0.15, 0.1])
+    assert (weights < np.percentile(weights, 60)).tolist() == [False, False, True, True]
+
+
+def test_fetch_priority_takes_the_best_level_that_any_token_asks_for() -> None:
+    other = [LOGITS[3], LOGITS[2], LOGITS[1], LOGITS[0], 0.0 - 9, -9.0]  # the same in reverse
+    event = make_event(GEOMETRY, 0, 0, [LOGITS, other])
+    assert set(levels(make("fetch_priority").resolve(event, [0, 1, 2, 3], {})).values()) == {0}
+
+
+def test_fetch_priority_by_h_and_on_two_levels() -> None:
+    event = make_event(TWO, 0, 0, [LOGITS])
+    assert levels(make("fetch_priority", TWO, h=1).resolve(event, [0, 1, 2, 3], {})) == {
+        0: 0,
+        1: 1,
+        2: 1,
+        3: 1,
+    }
+
+
+def test_fetch_priority_leaves_what_is_near_unless_it_upgrades() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    near = {0: 2, 1: 1, 2: 2}
+    assert levels(make("fetch_priority").resolve(event, [3], near)) == {3: 2}
+    assert levels(make("fetch_priority", upgrade=True).resolve(event, [3], near)) == {
+        0: 0,
+        1: 0,
+        2: 1,
+        3: 2,
+    }
+
+
+def test_fetch_priority_prefetches_by_the_rank_in_the_predicted_gate() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS], predicted={1: [LOGITS[::-1]]})
+    miss = make("fetch_priority")
+    # Layer 1 is expected to choose 5, 4, 3, 2 in that order; 0 is not expected at all.
+    assert miss.prefetch_levels(event, 1, [8, 11, 9, 6]) == [2, 0, 1, 2]
+    # Without a prediction the order of the proposals stands for the ranks.
+    assert miss.prefetch_levels(event, 0, [3, 1, 2, 0, 5]) == [0, 0, 1, 2, 2]
+
+
+def test_cascade_goes_by_the_weight_that_stands_before_an_expert() -> None:
+    """Before them stand 0, 0.5, 0.75 and 0.9 of the weight; up to t1 int8, above t2 int2."""
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    found = levels(make("cascade", t1=0.6, t2=0.8).resolve(event, [0, 1, 2, 3], {}))
+    assert found == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert levels(make("cascade", t1=0.45, t2=0.95).resolve(event, [1, 3], {})) == {1: 1, 3: 1}
+    two = make_event(TWO, 0, 0, [LOGITS])
+    assert levels(make("cascade", TWO).resolve(two, [0, 1, 2, 3], {})) == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_cascade_leaves_dropped_experts_out_of_the_weight() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    assert event.experts is not None
+    event.experts = np.array([[DROPPED, 1, 2, 3]])
+    # Of 0.25, 0.15 and 0.1 before them: 0, 0.5 and 0.8.
+    found = levels(make("cascade", t1=0.6, t2=0.9).resolve(event, [1, 2, 3], {}))
+    assert found == {1: 0, 2: 0, 3: 1}
+
+
+def test_cascade_prefetches_by_the_predicted_gate_or_at_the_best() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS], predicted={1: [LOGITS]})
+    miss = make("cascade", t1=0.6, t2=0.8)
+    assert miss.prefetch_levels(event, 1, [9, 8, 6, 10]) == [2, 1, 0, 2]
+    assert miss.prefetch_levels(event, 0, [3, 4]) == [0, 0]
+
+
+def test_drop_cascade_drops_what_is_absent_beyond_the_last_threshold() -> None:
+    """On three levels the steps are 0.45, 0.575 and 0.7: 0.5 comes at int4, 0.75 is dropped."""
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    miss = make("drop_cascade", t1=0.45, t2=0.7)
+    resolution = miss.resolve(event, [0, 1, 2], {3: 2})
+    assert levels(resolution) == {0: 0, 1: 1}
+    assert resolution.selection.keep.tolist() == [[True, True, False, True]], "3 is near"
+    assert make("drop_cascade").resolve(event, [0, 1], {2: 0, 3: 0}).selection is None
+
+
+@pytest.mark.parametrize(
+    ("name", "geometry", "parameters", "message"),
+    [
+        ("fetch_priority", GEOMETRY, {"percentile": 0.0}, "percentile=0.0.*one at least"),
+        ("fetch_priority", GEOMETRY, {"h": 4}, "h from 1 to 3"),
+        ("fetch_priority", GEOMETRY, {"h": 2, "percentile": 50.0}, "no effect beside miss.h=2"),
+        ("cascade", GEOMETRY, {"t1": 0.9, "t2": 0.5}, "0 < t1 <= t2 < 1"),
+        ("cascade", TWO, {"t2": 0.9}, "miss.t2=0.9 has no effect with the two levels"),
+        ("drop_cascade", GEOMETRY, {"t1": 0.9}, "0 < t1 < t2 < 1"),
+        ("cascade", make_geometry(), {}, "'cascade' loads at lower precisions, but precision="),
+        ("fetch_lowest", make_geometry(), {}, "precision=int8:int4:int2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    name: str, geometry: Geometry, parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(name, geometry, **parameters)
+
+
+# --- slow versions: token by token, in plain lists ----------------------------------------------
+
+
+def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) -> dict[int, int]:
+    """Expert -> the level that one token asks for; 3 stands for dropping."""
+    assert event.experts is not None and event.logits is not None
+    experts = event.experts[token].tolist()
+    scores = softmax(event.logits)[token].tolist()
+    total = sum(scores[e] for e in experts)
+    wanted = {}
+    for rank, expert in enumerate(experts):
+        before = sum(scores[e] for e in experts[:rank]) / total
+        light = rank - h
+        if name == "fetch_priority":
+            wanted[expert] = 0 if light < 0 else 1 + math.floor(light * 2 / (len(experts) - h))
+        elif name == "cascade":
+            wanted[expert] = (before > t1) + (before > t2)
+        else:
+            wanted[expert] = (before > t1) + (before > (t1 + t2) / 2) + (before > t2)
+    return wanted
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(["fetch_priority", "cascade", "drop_cascade"]),
+    logits=st.lists(
+        st.lists(st.floats(-3, 3).map(lambda x: round(x, 2)), min_size=6, max_size=6),
+        min_size=1,
+        max_size=3,
+    ),
+    near=st.dictionaries(st.integers(0, 5), st.integers(0, 2), max_size=5),
+    t1=st.sampled_from([0.31, 0.57]),
+    t2=st.sampled_from([0.73, 0.89]),
+    h=st.integers(1, 3),
+    upgrade=st.booleans(),
+)
+def test_ladder_algorithms_agree_with_their_slow_versions(
+    name: str,
+    logits: list[list[float]],
+    near: dict[int, int],
+    t1: float,
+    t2: float,
+    h: int,
+    upgrade: bool,
+) -> None:
+    event = make_event(GEOMETRY, 0, 0, logits)
+    parameters: dict[str, Any] = {"h": h} if name == "fetch_priority" else {"t1": t1, "t2": t2}
+    if name != "drop_cascade":
+        parameters["upgrade"] = upgrade
+    absent = [key for key in event.keys if key not in near]
+    expected: dict[int, int] = {}
+    dropped: list[tuple[int, int]] = []
+    assert event.experts is not None
+    for token in range(len(logits)):
+        for expert, level in wishes(name, event, token, t1, t2, h).items():
+            if level == 3:
+                if expert not in near:
+                    dropped.append((token, event.experts[token].tolist().index(expert)))
+            elif expert not in near or (parameters.get("upgrade") and level < near[expert]):
+                expected[expert] = min(level, expected.get(expert, 9))
+    resolution = make(name, **parameters).resolve(event, absent, near)
+    assert levels(resolution) == expected
+    keep = np.ones(event.experts.shape, dtype=bool)
+    for place in dropped:
+        keep[place] = False
+    found = keep | True if resolution.selection is None else resolution.selection.keep
+    assert found.tolist() == keep.tolist()

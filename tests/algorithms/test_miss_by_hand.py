@@ -1,0 +1,149 @@
+"""Drops and substitutions worked by hand, alone and on top of a routing that dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sizes import parse_capacity
+from tests.algorithms.streams import make_event, make_geometry, make_hardware, policy_of, weigh
+
+GEOMETRY = make_geometry(num_layers=1, num_experts=6, top_k=3)
+LOGITS = [3.0, 2.0, 1.0, 0.9, 0.2, 0.0]
+
+
+def make(name: str, **parameters: Any) -> Any:
+    return find_algorithm("miss", name)(GEOMETRY, **parameters)
+
+
+def make_engine(geometry: Geometry = GEOMETRY, **overrides: Any) -> Engine:
+    named = {key.replace("__", "."): value for key, value in overrides.items()}
+    setting = Setting(
+        policy=policy_of(named),
+        capacity=parse_capacity(5, geometry),
+        hardware=make_hardware(),
+    )
+    return Engine(geometry, setting)
+
+
+def serve(engine: Engine, event: Event) -> tuple[PassRecord, Selection | None]:
+    record = engine.begin_pass(DECODE, event.num_tokens)
+    engine.enter(event.layer, event.num_tokens)
+    selection = engine.run(event)
+    engine.end_pass()
+    engine.check_integrity()
+    return record, selection
+
+
+def test_drop_fetches_the_heavy_and_drops_the_light() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    resolution = make("drop", h=1).resolve(event, [0, 2], {1})
+    assert [fetch.key for fetch in resolution.fetch] == [0]
+    assert resolution.selection.keep.tolist() == [[True, True, False]]
+    assert not resolution.selection.renormalize
+
+
+def test_an_expert_may_be_loaded_for_one_token_and_dropped_for_another() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS, [1.0, 2.0, 3.0, 0.0, 0.0, 0.0]])
+    resolution = make("drop", h=1).resolve(event, [0, 1, 2], set())
+    assert [fetch.key for fetch in resolution.fetch] == [0, 2]
+    assert resolution.selection.keep.tolist() == [[True, False, False]] * 2
+
+
+def test_substitute_score_takes_the_closest_near_expert_within_the_tolerance() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    # Expert 2 (absent) is closest to 3; 1 is at home; 4 and 5 are near as well.
+    resolution = make("substitute_score").resolve(event, [2], {0, 1, 3, 4, 5})
+    assert resolution.selection.experts.tolist() == [[0, 1, 3]]
+    assert list(resolution.fetch) == []
+    # Scores are about 0.56 and 0.21 for 0 and 1: nothing else comes within 0.1 of expert 0.
+    assert make("substitute_score").resolve(event, [0], {1, 2, 3, 4, 5}) is None
+
+
+def test_what_finds_no_substitute_is_fetched_or_dropped() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    near = {3}
+    fetched = make("substitute_score").resolve(event, [0, 1, 2], near)
+    # The heaviest chooses first: 0 finds nothing within 0.1, 1 is 0.14 from 3, 2 is 0.007.
+    assert fetched.selection.experts.tolist() == [[0, 1, 3]]
+    assert [fetch.key for fetch in fetched.fetch] == [0, 1]
+    dropped = make("substitute_score", fallback="drop").resolve(event, [0, 1, 2], near)
+    assert dropped.selection.keep.tolist() == [[False, False, True]]
+    assert list(dropped.fetch) == []
+
+
+def test_the_tolerance_can_be_a_share_of_the_missing_score() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    # From expert 2 to 3 the score falls by 1 - exp(-0.1), 9.5%.
+    tight = make("substitute_score", scale="relative", tolerance=0.09)
+    assert tight.resolve(event, [2], {0, 1, 3}) is None
+    loose = make("substitute_score", scale="relative", tolerance=0.1)
+    assert loose.resolve(event, [2], {0, 1, 3}).selection.experts.tolist() == [[0, 1, 3]]
+
+
+@pytest.mark.parametrize("name", ["substitute_score", "substitute_random"])
+def test_a_substitute_weighs_its_own_score_or_the_missing_ones(name: str) -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    scores = softmax(np.array([LOGITS], dtype=np.float32))[0]
+    for weight, source in (("own", 3), ("missing", 2)):
+        resolution = make(name, weight=weight).resolve(event, [2], {0, 1, 3})
+        output = weigh(event, resolution.selection)
+        assert output[0, 3] == pytest.approx(scores[source])
+        assert output[0, 2] == 0
+
+
+def test_a_drop_after_pruning_keeps_what_both_keep() -> None:
+    engine = make_engine(routing="pruning", routing__h=2, miss="drop", miss__h=1)
+    record, selection = serve(engine, make_event(GEOMETRY, 0, 0, [LOGITS]))
+    assert selection is not None and selection.keep is not None
+    assert selection.experts.tolist() == [[0, 1, 2]]
+    assert selection.keep.tolist() == [[True, False, False]]
+    assert (record.requests, record.misses, record.dropped) == (2, 2, 2)
+    assert (record.unfaithful, record.substituted, record.executed) == (0, 0, 1)
+    assert engine.pools[0].resident.keys() == {0}
+
+
+def test_renormalising_shares_the_lost_weight_and_is_off_by_default() -> None:
+    scores = softmax(np.array([LOGITS], dtype=np.float32))[0]
+    for renormalize in (False, True):
+        engine = make_engine(
+            routing="pruning",
+            routing__h=2,
+            routing__renormalize=renormalize,
+            miss="drop",
+            miss__h=1,
+        )
+        event = make_event(GEOMETRY, 0, 0, [LOGITS])
+        output = weigh(make_event(GEOMETRY, 0, 0, [LOGITS]), serve(engine, event)[1])
+        expected = scores[:3].sum() if renormalize else scores[0]
+        assert output.sum() == pytest.approx(expected)
+
+
+def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> None:
+    engine = make_engine(miss="substitute_score", eviction="score")
+    serve(engine, make_event(GEOMETRY, 0, 0, [LOGITS]))
+    event = make_event(GEOMETRY, 1, 0, [[3.0, 2.0, 0.9, 1.0, 0.2, 0.0]])
+    record, selection = serve(engine, event)
+    # Expert 3 is absent; 2 is 0.007 away and at hand.
+    assert selection is not None
+    assert selection.experts.tolist() == [[0, 1, 2]]
+    assert (record.misses, record.substituted, record.unfaithful) == (1, 1, 1)
+    assert record.bytes_moved == 0
+    assert event.weights is not None and event.logits is not None
+    np.testing.assert_allclose(event.weights, softmax(event.logits)[:, :3])
+
+
+def test_the_safe_ranks_must_leave_something_to_drop() -> None:
+    with pytest.raises(ValueError, match=r"miss\.h=3.*top_k=3.*miss=fetch"):
+        make("drop", h=3)
+    with pytest.raises(ValueError, match=r"miss\.tolerance=0"):
+        make("substitute_score", tolerance=0)

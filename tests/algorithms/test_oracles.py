@@ -1,0 +1,317 @@
+"""Every algorithm against its slow version, key by key, on random event streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import DECODE, Event
+from tests.algorithms import oracles
+from tests.algorithms.oracles import Entry, Scene
+from tests.algorithms.streams import fresh, make_event, make_geometry, make_stream
+
+GEOMETRY = make_geometry(num_layers=3, num_experts=4, top_k=2)
+EXPERT = st.integers(0, GEOMETRY.num_experts - 1)
+KEY = st.integers(0, GEOMETRY.num_layers * GEOMETRY.num_experts - 1)
+TOKEN = st.lists(EXPERT, min_size=2, max_size=2, unique=True)
+EVENT = st.tuples(
+    st.just("event"),
+    st.integers(0, GEOMETRY.num_layers - 1),
+    st.lists(TOKEN, min_size=1, max_size=2),
+    st.lists(st.integers(1, 9), min_size=4, max_size=4),
+)
+STEP = st.one_of(
+    EVENT,
+    EVENT,
+    st.tuples(st.just("pass")),
+    st.tuples(st.just("prefetch"), KEY),
+    st.tuples(st.just("wish"), KEY),
+)
+READINGS: list[tuple[str, dict[str, Any]]] = [
+    ("lru", {}),
+    ("fifo", {}),
+    ("lfu", {}),
+    ("lhu", {}),
+    ("score", {}),
+    ("score", {"history": "mean"}),
+    ("score", {"history": "decayed"}),
+    ("score", {"history": "decayed", "decay": 0.5}),
+    ("fld", {}),
+    ("fld", {"distance": "forward"}),
+    ("shallow_first", {}),
+    ("frequency_layer", {}),
+    ("frequency_layer", {"layer": "index"}),
+    ("least_stale", {}),
+    ("least_stale", {"order": "fifo"}),
+]
+LIGHT = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+class Witness:
+    """A small cache that asks the algorithm and the oracle, and compares."""
+
+    def __init__(self, name: str, parameters: dict[str, Any], size: int) -> None:
+        self.eviction = find_algorithm("eviction", name)(GEOMETRY, **parameters)
+        self.oracle, self.parameters = oracles.EVICTIONS[name], parameters
+        self.size, self.log, self.resident = size, [Entry("pass")], set[int]()
+        self.pass_index = 0
+        self.eviction.on_pass(0)
+
+    def play(self, steps: Sequence[Any]) -> None:
+        for what, *rest in steps:
+            if what == "pass":
+                self.pass_index += 1
+                self.log.append(Entry("pass"))
+                self.eviction.on_pass(self.pass_index)
+            elif what == "event":
+                self.serve(*rest)
+            elif what == "prefetch" and rest[0] not in self.resident:
+                self.load(rest[0], set(), layer=1, prefetched=True)
+            elif what == "wish" and rest[0] in self.resident:
+                self.log.append(Entry("wish", rest[0]))
+                self.eviction.on_predicted(rest[0])
+
+    def serve(self, layer: int, tokens: list[list[int]], weights: list[int]) -> None:
+        event = self.event(layer, tokens, weights)
+        for key in event.keys:
+            if key not in self.resident:
+                self.load(key, set(event.keys), layer)
+        # Any levels will do: here those that the weights' numbers make up.
+        event.levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
+        self.eviction.on_event(event)
+        assert event.experts is not None and event.weights is not None
+        for key in event.keys:
+            mine = event.experts == key % GEOMETRY.num_experts
+            served = tuple(event.weights[mine].tolist())
+            self.log.append(Entry("use", key, served, event.levels[key]))
+
+    def event(self, layer: int, tokens: list[list[int]], weights: list[int]) -> Event:
+        experts = np.array(tokens)
+        keys = list(dict.fromkeys((experts + layer * GEOMETRY.num_experts).ravel().tolist()))
+        shares = np.array(weights[: experts.size], dtype=np.float32).reshape(experts.shape) / 16
+        return Event(self.pass_index, layer, DECODE, len(tokens), keys, experts, shares)
+
+    def load(self, key: int, pinned: set[int], layer: int, prefetched: bool = False) -> None:
+        if len(self.resident) == self.size:
+            scene = Scene(self.log, self.resident, pinned, layer, GEOMETRY)
+            order = {k: self.oracle(scene, k, **self.parameters) for k in scene.free}
+            expected = min(order, key=lambda k: order[k]) if order else None
+            got = self.eviction.victim(pinned, layer)
+            assert got == expected, f"{got} leaves, but by {order} it is {expected}'s turn"
+            if got is None:
+                return
+            self.resident.remove(got)
+            self.eviction.on_evict(got)
+        self.resident.add(key)
+        self.log.append(Entry("insert", key))
+        self.eviction.on_insert(key, prefetched)
+
+
+@pytest.mark.parametrize(("name", "parameters"), READINGS)
+def test_an_eviction_agrees_with_its_oracle_key_by_key(
+    name: str, parameters: dict[str, Any]
+) -> None:
+    @LIGHT
+    @given(steps=st.lists(STEP, min_size=5, max_size=30), size=st.integers(1, 7))
+    def agree(steps: list[Any], size: int) -> None:
+        Witness(name, parameters, size).play(steps)
+
+    agree()
+
+
+def test_every_online_deterministic_eviction_has_an_oracle() -> None:
+    has_none = {"random", "belady"}  # random is tested by its distribution, Belady in its own file
+    online = {n for n in algorithm_names("eviction") if n not in has_none}
+    later = {n for n in online if n not in oracles.EVICTIONS}
+    assert not later, f"without an oracle: {later}"
+
+
+# Whole logits, so that ties are common.
+LOGITS = st.lists(st.integers(-3, 3).map(float), min_size=8, max_size=8)
+CACHED = st.sets(st.integers(0, 7))
+WIDE = make_geometry(num_layers=1, num_experts=8, top_k=3)
+
+
+def select(name: str, logits: list[float], cached: set[int], **parameters: Any) -> set[int]:
+    routing = find_algorithm("routing", name)(WIDE, **parameters)
+    event = make_event(WIDE, 0, 0, [logits])
+    selection = routing.select(fresh(event), cached)
+    experts = event.experts if selection is None else selection.experts
+    return set(experts[0].tolist())
+
+
+@LIGHT
+@given(LOGITS, CACHED, st.integers(4, 8), st.integers(0, 2))
+def test_max_rank_agrees_with_algorithm_1(
+    logits: list[float], cached: set[int], M: int, J: int
+) -> None:
+    expected = oracles.max_rank(logits, cached, 3, M, J)
+    assert select("max_rank", logits, cached, M=M, J=J) == expected
+
+
+@LIGHT
+@given(LOGITS, CACHED, st.floats(0.05, 0.97), st.integers(0, 2))
+def test_cumsum_agrees_with_algorithm_2(
+    logits: list[float], cached: set[int], p: float, J: int
+) -> None:
+    expected = oracles.cumsum(logits, cached, 3, p, J)
+    assert select("cumsum", logits, cached, p=p, J=J) == expected
+
+
+@LIGHT
+@given(
+    st.lists(LOGITS, min_size=1, max_size=4),
+    CACHED,
+    st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+    st.integers(0, 2),
+)
+def test_cache_prior_agrees_with_equations_9_and_10(
+    texts: list[list[float]], cached: set[int], lambda_: float, top_j: int
+) -> None:
+    routing = find_algorithm("routing", "cache_prior")(WIDE, lambda_=lambda_, top_j=top_j)
+    ranges = []
+    for logits in texts:
+        ranges.append(max(logits) - min(logits))
+        event = make_event(WIDE, 0, 0, [logits])
+        selection = routing.select(fresh(event), cached)
+        prior = lambda_ * sum(ranges) / len(ranges)
+        expected = oracles.cache_prior(logits, cached, 3, prior, top_j)
+        assert event.experts is not None
+        experts = event.experts if selection is None else selection.experts
+        assert set(experts[0].tolist()) == expected
+
+
+@pytest.mark.parametrize("name", ["cache_prior", "max_rank", "cumsum"])
+def test_a_cold_cache_and_a_full_one_leave_the_routers_choice(name: str) -> None:
+    @LIGHT
+    @given(LOGITS)
+    def unchanged(logits: list[float]) -> None:
+        own = set(oracles.rank(logits)[:3])
+        assert select(name, logits, set()) == own
+        assert select(name, logits, set(range(8))) == own
+
+    unchanged()
+
+
+@LIGHT
+@given(
+    st.lists(LOGITS, min_size=1, max_size=3),
+    CACHED,
+    st.sampled_from([0.02, 0.1, 0.5]),
+    st.booleans(),
+)
+def test_substitute_score_agrees_token_by_token(
+    texts: list[list[float]], near: set[int], tolerance: float, relative: bool
+) -> None:
+    scale = "relative" if relative else "absolute"
+    handler = find_algorithm("miss", "substitute_score")(WIDE, tolerance=tolerance, scale=scale)
+    event = make_event(WIDE, 0, 0, texts)
+    absent = [key for key in event.keys if key not in near]
+    resolution = handler.resolve(fresh(event), absent, near)
+    assert event.experts is not None
+    experts = event.experts if resolution is None else resolution.selection.experts
+    scores = softmax(np.array(texts, dtype=np.float32))
+    for token, own in enumerate(event.experts.tolist()):
+        row = [np.float32(s) for s in scores[token]]
+        expected = oracles.substitute_score(row, own, near, np.float32(tolerance), relative)
+        assert experts[token].tolist() == expected
+    if resolution is not None:
+        left = {e for row in experts.tolist() for e in row} - near
+        assert {fetch.key for fetch in resolution.fetch} == left
+
+
+@LIGHT
+@given(st.lists(LOGITS, min_size=1, max_size=3), CACHED, st.integers(0, 2))
+def test_drop_loses_exactly_the_light_absent_experts(
+    texts: list[list[float]], near: set[int], h: int
+) -> None:
+    event = make_event(WIDE, 0, 0, texts)
+    absent = [key for key in event.keys if key not in near]
+    resolution = find_algorithm("miss", "drop")(WIDE, h=h).resolve(fresh(event), absent, near)
+    assert event.experts is not None
+    expected = [
+        [expert in near or place < h for place, expert in enumerate(row)]
+        for row in event.experts.tolist()
+    ]
+    if resolution is None:
+        assert all(all(row) for row in expected)
+        return
+    assert resolution.selection.keep.tolist() == expected
+    np.testing.assert_array_equal(resolution.selection.experts, event.experts)
+    wanted = {e for row in event.experts[:, :h].tolist() for e in row} - near
+    assert {fetch.key for fetch in resolution.fetch} == wanted
+
+
+@pytest.mark.parametrize("axis_name", ["swap_rank", "substitute_random"])
+def test_random_replacements_are_uniform_over_what_is_allowed(axis_name: str) -> None:
+    counts = np.zeros(8)
+    for pass_index in range(400):
+        event = make_event(WIDE, pass_index, 0, [[9.0, 8.0, 7.0, 0, 0, 0, 0, 0]])
+        if axis_name == "swap_rank":
+            replaced = find_algorithm("routing", axis_name)(WIDE, rank=2).select(event, set())
+            counts[replaced.experts[0, 1]] += 1
+        else:
+            handler = find_algorithm("miss", axis_name)(WIDE)
+            near = {0, 2, 3, 4, 5, 6, 7}
+            counts[handler.resolve(event, [1], near).selection.experts[0, 1]] += 1
+    assert counts[:3].sum() == 0
+    np.testing.assert_allclose(counts[3:] / 400, 0.2, atol=0.07)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_frequency_prefetch_agrees_with_counting(seed: int) -> None:
+    geometry = make_geometry()
+    algorithm = find_algorithm("prefetch", "frequency")(geometry, overfetch=1.4, lookahead=2)
+    seen: list[Event] = []
+    for event in (e for p in make_stream(geometry, seed=seed) for e in p):
+        seen.append(event)
+        counts = oracles.activation_matrix(geometry, seen)
+        expected = []
+        for ahead in (1, 2):
+            layer = (event.layer + ahead) % 3
+            best = sorted(range(8), key=lambda e: (-counts[layer, e], e))[:5]
+            expected += [layer * 8 + e for e in best if counts[layer, e]]
+        assert list(algorithm.propose(fresh(event))) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kept", [1, 2, 100])
+def test_history_prefetch_follows_the_most_similar_request(seed: int, kept: int) -> None:
+    geometry = make_geometry()
+    algorithm = find_algorithm("prefetch", "history")(geometry, requests=kept)
+    past: list[Any] = []
+    now: list[Event] = []
+    for events in make_stream(geometry, seed=seed, num_requests=5, num_decodes=2):
+        if events[0].phase == "prefill" and now:
+            matrix = oracles.activation_matrix(geometry, now)
+            if len(past) < kept:
+                past.append(matrix)
+            else:
+                past[oracles.best_match(matrix, past)] = matrix
+            now = []
+        for event in events:
+            now.append(event)
+            keys = list(algorithm.propose(fresh(event)))
+            if not past:
+                assert keys == []
+                continue
+            match = past[oracles.best_match(oracles.activation_matrix(geometry, now), past)]
+            assert keys == foretold(match, event.layer)
+
+
+def foretold(match: Any, layer: int) -> list[int]:
+    """Each later layer's three largest shares, less the further away, largest first."""
+    found = []
+    for target in range(layer + 1, 3):
+        best = sorted(range(8), key=lambda e: (-match[target, e], e))[:3]
+        share = match[target] / match[target].sum()
+        discount = 1 - (target - layer) / 3
+        found += [(-round(discount * share[e], 9), target * 8 + e) for e in best if share[e]]
+    return [key for _, key in sorted(found)]

@@ -1,0 +1,83 @@
+"""Every sensible pairing of algorithms runs; every other one is refused with the reason."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lm_eval_moecache.algorithms.policy import check_cache_form
+from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+from tests.algorithms.streams import make_geometry, policy_of, run
+
+GEOMETRY = make_geometry(num_layers=2, num_experts=6, top_k=3)
+SMALL = {"num_requests": 2, "num_decodes": 1}
+Pairing = tuple[str, ...]
+
+
+def is_sensible(pairing: Pairing) -> bool:
+    """What should run, said once more and differently."""
+    routing, prefetch, eviction, miss = pairing
+    if routing == "pre_gated" and prefetch not in ("none", "next_gate"):
+        return False
+    if eviction == "lhu" and not find_algorithm("miss", miss).uses_ladder:
+        return False
+    if routing == "commit" and prefetch != "predictor":
+        return False
+    lossless = all(
+        find_algorithm(axis, name).is_lossless
+        for axis, name in (("routing", routing), ("miss", miss))
+    )
+    return lossless or not (prefetch == "oracle" or eviction == "belady")
+
+
+ALL = list(product(*(algorithm_names(axis) for axis in AXES)))
+
+
+@pytest.mark.parametrize("routing", algorithm_names("routing"))
+@pytest.mark.parametrize("miss", algorithm_names("miss"))
+def test_every_sensible_pairing_runs_and_keeps_the_books(routing: str, miss: str) -> None:
+    """`run` checks bytes, loads, evictions and transfers after every event."""
+    for pairing in (p for p in ALL if (p[0], p[3]) == (routing, miss) and is_sensible(p)):
+        policy = policy_of(dict(zip(AXES, pairing, strict=True)))
+        served = run(policy, GEOMETRY, "40%", **SMALL)
+        for record in served.engine.ledger.passes:
+            assert record.hits + record.late + record.misses == record.requests, pairing
+            assert record.end_s >= record.start_s, pairing
+
+
+def test_every_other_pairing_is_refused_with_the_reason() -> None:
+    refused = [pairing for pairing in ALL if not is_sensible(pairing)]
+    assert len(ALL) - len(refused) > 500
+    for pairing in refused:
+        with pytest.raises(ValueError, match="does not go with") as caught:
+            policy_of(dict(zip(AXES, pairing, strict=True)))
+        assert "Allowed: " in str(caught.value)
+
+
+def test_pre_gated_says_which_prefetchers_go_with_it() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"prefetch='history' does not go with routing='pre_gated'.*decided already.*"
+        "Allowed: none, next_gate",
+    ):
+        policy_of({"routing": "pre_gated", "prefetch": "history"})
+
+
+@pytest.mark.parametrize("name", ["fld", "shallow_first", "frequency_layer"])
+def test_an_eviction_between_layers_is_refused_for_a_cache_per_layer(name: str) -> None:
+    policy = policy_of({"eviction": name})
+    check_cache_form(policy, per_layer=False)
+    with pytest.raises(ValueError, match=f"eviction='{name}' chooses between layers"):
+        check_cache_form(policy, per_layer=True)
+
+
+@pytest.mark.parametrize("name", algorithm_names("eviction"))
+def test_other_evictions_run_with_a_cache_per_layer(name: str) -> None:
+    partners = {
+        axis: names[-1] for axis, names in find_algorithm("eviction", name).pairs_with.items()
+    }
+    policy = policy_of({"eviction": name, **partners})
+    if not policy.eviction.algorithm.compares_layers:
+        check_cache_form(policy, per_layer=True)
+        run(policy, GEOMETRY, "3/layer", **SMALL)

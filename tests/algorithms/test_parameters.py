@@ -1,0 +1,137 @@
+"""No knob is dead: every parameter of every algorithm moves some figure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from lm_eval_moecache.algorithms.policy import unmangle
+from lm_eval_moecache.algorithms.registry import (
+    AXES,
+    algorithm_names,
+    find_algorithm,
+    parameters_of,
+)
+from lm_eval_moecache.records.artifact import BUDDIES, PREDICTOR
+from tests.algorithms.streams import make_geometry, policy_of, run
+from tests.artifacts import other_profile, profile_for
+
+GEOMETRY = make_geometry(num_layers=3, num_experts=8, top_k=3)
+NUMBERS = (1, 2, 4, 5, 6, 0.01, 0.05, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 50.0, 95.0)
+# Values that no rule would find; a new parameter needs an entry only if the test says so.
+EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
+    ("routing", "cache_prior", "logit_range"): (0.5, [0.5, 3.0, 6.0]),
+    # At least t1, which is 0.6.
+    ("miss", "cascade", "t2"): (0.61, 0.7, 0.8),
+    ("miss", "drop_cascade", "t2"): (0.61, 0.7, 0.8),
+    # One that fits the streams, one that fits `tiny`: what does not fit is refused.
+    ("miss", "buddy", "profile"): (profile_for(BUDDIES, GEOMETRY, 1), other_profile(BUDDIES)),
+    ("prefetch", "predictor", "profile"): (
+        profile_for(PREDICTOR, GEOMETRY, 1),
+        other_profile(PREDICTOR),
+    ),
+}
+# Settings without which a parameter has no effect, or its other value is refused.
+BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
+    ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
+    ("miss", "buddy", "partitions"): {"miss.kappa": 0.5, "miss.partitions": 2},
+    ("miss", "buddy", "kappa"): {"miss.kappa": 0.1, "miss.partitions": 2},
+}
+CASES = [
+    (axis, name, parameter)
+    for axis in AXES
+    for name in algorithm_names(axis)
+    for parameter in parameters_of(find_algorithm(axis, name))
+]
+
+
+def alternatives(parameter: inspect.Parameter) -> list[Any]:
+    """Values of the parameter's type other than its default."""
+    kind = parameter.annotation
+    if get_origin(kind) is Literal:
+        values: tuple[Any, ...] = get_args(kind)
+    elif kind is bool:
+        values = (False, True)
+    elif kind is int or (int in get_args(kind) and float not in get_args(kind)):
+        values = tuple(n for n in NUMBERS if isinstance(n, int))
+    else:
+        values = NUMBERS
+    return [value for value in values if value != parameter.default]
+
+
+def companions(axis: str, name: str, parameter: str) -> Iterator[dict[str, Any]]:
+    """Nothing, then each reading or switch beside which the parameter may have its effect."""
+    yield BESIDE.get((axis, name, parameter), {})
+    for other, found in parameters_of(find_algorithm(axis, name)).items():
+        if other != parameter and get_origin(found.annotation) is Literal:
+            yield from ({f"{axis}.{other}": value} for value in alternatives(found))
+
+
+def contexts(axis: str, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Partners and capacities in which to look for an effect."""
+    partners = {a: names[-1] for a, names in find_algorithm(axis, name).pairs_with.items()}
+    for capacity in ("40%", "60%"):
+        yield partners, capacity
+        if axis == "eviction":
+            yield {**partners, "prefetch": "next_gate"}, capacity
+
+
+Figures = Callable[[dict[str, Any], str], list[object]]
+
+
+def figures(choice: dict[str, Any], capacity: str) -> list[object]:
+    return run(policy_of(choice), GEOMETRY, capacity, num_requests=4).figures
+
+
+def moves(axis: str, name: str, parameter: str, figures: Figures = figures) -> bool:
+    """Look for a value of the parameter that changes what `figures` gives."""
+    key = f"{axis}.{unmangle(parameter)}"
+    found = parameters_of(find_algorithm(axis, name))[parameter]
+    values = [*EXTRA.get((axis, name, parameter), ()), *alternatives(found)]
+    for partners, capacity in contexts(axis, name):
+        for companion in companions(axis, name, parameter):
+            usual = {axis: name, **partners, **companion}
+            try:
+                before = figures(usual, capacity)
+            except ValueError:
+                continue
+            for value in values:
+                try:
+                    if figures({**usual, key: value}, capacity) != before:
+                        return True
+                except ValueError:
+                    continue
+    return False
+
+
+@pytest.mark.parametrize(("axis", "name", "parameter"), CASES)
+def test_a_parameter_moves_some_figure(axis: str, name: str, parameter: str) -> None:
+    assert moves(axis, name, parameter), (
+        f"{axis}.{parameter} of {name} moves nothing: a dead knob, or EXTRA lacks a value for it"
+    )
+
+
+def test_phases_move_the_figures_of_a_lossy_policy() -> None:
+    for overrides in ({"routing": "cache_prior"}, {"miss": "drop"}):
+        assert figures({**overrides}, "40%") != figures({**overrides, "phases": "decode"}, "40%")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"eviction": "score", "eviction.decay": 0.5}, "decay=0.5 has no effect"),
+        ({"eviction": "lfu", "eviction.decay": 0.5}, r"eviction.decay=0.5 is not used by"),
+        ({"routing": "cache_prior", "routing.lamda": 0.5}, "Did you mean 'lambda'"),
+        ({"prefetch": "history", "prefetch.lookahead": 9}, "lookahead=9 must lie between 1"),
+        ({"prefetch": "frequency", "prefetch.overfetch": 0}, "overfetch=0.0 must be above 0"),
+        ({"miss": "drop", "miss.h": "many"}, "miss.h='many' does not fit"),
+    ],
+)
+def test_a_setting_without_sense_is_refused_by_name_and_value(
+    overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(policy_of(overrides), GEOMETRY)

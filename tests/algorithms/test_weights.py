@@ -1,0 +1,153 @@
+"""A changed selection reaches a real router's output with the right weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sizes import parse_capacity
+from tests.algorithms.streams import make_hardware, policy_of
+from tests.artifacts import artifact_for
+from tests.models import FAMILIES, random_model
+
+TOKENS = torch.arange(2, 14).reshape(1, 12)
+
+
+def wrap(model: Any, **overrides: Any) -> WrappedModel:
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "random")
+    named = {key.replace("__", "."): value for key, value in overrides.items()}
+    setting = Setting(
+        policy=policy_of(named),
+        capacity=parse_capacity("4/layer", geometry),
+        hardware=make_hardware(),
+    )
+    return WrappedModel(model, layers, Engine(geometry, setting))
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS).logits.float()
+    return logits
+
+
+def test_every_lossy_algorithm_runs_in_every_family_and_leaves_the_model_as_it_was() -> None:
+    lossy = (
+        {"routing": "cache_prior", "miss": "substitute_score"},
+        {"routing": "max_rank", "routing__M": 4, "miss": "drop", "miss__h": 1},
+        {"routing": "pre_gated", "prefetch": "next_gate", "miss": "substitute_random"},
+        {"routing": "swap_rank", "eviction": "score"},
+    )
+    for family in FAMILIES:
+        model = random_model(family)
+        plain = logits_of(model)
+        for overrides in lossy:
+            wrapped = wrap(model, **overrides)
+            logits_of(model)  # fills the cache: a cold one gives no reason to change anything
+            changed = logits_of(model)
+            wrapped.engine.check_integrity()
+            wrapped.unwrap()
+            assert torch.isfinite(changed).all(), (family, overrides)
+            assert not torch.equal(changed, plain), (family, overrides)
+        assert torch.equal(logits_of(model), plain), family
+
+
+def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model = random_model(family)
+        plain, layers = logits_of(model), find_moe_layers(model)
+        drawn = artifact_for(PREDICTOR, describe(model, layers, "random"), hidden=32)
+        path = str(tmp_path / f"{family}.safetensors")
+        write_artifact(path, dataclasses.replace(drawn, router_digest=router_digest(layers)))
+        found = []
+        for rule in ({}, {"routing__weights": "owa"}, {"routing__scores": "router"}):
+            chosen = {"routing": "commit", "prefetch": "predictor", "prefetch__profile": path}
+            wrapped = wrap(model, **chosen, **rule)
+            found.append(logits_of(model))
+            wrapped.engine.check_integrity()
+            wrapped.unwrap()
+        assert all(torch.isfinite(logits).all() for logits in found), family
+        for one, other in ((found[0], found[1]), (found[0], found[2]), (found[0], plain)):
+            assert not torch.equal(one, other), family
+        assert torch.equal(logits_of(model), plain), family
+
+
+def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(
+    olmoe: Any, router_output: Any
+) -> None:
+    wrapped = wrap(olmoe, miss="drop")
+    _, weights, experts = router_output
+    own = np.full(experts.shape, np.nan, dtype=np.float32)
+    own[1] = [0.5, 0.25, 0.125]
+    own[2, 1] = 0.75
+    changed = wrapped._changed(0, router_output, Selection(experts.numpy().copy(), weights=own))
+    wrapped.unwrap()
+    assert torch.equal(changed[1][0], weights[0]) and torch.equal(changed[1][3], weights[3])
+    assert changed[1][1].tolist() == [0.5, 0.25, 0.125]
+    assert float(changed[1][2, 1]) == 0.75
+    torch.testing.assert_close(changed[1][2, ::2], weights[2, ::2], rtol=0.01, atol=0.001)
+
+
+@pytest.fixture(scope="module")
+def olmoe() -> Any:
+    return random_model("olmoe")
+
+
+@pytest.fixture()
+def router_output(olmoe: Any) -> Any:
+    torch.manual_seed(0)
+    router = find_moe_layers(olmoe)[0].router
+    with torch.no_grad():
+        return router(torch.randn(4, 32, dtype=torch.bfloat16))
+
+
+def test_tokens_whose_experts_are_the_routers_own_keep_its_weights(
+    olmoe: Any, router_output: Any
+) -> None:
+    wrapped = wrap(olmoe, miss="drop")
+    logits, weights, experts = router_output
+    chosen = experts.numpy().copy()
+    chosen[0] = chosen[0, ::-1]
+    chosen[1, 0] = next(e for e in range(8) if e not in chosen[1])
+    changed = wrapped._changed(0, router_output, Selection(chosen))
+    wrapped.unwrap()
+    for token in (0, 2, 3):
+        assert torch.equal(changed[1][token], weights[token])
+        assert torch.equal(changed[2][token], experts[token])
+    expected = logits.float().softmax(-1)[1, torch.from_numpy(chosen[1])]
+    torch.testing.assert_close(changed[1][1].float(), expected, rtol=0.01, atol=0.001)
+
+
+def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_ones(
+    olmoe: Any, router_output: Any
+) -> None:
+    wrapped = wrap(olmoe, miss="drop")
+    _, weights, experts = router_output
+    chosen = experts.numpy().copy()
+    keep = np.ones(chosen.shape, dtype=bool)
+    keep[:, 2] = False
+    lost = Selection(chosen, keep)
+    shared = dataclasses.replace(lost, renormalize=True)
+    lost_weights = wrapped._changed(0, router_output, lost)[1].float()
+    shared_weights = wrapped._changed(0, router_output, shared)[1].float()
+    torch.testing.assert_close(lost_weights[:, :2], weights[:, :2].float(), rtol=0.02, atol=0.001)
+    assert (lost_weights[:, 2] == 0).all() and (shared_weights[:, 2] == 0).all()
+    torch.testing.assert_close(
+        shared_weights.sum(-1), weights.float().sum(-1), rtol=0.02, atol=0.002
+    )
+    swapped = chosen.copy()
+    swapped[:, 0] = [next(e for e in range(8) if e not in row) for row in chosen.tolist()]
+    taken = wrapped._changed(0, router_output, Selection(swapped, weigh_as=chosen))
+    wrapped.unwrap()
+    assert taken[2].tolist() == swapped.tolist()
+    torch.testing.assert_close(taken[1].float(), weights.float(), rtol=0.02, atol=0.001)

@@ -1,0 +1,174 @@
+"""Scripted stand-ins for the algorithms, and a machine whose times can be added up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.records.event import DECODE, Event, unique_in_order
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sizes import parse_capacity
+
+HUGE = 1e30
+Script = Mapping[tuple[int, int], Sequence[int]]
+
+
+class PlainRouting(RoutingAlgorithm):
+    source: ClassVar[str] = "test"
+    is_lossless: ClassVar[bool] = True
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        return None
+
+
+class PlainFetch(MissAlgorithm):
+    source: ClassVar[str] = "test"
+    is_lossless: ClassVar[bool] = True
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        return None
+
+
+class FixedPrefetch(PrefetchAlgorithm):
+    """Proposes what a script says for (pass, layer)."""
+
+    source: ClassVar[str] = "test"
+
+    def __init__(self, geometry: Geometry, script: Script) -> None:
+        super().__init__(geometry)
+        self.script = script
+
+    def propose(self, event: Event) -> Sequence[int]:
+        return self.script.get((event.pass_index, event.layer), ())
+
+
+class NoPrefetch(PrefetchAlgorithm):
+    source: ClassVar[str] = "test"
+    is_active: ClassVar[bool] = False
+
+    def propose(self, event: Event) -> Sequence[int]:
+        raise AssertionError("an inactive prefetcher was asked")
+
+
+class OldestFirst(EvictionAlgorithm):
+    """Evicts in the order of loading, and writes down what it was told."""
+
+    source: ClassVar[str] = "test"
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.order: dict[int, None] = {}
+        self.predicted: list[int] = []
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        assert key not in self.order, f"{key} came twice"
+        self.order[key] = None
+
+    def on_predicted(self, key: int) -> None:
+        assert key in self.order, f"{key} is not resident"
+        self.predicted.append(key)
+
+    def on_evict(self, key: int) -> None:
+        del self.order[key]
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        return next((key for key in self.order if key not in pinned), None)
+
+
+@dataclass
+class Always:
+    """Builds one axis by a function of the geometry."""
+
+    make: Callable[[Geometry], Any]
+
+    def build(self, geometry: Geometry, seed: int) -> Any:
+        return self.make(geometry)
+
+
+@dataclass
+class ScriptedPolicy:
+    phases: str = "all"
+    routing: Always = field(default_factory=lambda: Always(PlainRouting))
+    prefetch: Always = field(default_factory=lambda: Always(NoPrefetch))
+    eviction: Always = field(default_factory=lambda: Always(OldestFirst))
+    miss: Always = field(default_factory=lambda: Always(PlainFetch))
+
+
+def prefetching(script: Script) -> ScriptedPolicy:
+    return ScriptedPolicy(prefetch=Always(lambda geometry: FixedPrefetch(geometry, script)))
+
+
+def make_geometry(num_layers: int = 3, num_experts: int = 4, top_k: int = 2) -> Geometry:
+    """Experts of 100 bytes, 200 bytes of dense weights a layer."""
+    return Geometry(
+        model="scripted",
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_bytes=((100,),) * num_layers,
+        dense_bytes=(200,) * num_layers,
+    )
+
+
+def make_hardware(**figures: float) -> Hardware:
+    """Dense part of a layer 2 s, an expert 1 s, a transfer 1 + 4 = 5 s; nothing else costs."""
+    usual = {
+        "peak_flops": HUGE,
+        "memory_bytes_per_s": 100.0,
+        "link_bytes_per_s": 25.0,
+        "link_latency_s": 1.0,
+        "kernel_overhead_s": 0.0,
+        "memory_bytes": HUGE,
+    }
+    return Hardware(name="by-hand", **{**usual, **figures})
+
+
+def make_engine(
+    policy: ScriptedPolicy | None = None,
+    capacity: object = 4,
+    geometry: Geometry | None = None,
+    hardware: Hardware | None = None,
+) -> Engine:
+    geometry = geometry or make_geometry()
+    return Engine(
+        geometry,
+        Setting(
+            policy=policy or ScriptedPolicy(),
+            capacity=parse_capacity(capacity, geometry),
+            hardware=hardware or make_hardware(),
+        ),
+    )
+
+
+def decode(engine: Engine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:
+    """Run one pass of one token, layer after layer, and check the books after each."""
+    record = engine.begin_pass(DECODE, 1)
+    for layer, keys in enumerate(keys_by_layer):
+        engine.enter(layer, 1)
+        nothing = np.zeros((1, engine.geometry.num_experts), dtype=np.float32)
+        predicted = {layer + 1 + i: nothing for i in range(gates)}
+        engine.run(Event(record.index, layer, DECODE, 1, list(keys), predicted=predicted))
+        engine.check_integrity()
+    engine.end_pass()
+    engine.check_integrity()
+    return record
+
+
+def prefill_event(record: PassRecord, geometry: Geometry, layer: int, experts: Any) -> Event:
+    """Build the event of several tokens from their experts [tokens, top_k]."""
+    array = np.asarray(experts, dtype=np.int64)
+    keys = unique_in_order(layer, geometry.num_experts, array)
+    return Event(record.index, layer, record.phase, len(array), keys, array)

@@ -1,0 +1,115 @@
+"""Belady against the exhaustive optimum, and the law that nobody misses less on demand."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace
+
+from . import traces
+
+
+def decode_trace(experts: np.ndarray, num_experts: int) -> Trace:
+    """Make a trace of equally large experts from ids [passes, layers, top_k]."""
+    num_passes, num_layers, top_k = experts.shape
+    passes = np.repeat(np.arange(num_passes, dtype=np.int32), num_layers)
+    return build_trace(
+        "generated",
+        Geometry(
+            model="generated",
+            num_layers=num_layers,
+            num_experts=num_experts,
+            top_k=top_k,
+            expert_bytes=((1,),) * num_layers,
+            dense_bytes=(0,) * num_layers,
+        ),
+        Columns(
+            request=np.zeros_like(passes),
+            pass_index=passes,
+            phase=np.full_like(passes, PHASES.index("decode")),
+            token=passes,
+            layer=np.tile(np.arange(num_layers, dtype=np.int32), num_passes),
+            experts=experts.reshape(-1, top_k).astype(np.int32),
+        ),
+    )
+
+
+def misses(trace: Trace, eviction: str, capacity: int, seed: int = 0) -> int:
+    setting = Setting(
+        policy=load_policy("on_demand", {"eviction": eviction}),
+        capacity=parse_capacity(str(capacity), trace.geometry),
+        hardware=traces.HARDWARE,
+        seed=seed,
+    )
+    engine: Engine = replay(trace, setting, future=Future(trace))
+    engine.check_integrity()
+    return sum(record.misses for record in engine.ledger.passes)
+
+
+def fewest_misses(trace: Trace, capacity: int) -> int:
+    """Try every choice of victims; the experts of an event stay until it is over."""
+    bounds = trace.key_bounds
+    needs = [frozenset(trace.keys[a:b].tolist()) for a, b in pairwise(bounds)]
+
+    @cache
+    def best(event: int, held: frozenset[int]) -> int:
+        if event == len(needs):
+            return 0
+        missing = needs[event] - held
+        others = held - needs[event]
+        room = capacity - len(needs[event])
+        kept = [frozenset(c) for c in combinations(sorted(others), min(room, len(others)))]
+        return len(missing) + min(best(event + 1, needs[event] | k) for k in kept)
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_belady_misses_as_little_as_any_choice_of_victims(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers, top_k = (1, 1) if seed % 2 else (2, 2)
+    drawn = rng.random((7, layers, 4)).argsort(-1)[..., :top_k]
+    trace = decode_trace(drawn, 4)
+    for capacity in range(top_k, 5):
+        assert misses(trace, "belady", capacity) == fewest_misses(trace, capacity)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_misses_less_than_belady_and_lru_gains_from_room(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = (rng.random((40, 3, 8)) ** 3).argsort(-1)[..., :2]
+    trace = decode_trace(drawn, 8)
+    lru_before = None
+    for capacity in (2, 5, 9, 14):
+        bound = misses(trace, "belady", capacity)
+        found = {name: misses(trace, name, capacity) for name in ("lru", "fifo", "random")}
+        assert bound <= min(found.values())
+        assert lru_before is None or found["lru"] <= lru_before
+        lru_before = found["lru"]
+
+
+def test_belady_evicts_the_expert_needed_last_and_then_the_smaller_key() -> None:
+    # 3 comes back first, then 1; 0 and 2 never do, so 0 leaves before 2.
+    trace = decode_trace(np.asarray([[[0]], [[2]], [[3]], [[1]], [[4]], [[3]], [[1]]]), 5)
+    assert misses(trace, "belady", 4) == 5
+    assert misses(trace, "lru", 4) == 5
+    assert misses(trace, "belady", 2) == 6
+    assert misses(trace, "lru", 2) == 7
+
+
+def test_the_future_lists_each_need_of_each_key() -> None:
+    future = Future(decode_trace(np.asarray([[[0, 1]], [[2, 0]], [[1, 0]]]), 3))
+    needs = [future.times[future.start[k] : future.start[k + 1]].tolist() for k in range(3)]
+    assert needs == [[0, 1, 2, 3], [0, 2, 3], [1, 3]]
+    assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []

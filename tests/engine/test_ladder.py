@@ -1,0 +1,250 @@
+"""Several levels of precision in one cache: bytes, upgrades, prefetches and times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
+from tests.engine.scripted import (
+    Always,
+    FixedPrefetch,
+    ScriptedPolicy,
+    decode,
+    make_engine,
+    make_hardware,
+    prefill_event,
+)
+from tests.engine.test_laws import RandomPrefetch, random_experts
+
+LADDER = Geometry(
+    model="ladder",
+    num_layers=2,
+    num_experts=4,
+    top_k=2,
+    expert_bytes=((100, 50, 25), (100, 50, 25)),
+    dense_bytes=(200, 200),
+    precision=("int8", "int4", "int2"),
+    compute_bytes=(200, 200),
+)
+
+
+class Wanted(MissAlgorithm):
+    """Asks for key -> level as a script says, absent or not; prefetches come as `ahead` says."""
+
+    source: ClassVar[str] = "test"
+    uses_ladder: ClassVar[bool] = True
+    upgrade = True
+
+    def __init__(
+        self, geometry: Geometry, levels: Mapping[int, int], ahead: Mapping[int, int] | None = None
+    ) -> None:
+        super().__init__(geometry)
+        self.levels, self.ahead = levels, ahead or {}
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        wanted = [(key, self.levels.get(key, 0)) for key in event.keys]
+        return Resolution([Fetch(k, level) for k, level in wanted if level < resident.get(k, 9)])
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        return [self.ahead.get(key, 0) for key in keys]
+
+
+def make(levels: dict[int, int], capacity: object = "225B", **overrides: Any) -> Engine:
+    ahead = overrides.pop("ahead", None)
+    policy = ScriptedPolicy(miss=Always(lambda g: Wanted(g, levels, ahead)), **overrides)
+    return make_engine(policy, capacity, LADDER)
+
+
+def test_each_level_has_its_own_bytes_transfer_and_execution() -> None:
+    engine = make({0: 0, 1: 2})
+    record = decode(engine, [0, 1])
+    # dense 0-2; 1 s + 100 B / 25 B/s, then 1 s + 1 s: 2-9; 1 s at int8, then 0.25 s at int2.
+    assert (record.stall_s, record.end_s, record.bytes_moved) == (7.0, 10.25, 125)
+    assert engine.pools[0].resident == {0: 0, 1: 2}
+    assert (record.low_precision, record.executed) == (1, 2)
+
+
+def test_flop_follow_the_weights_and_not_the_stored_bytes() -> None:
+    """200 bytes at the compute dtype of 2 bytes are 100 weights: 200 FLOP a token, at any level."""
+    engine = make_engine(
+        ScriptedPolicy(miss=Always(lambda g: Wanted(g, {0: 2, 1: 2}))),
+        "225B",
+        LADDER,
+        make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30),
+    )
+    record = decode(engine, [0, 1])
+    # dense: 200 FLOP, 2 s; two transfers of 2 s; two experts of 2 s each.
+    assert record.end_s == 2 + 4 + 4
+
+
+def test_a_hit_at_a_lower_level_is_a_hit_of_that_level() -> None:
+    levels = {0: 2, 1: 2}
+    engine = make(levels)
+    decode(engine, [0, 1])
+    levels |= {0: 2, 1: 1}  # expert 1 is asked for at a better level now
+    record = decode(engine, [0, 1])
+    assert (record.requests, record.misses, record.hits, record.low_precision) == (2, 0, 2, 2)
+    assert engine.pools[0].resident == {0: 2, 1: 1}
+    assert record.bytes_moved == 50, "an upgrade is a transfer"
+    assert (record.evictions, engine.pools[0].replaced) == (0, 1)
+
+
+def test_an_upgrade_frees_the_old_copy_first() -> None:
+    levels = {0: 1, 1: 1}
+    engine = make(levels, "150B")
+    decode(engine, [0, 1])
+    levels[0] = 0
+    record = decode(engine, [0, 1])  # 50 + 100 fit only without the old 50
+    assert (record.evictions, engine.pools[0].used_bytes) == (0, 150)
+    assert engine.pools[0].resident == {1: 1, 0: 0}
+
+
+def test_an_event_that_does_not_fit_runs_in_waves_at_its_levels() -> None:
+    engine = make({0: 0, 1: 0, 2: 1}, "100B")
+    engine.begin_pass(PREFILL, 2)
+    engine.enter(0, 2)
+    event = Event(0, 0, PREFILL, 2, [0, 1, 2], np.array([[0, 1], [0, 2]]))
+    waves: list[list[int]] = []
+    engine.run(event, lambda keys: waves.append(list(keys)))
+    assert waves == [[0], [1], [2]]
+    assert event.levels == {0: 0, 1: 0, 2: 1}
+    engine.check_integrity()
+
+
+def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -> None:
+    script = {(0, 0): [4]}
+    prefetch = Always(lambda g: FixedPrefetch(g, script))
+    engine = make({0: 0, 1: 0, 4: 0, 5: 0}, "300B", prefetch=prefetch, ahead={4: 2})
+    record = decode(engine, [0, 1], [4, 5])
+    # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 at int2 moves 12-14 and
+    # is near; but int8 is asked for: 5 s, and 5 s for key 5; 16-26, two experts.
+    assert record.end_s == 28.0
+    assert engine.pools[0].resident[4] == 0
+    assert (record.bytes_moved, engine.pools[0].replaced) == (425, 1)
+
+
+def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
+    prefetch = Always(lambda g: FixedPrefetch(g, {(0, 0): [4, 5]}))
+    levels = {0: 0, 1: 0, 4: 2, 5: 2}
+    engine = make(levels, "300B", prefetch=prefetch, ahead={4: 2, 5: 2})
+    record = decode(engine, [0, 1], [4, 5])
+    # The experts of layer 0 run 12-14, its keys move 12-14 and 14-16, when layer 1 begins.
+    assert (record.prefetch_hits, record.late, record.misses) == (2, 0, 2)
+    assert (record.bytes_moved, record.low_precision) == (250, 2)
+
+
+def test_where_lossy_algorithms_stand_aside_low_levels_are_not_enough() -> None:
+    engine = make({0: 2, 1: 2}, phases="decode")
+    decode(engine, [0, 1])
+    record = engine.begin_pass(PREFILL, 1)
+    engine.enter(0, 1)
+    engine.run(prefill_event(record, LADDER, 0, [[0, 1]]))
+    engine.end_pass()
+    assert engine.pools[0].resident == {0: 0, 1: 0}
+    assert (record.misses, record.low_precision, record.bytes_moved) == (0, 0, 200)
+
+
+def test_an_expert_larger_than_the_capacity_is_an_error() -> None:
+    with pytest.raises(ValueError, match="99 bytes, too small for one expert of 100 bytes"):
+        parse_capacity("99B", LADDER)
+    assert parse_capacity("50%", LADDER).total_bytes == 400, "a share at the first precision"
+
+
+def test_a_trace_header_keeps_the_ladder() -> None:
+    found = read_header("x", {HEADER_KEY: write_header(Header(geometry=LADDER, seed=0))})
+    assert found.geometry == LADDER
+
+
+def test_a_ladder_on_which_only_the_best_level_is_used_costs_nothing() -> None:
+    single = dataclasses.replace(
+        LADDER, expert_bytes=((100,), (100,)), precision=("int8",), compute_bytes=(200, 200)
+    )
+    records = []
+    for geometry in (single, LADDER):
+        engine = make_engine(ScriptedPolicy(), "225B", geometry)
+        records.append([decode(engine, [0, 1], [4, 6]), decode(engine, [1, 2], [4, 7])])
+    assert records[0] == records[1]
+
+
+class RandomLevels(MissAlgorithm):
+    """Demands random levels of absent and of near experts."""
+
+    source: ClassVar[str] = "test"
+    uses_ladder: ClassVar[bool] = True
+    upgrade = True
+
+    def __init__(self, geometry: Geometry, seed: int) -> None:
+        super().__init__(geometry)
+        self._rng = np.random.default_rng(seed)
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        drawn = self._rng.integers(0, 3, len(event.keys)).tolist()
+        wanted = zip(event.keys, drawn, strict=True)
+        return Resolution([Fetch(k, level) for k, level in wanted if level < resident.get(k, 9)])
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        levels: list[int] = self._rng.integers(0, 3, len(keys)).tolist()
+        return levels
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    capacity=st.sampled_from(["100B", "125B", "160B", "275B", "430B", "100%", "1/layer"]),
+    prefetch=st.booleans(),
+    decode_only=st.booleans(),
+)
+def test_bytes_never_exceed_the_capacity_with_mixed_levels(
+    seed: int, capacity: str, prefetch: bool, decode_only: bool
+) -> None:
+    policy = ScriptedPolicy(
+        miss=Always(lambda g: RandomLevels(g, seed)), phases="decode" if decode_only else "all"
+    )
+    if prefetch:
+        policy.prefetch = Always(lambda g: RandomPrefetch(g, seed=seed))
+    engine = make_engine(policy, capacity, LADDER)
+    rng = np.random.default_rng(seed)
+    for step in range(8):
+        phase, num_tokens = (PREFILL, 4) if step % 4 == 0 else (DECODE, 1)
+        record = engine.begin_pass(phase, num_tokens)
+        for layer in range(2):
+            engine.enter(layer, num_tokens)
+            experts = random_experts(rng, LADDER, num_tokens)
+            event = prefill_event(record, LADDER, layer, experts)
+            executed: list[int] = []
+
+            def execute(keys: Sequence[int], layer: int = layer, done: Any = executed) -> None:
+                # `_take` asserts the capacity at each transfer's start; these are its books.
+                engine.check_integrity()
+                cache = engine.pools[layer if len(engine.pools) > 1 else 0]
+                assert all(key in cache.resident for key in keys)
+                done.extend(keys)
+
+            engine.run(event, execute)
+            engine.check_integrity()
+            assert sorted(executed) == sorted(event.keys)
+            assert event.levels is not None and set(event.levels) == set(event.keys)
+            if decode_only and phase == PREFILL:
+                assert not any(event.levels.values())
+        engine.end_pass()
+        assert record.hits + record.late + record.misses == record.requests
+        assert 0 <= record.low_precision <= record.executed
+    for pool in engine.pools:
+        assert pool.peak_bytes <= pool.capacity_bytes
+    engine.check_integrity()

@@ -1,0 +1,290 @@
+"""Events against hand calculations.
+
+The machine of `scripted.py`: the dense part of a layer takes 2 s, an expert 1 s, a transfer 5 s
+(1 s latency + 100 bytes / 25 bytes/s). Four experts a layer: keys 0-3, 4-7, 8-11.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lm_eval_moecache.records.event import PREFILL, Event
+from tests.engine.scripted import (
+    OldestFirst,
+    decode,
+    make_engine,
+    make_hardware,
+    prefetching,
+    prefill_event,
+)
+
+
+def test_a_miss_waits_for_every_transfer() -> None:
+    engine = make_engine()
+    record = decode(engine, [0, 1])
+    # dense 0-2; key 0 moves 2-7, key 1 moves 7-12: stall 10; two experts 12-14.
+    assert (record.end_s, record.stall_s) == (14.0, 10.0)
+    assert (record.requests, record.hits, record.late, record.misses) == (2, 0, 0, 2)
+    assert (record.bytes_moved, record.link_busy_s) == (200, 10.0)
+
+
+def test_a_hit_costs_only_compute() -> None:
+    engine = make_engine()
+    decode(engine, [0, 1])
+    record = decode(engine, [1, 0])
+    # dense 14-16, experts 16-18.
+    assert (record.start_s, record.end_s, record.stall_s) == (14.0, 18.0, 0.0)
+    assert (record.requests, record.hits) == (2, 2)
+    assert (record.bytes_moved, record.link_busy_s) == (0, 0.0)
+
+
+def test_a_prefetch_in_flight_is_late_and_only_its_rest_is_awaited() -> None:
+    engine = make_engine(prefetching({(0, 0): [4]}))
+    record = decode(engine, [0, 1], [4])
+    # dense 0-2; keys 0, 1 move 2-12; experts 12-14; key 4 moves 12-17 behind them.
+    # dense 14-16; key 4 is in flight: stall 16-17; expert 17-18.
+    assert (record.end_s, record.stall_s) == (18.0, 10.0 + 1.0)
+    assert (record.requests, record.late, record.misses) == (3, 1, 2)
+    assert record.prefetch_hits == 0
+    assert (record.bytes_moved, record.link_busy_s) == (300, 15.0)
+
+
+def test_a_prefetch_that_arrived_in_time_is_a_hit_counted_apart() -> None:
+    engine = make_engine(prefetching({(1, 0): [4]}))
+    decode(engine, [0])  # dense 0-2; key 0 moves 2-7; expert 7-8
+    first = decode(engine, [0], [5])
+    # dense 8-10; hit; key 4 asked at 10 moves 10-15; expert 10-11; dense 11-13;
+    # key 5 moves 15-20 behind the transfer in flight; expert 20-21. Key 4 was not needed.
+    assert (first.end_s, first.stall_s, first.misses, first.late) == (21.0, 7.0, 1, 0)
+    second = decode(engine, [0], [4])
+    # dense 21-23; expert 23-24; dense 24-26; key 4 is there; expert 26-27.
+    assert (second.end_s, second.stall_s) == (27.0, 0.0)
+    assert (second.requests, second.hits, second.prefetch_hits) == (2, 2, 1)
+    third = decode(engine, [0], [4])
+    assert (third.hits, third.prefetch_hits) == (2, 0)  # one arrival is one prefetch hit
+
+
+def test_a_queued_prefetch_that_is_demanded_is_late_and_moves_as_a_demand() -> None:
+    engine = make_engine(prefetching({(0, 0): [4, 5]}), capacity=8)
+    record = decode(engine, [0], [6, 5])
+    # dense 0-2; key 0 moves 2-7; expert 7-8; key 4 moves 7-12, key 5 waits in the queue.
+    # dense 8-10; event 6, 5: 6 is a miss, 5 is late. In flight 4 until 12, then 6 (asked first)
+    # 12-17, then 5 17-22: stall 12; experts 22-24.
+    assert (record.end_s, record.stall_s) == (24.0, 5.0 + 12.0)
+    assert (record.requests, record.late, record.misses) == (3, 1, 2)
+    assert record.bytes_moved == 400
+    assert not engine.link.active
+    assert list(engine.pools[0].resident) == [0, 4, 6, 5]
+
+
+def test_a_demand_overtakes_queued_prefetches_but_not_the_transfer_in_flight() -> None:
+    engine = make_engine(prefetching({(0, 0): [8, 9]}), capacity=8)
+    record = decode(engine, [0], [4], [8, 9])
+    # layer 0: dense 0-2; key 0 moves 2-7; expert 7-8; key 8 moves 7-12, 9 waits.
+    # layer 1: dense 8-10; key 4 waits for 8, overtakes 9: 12-17; expert 17-18; key 9 moves 17-22.
+    # layer 2: dense 18-20; 8 has arrived (hit), 9 is in flight until 22 (late); experts 22-24.
+    assert record.end_s == 24.0
+    assert record.stall_s == 5.0 + 7.0 + 2.0
+    assert (record.requests, record.hits, record.late, record.misses) == (4, 1, 1, 2)
+    assert record.prefetch_hits == 1
+
+
+def test_prefetches_that_are_no_longer_of_use_are_cancelled_before_they_move() -> None:
+    engine = make_engine(prefetching({(0, 0): [4, 5, 6, 8]}), capacity=8)
+    record = decode(engine, [0], [7])
+    # dense 0-2; key 0 2-7; expert 7-8; key 4 moves 7-12. dense 8-10; key 7 12-17; expert 17-18.
+    # 5 and 6 were for the event that is over; 8 is for the next layer and starts at 17.
+    assert record.end_s == 18.0
+    assert record.bytes_moved == 100 * 4
+    assert engine.link.inflight == 8
+    assert not engine.link.is_pending(5)
+    assert not engine.link.is_pending(6)
+
+
+def test_a_prefetch_evicts_when_it_starts_and_not_what_is_being_executed() -> None:
+    engine = make_engine(prefetching({(0, 0): [4]}), capacity=2)
+    record = engine.begin_pass("decode", 1)
+    engine.enter(0, 1)
+    engine.run(Event(0, 0, "decode", 1, [0, 1]))
+    # Keys 0, 1 fill the cache and execute 12-14: key 4 finds no room until 14.
+    assert (list(engine.pools[0].resident), engine.link.inflight) == ([0, 1], None)
+    engine.enter(1, 1)
+    # During the dense part 14-16 key 4 starts at 14, and key 0, the oldest, leaves then.
+    assert (list(engine.pools[0].resident), engine.link.inflight) == ([1], 4)
+    engine.run(Event(0, 1, "decode", 1, [4]))
+    engine.end_pass()
+    # Key 4 lands at 19: stall 3; expert 19-20.
+    assert (record.end_s, record.stall_s) == (20.0, 10.0 + 3.0)
+    assert (record.evictions, record.late) == (1, 1)
+    engine.check_integrity()
+
+
+def test_a_prefetch_for_an_earlier_layer_is_meant_for_the_next_pass() -> None:
+    engine = make_engine(prefetching({(0, 1): [1]}), capacity=8)
+    decode(engine, [0], [4])
+    # layer 0 as ever 0-8; layer 1: dense 8-10; key 4 10-15; expert 15-16; key 1 moves 15-20.
+    record = decode(engine, [1])
+    # dense 16-18; key 1 is late until 20; expert 20-21.
+    assert (record.end_s, record.stall_s, record.late) == (21.0, 2.0, 1)
+
+
+def test_an_event_larger_than_the_cache_runs_in_waves() -> None:
+    engine = make_engine(capacity=2)
+    waves: list[list[int]] = []
+    record = engine.begin_pass(PREFILL, 2)
+    engine.enter(0, 2)
+    event = prefill_event(record, engine.geometry, 0, [[0, 1], [2, 0]])
+    engine.run(event, lambda keys: waves.append(list(keys)))
+    engine.end_pass()
+    # dense 0-2; keys 0, 1 move 2-12: stall 10; wave of two experts 12-14; then key 2 takes the
+    # place of key 0: 14-19, stall 5; wave of one expert 19-20.
+    assert waves == [[0, 1], [2]]
+    assert (record.end_s, record.stall_s) == (20.0, 15.0)
+    assert (record.requests, record.misses, record.evictions) == (3, 3, 1)
+    assert list(engine.pools[0].resident) == [1, 2]
+    engine.check_integrity()
+
+
+def test_waves_execute_what_was_resident_before_anything_of_the_event_leaves() -> None:
+    engine = make_engine(capacity=2)
+    decode(engine, [2, 3])  # 2-12 moves, done at 14
+    waves: list[list[int]] = []
+    record = engine.begin_pass(PREFILL, 2)
+    engine.enter(0, 2)
+    event = prefill_event(record, engine.geometry, 0, [[0, 1], [2, 1]])
+    engine.run(event, lambda keys: waves.append(list(keys)))
+    engine.end_pass()
+    # dense 14-16; key 2 is a hit; 3 is not of this event and leaves for 0: 16-21; then nothing but
+    # this event is left: wave 0, 2 21-23; key 2 (oldest) leaves for 1: 23-28; expert 28-29.
+    assert waves == [[0, 2], [1]]
+    assert (record.hits, record.misses, record.evictions) == (1, 2, 2)
+    assert (record.end_s, record.stall_s) == (29.0, 10.0)
+
+
+def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again() -> None:
+    engine = make_engine(prefetching({(0, 0): [5]}), capacity=1)
+    waves: list[list[int]] = []
+    record = engine.begin_pass("decode", 1)
+    for layer, keys in ((0, [0]), (1, [4, 5])):
+        engine.enter(layer, 1)
+        engine.run(Event(0, layer, "decode", 1, keys), lambda keys: waves.append(list(keys)))
+    engine.end_pass()
+    # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.
+    # layer 1: 4 is a miss, 5 is late and fills the cache at 13 (stall 3); its wave 13-14 makes
+    # room for key 4: 14-19 (stall 5); expert 19-20.
+    assert waves == [[0], [5], [4]]
+    assert (record.end_s, record.stall_s) == (20.0, 5.0 + 3.0 + 5.0)
+    assert (record.late, record.misses, record.bytes_moved) == (1, 2, 300)
+
+
+def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
+    # At 100 FLOP/s an assignment (2 x 50 FLOP) takes 1 s; reading weights costs nothing.
+    hardware = make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30)
+    engine = make_engine(capacity=2, hardware=hardware)
+    record = engine.begin_pass(PREFILL, 3)
+    engine.enter(0, 3)
+    # dense: 3 tokens x 200 FLOP / 100 FLOP/s = 6 s.
+    engine.run(prefill_event(record, engine.geometry, 0, [[0, 1], [0, 1], [0, 2]]))
+    engine.end_pass()
+    # 0, 1 move 6-16; five assignments 16-21; 2 moves 21-26; one assignment 26-27.
+    assert record.end_s == 27.0
+    assert record.stall_s == 15.0
+
+
+def test_a_collision_is_a_miss_on_what_the_same_pass_evicted() -> None:
+    engine = make_engine(capacity=2)
+    decode(engine, [0, 1], [4, 5])  # layer 1 pushes out 0 and 1
+    record = decode(engine, [0, 1], [4, 5])
+    # 0 and 1 were evicted in the pass before: misses. They push out 4 and 5: collisions.
+    assert (record.misses, record.collisions) == (4, 2)
+
+
+def test_a_cache_per_layer_keeps_layers_out_of_each_others_way() -> None:
+    engine = make_engine(prefetching({(0, 0): [5]}), capacity="1/layer")
+    first = decode(engine, [0], [4])
+    # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 7-12 into the cache of layer 1.
+    # layer 1: dense 8-10; key 4 waits for 5, then pushes it out: 12-17; expert 17-18.
+    assert (first.end_s, first.evictions, first.bytes_moved) == (18.0, 1, 300)
+    second = decode(engine, [0], [4])
+    # Both are where they were: (2 + 1) s a layer.
+    assert (second.hits, second.end_s - second.start_s) == (2, 6.0)
+    assert [list(pool.resident) for pool in engine.pools] == [[0], [4], []]
+
+
+def test_the_predictor_costs_time_where_the_compute_does_not_wait_anyway() -> None:
+    hardware = make_hardware(kernel_overhead_s=0.125)
+    engine = make_engine(prefetching({}), hardware=hardware)
+    first = decode(engine, [0], gates=1)
+    # dense 2 + 30/8 = 5.75; key 0 moves 5.75-10.75, and the gate's 3/8 s pass meanwhile;
+    # expert 1 + 15/8 = 2.875.
+    assert (first.end_s, first.stall_s) == (13.625, 5.0)
+    second = decode(engine, [0], gates=1)
+    # dense 5.75, gate 0.375, expert 2.875: the predictor is paid for, and is no stall.
+    assert (second.end_s - second.start_s, second.stall_s) == (9.0, 0.0)
+
+
+def test_a_prefetch_starts_only_when_its_prediction_is_ready() -> None:
+    hardware = make_hardware(kernel_overhead_s=0.125)
+    engine = make_engine(prefetching({(1, 0): [4]}), hardware=hardware)
+    decode(engine, [0])  # ends at 13.625, as above
+    record = decode(engine, [0], [4], gates=1)
+    # dense until 19.375; gate until 19.75; key 4 moves 19.75-24.75; expert until 22.625;
+    # dense until 28.375: key 4 is there; gate until 28.75; expert until 31.625.
+    assert (record.end_s, record.stall_s) == (31.625, 0.0)
+    assert record.prefetch_hits == 1
+
+
+def test_precision_and_recall_compare_what_was_proposed_with_what_was_needed() -> None:
+    engine = make_engine(prefetching({(0, 0): [4, 5, 6]}), capacity=8)
+    record = decode(engine, [0], [4, 7])
+    assert (record.predicted, record.predicted_right, record.predictable) == (3, 1, 2)
+
+
+def test_a_proposal_that_is_resident_is_refreshed_and_not_moved() -> None:
+    engine = make_engine(prefetching({(1, 0): [4, 1]}))
+    decode(engine, [0], [4])
+    record = decode(engine, [0], [4])
+    eviction = engine.pools[0].eviction
+    assert isinstance(eviction, OldestFirst)
+    assert eviction.predicted == [4]
+    assert record.hits == 2
+
+
+def test_token_misses_count_each_tokens_absent_experts() -> None:
+    engine = make_engine()
+    decode(engine, [0, 1])
+    record = engine.begin_pass(PREFILL, 3)
+    engine.enter(0, 3)
+    engine.run(prefill_event(record, engine.geometry, 0, [[0, 1], [2, 0], [2, 3]]))
+    engine.end_pass()
+    # Unique: 0, 1 hit, 2, 3 miss. By token: 0, 1 and 2 absent experts of two each.
+    assert (record.requests, record.misses) == (4, 2)
+    assert (record.token_requests, record.token_misses) == (6, 3)
+
+
+def test_with_free_compute_latency_is_bytes_moved_over_link_bandwidth() -> None:
+    hardware = make_hardware(
+        memory_bytes_per_s=float("inf"), link_latency_s=0.0, link_bytes_per_s=64.0
+    )
+    engine = make_engine(capacity=2, hardware=hardware)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        decode(engine, *(4 * layer + rng.permutation(4)[:2] for layer in range(3)))
+    assert engine.link.bytes_moved > 0
+    assert engine.clock.now == engine.link.bytes_moved / 64.0
+    assert sum(p.stall_s for p in engine.ledger.passes) == engine.clock.now
+
+
+def test_a_cold_start_empties_the_cache_and_lets_the_flight_land() -> None:
+    engine = make_engine(prefetching({(0, 0): [4, 5]}), capacity=8)
+    decode(engine, [0])
+    # key 0 2-7; expert 7-8; key 4 in flight until 12; key 5 queued.
+    engine.reset_cache()
+    assert engine.clock.now == 12.0
+    assert not engine.link.active
+    assert all(not pool.resident and not pool.arriving for pool in engine.pools)
+    engine.check_integrity()
+    record = decode(engine, [0])
+    assert record.misses == 1
+    assert record.collisions == 0
+    engine.check_integrity()

@@ -1,0 +1,151 @@
+"""What the layer step does with changed selections: dropping, substituting, lower precision."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch, token_miss_count
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+from tests.engine.scripted import (
+    Always,
+    FixedPrefetch,
+    ScriptedPolicy,
+    decode,
+    make_engine,
+    make_geometry,
+    prefill_event,
+)
+
+
+class DropAbsent(MissAlgorithm):
+    """Loads nothing: absent experts are left out."""
+
+    source: ClassVar[str] = "test"
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        assert event.experts is not None
+        keys = event.experts + event.layer * self.geometry.num_experts
+        return Resolution([], Selection(event.experts, ~np.isin(keys, absent)))
+
+
+class LowestLevel(MissAlgorithm):
+    source: ClassVar[str] = "test"
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        return Resolution([Fetch(key, level=1) for key in absent])
+
+
+class KeepFirst(RoutingAlgorithm):
+    """Drops all but each token's heaviest expert."""
+
+    source: ClassVar[str] = "test"
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.experts is not None
+        keep = np.zeros(event.experts.shape, dtype=bool)
+        keep[:, 0] = True
+        return Selection(event.experts, keep)
+
+
+def run_layer(engine: Engine, layer: int, experts: list[list[int]]) -> Selection | None:
+    assert engine.record is not None
+    engine.enter(layer, len(experts))
+    return engine.run(prefill_event(engine.record, engine.geometry, layer, experts))
+
+
+def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
+    experts = np.asarray([[0, -1], [1, -1]])
+    assert token_miss_count(experts, 4, [3]) == 0
+    assert token_miss_count(experts, 4, [0, 3]) == 1
+
+
+def test_dropping_everything_absent_neither_moves_nor_waits() -> None:
+    engine = make_engine(ScriptedPolicy(miss=Always(DropAbsent)))
+    engine.pools[0].insert(0)
+    engine.link.transfer(100, -5.0)  # the transfer that belongs to it
+    record = engine.begin_pass(DECODE, 1)
+    selection = run_layer(engine, 0, [[0, 1]])
+    engine.end_pass()
+    # dense 0-2, expert 2-3.
+    assert (record.end_s, record.stall_s) == (3.0, 0.0)
+    assert (record.requests, record.misses, record.dropped, record.executed) == (2, 1, 1, 1)
+    assert selection is not None
+    assert selection.keep is not None
+    assert selection.keep.tolist() == [[True, False]]
+
+
+def test_a_flight_that_nobody_waits_for_lands_no_earlier_than_its_time() -> None:
+    def make_prefetch(geometry: Geometry) -> FixedPrefetch:
+        return FixedPrefetch(geometry, {(0, 0): [8]})
+
+    policy = ScriptedPolicy(miss=Always(DropAbsent), prefetch=Always(make_prefetch))
+    engine = make_engine(policy)
+    engine.begin_pass(DECODE, 1)
+    run_layer(engine, 0, [[0, 1]])  # dense 0-2; both dropped; key 8 starts on its way at 2 or after
+    run_layer(engine, 1, [[0, 1]])  # dense 2-4; both dropped: key 8 is still in flight, until 7
+    assert engine.link.inflight == 8
+    assert 8 not in engine.pools[0].resident
+    engine.end_pass()
+    engine.check_integrity()
+
+
+def test_pruning_by_the_router_is_counted_and_not_fetched() -> None:
+    engine = make_engine(ScriptedPolicy(routing=Always(KeepFirst)))
+    record = engine.begin_pass(PREFILL, 2)
+    run_layer(engine, 0, [[0, 3], [1, 3]])
+    engine.end_pass()
+    # dense 0-2; keys 0 and 1 move 2-12; two experts 12-14.
+    assert (record.end_s, record.requests, record.misses) == (14.0, 2, 2)
+    assert (record.dropped, record.executed, record.unfaithful) == (2, 2, 0)
+    assert record.token_misses == 2
+
+
+def test_lossy_algorithms_of_a_decode_only_policy_stand_aside_in_prefill() -> None:
+    policy = ScriptedPolicy(routing=Always(KeepFirst), phases="decode")
+    engine = make_engine(policy)
+    record = engine.begin_pass(PREFILL, 2)
+    assert run_layer(engine, 0, [[0, 3], [1, 3]]) is None
+    engine.end_pass()
+    assert (record.requests, record.dropped) == (3, 0)
+
+
+def test_a_lower_level_moves_and_holds_fewer_bytes() -> None:
+    geometry = Geometry(
+        model="ladder",
+        num_layers=1,
+        num_experts=4,
+        top_k=2,
+        expert_bytes=((100, 25),),
+        dense_bytes=(200,),
+        precision=("bf16", "int4"),
+    )
+    engine = make_engine(ScriptedPolicy(miss=Always(LowestLevel)), geometry=geometry)
+    record = decode(engine, [0, 1])
+    # dense 0-2; two transfers of 1 s + 25 bytes / 25 bytes/s: 2-6.
+    assert (record.stall_s, record.bytes_moved) == (4.0, 50)
+    assert engine.pools[0].used_bytes == 50
+    assert engine.pools[0].resident == {0: 1, 1: 1}
+
+
+def test_a_selection_shared_by_all_tokens_shares_its_fetches() -> None:
+    engine = make_engine(geometry=make_geometry(num_experts=8, top_k=1))
+    record = engine.begin_pass(PREFILL, 5)
+    run_layer(engine, 0, [[3]] * 5)
+    engine.end_pass()
+    assert (record.requests, record.misses, record.token_requests, record.token_misses) == (
+        1,
+        1,
+        5,
+        5,
+    )

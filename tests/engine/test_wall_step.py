@@ -1,0 +1,244 @@
+"""Conservation laws and counts of the layer step when the link is a thread with its own time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.wall.slots import SlottedCache
+from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.sizes import parse_capacity
+from tests.engine.scripted import (
+    ScriptedPolicy,
+    decode,
+    make_engine,
+    make_geometry,
+    make_hardware,
+    prefetching,
+)
+
+
+class Slots:
+    """A mover that writes keys into a list of slots, sometimes late."""
+
+    depth = 1
+
+    def __init__(self, num_slots: int, seed: int | None = None) -> None:
+        self.slots: list[int | None] = [None] * num_slots
+        self.executing: set[int] = set()
+        self._random = None if seed is None else random.Random(seed)
+
+    def fence(self) -> object:
+        return None
+
+    def begin(self, transfer: Transfer) -> object:
+        assert transfer.slot not in self.executing, "a slot in use was written"
+        self.slots[transfer.slot] = None
+        if self._random is not None:
+            time.sleep(self._random.choice((0.0, 0.0, 0.0005, 0.001)))
+        self.slots[transfer.slot] = transfer.key
+        return None
+
+    def finish(self, token: object) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+def wall_engine(
+    policy: ScriptedPolicy,
+    capacity: object,
+    seed: int | None = None,
+    mover: type[Slots] = Slots,
+    **sizes: int,
+) -> tuple[Engine, Slots]:
+    geometry = make_geometry(**sizes)
+    size = parse_capacity(capacity, geometry)
+    slots = mover(max(size.bytes_by_partition) // 100 * len(size.bytes_by_partition), seed)
+    setting = Setting(policy=policy, capacity=size, hardware=make_hardware())
+    return Engine(geometry, setting, mover=slots), slots
+
+
+def execute(engine: Engine, slots: Slots, layer: int) -> Any:
+    """Return an executor that looks whether each expert lies where the cache says."""
+    seen: list[int] = []
+
+    def run(keys: Sequence[int], is_all: bool) -> None:
+        places = [engine.slots[layer][key] for key in keys]
+        if engine.setting.capacity.per_layer:
+            seen.extend(keys)
+            return
+        slots.executing = set(places)
+        assert [slots.slots[place] for place in places] == list(keys)
+        time.sleep(0)
+        assert [slots.slots[place] for place in places] == list(keys)
+        slots.executing = set()
+        seen.extend(keys)
+
+    run.seen = seen  # type: ignore[attr-defined]
+    return run
+
+
+def serve(
+    engine: Engine, slots: Slots, passes: Sequence[Sequence[Sequence[int]]], phase: str = DECODE
+) -> list[PassRecord]:
+    records = []
+    for keys_by_layer in passes:
+        record = engine.begin_pass(phase, 1)
+        for layer, keys in enumerate(keys_by_layer):
+            engine.enter(layer, 1)
+            engine.run(Event(record.index, layer, phase, 1, list(keys)))
+            run = execute(engine, slots, layer)
+            assert engine.finish(run)
+            assert sorted(run.seen) == sorted(keys)
+        engine.end_pass()
+        engine.check_integrity()
+        records.append(record)
+    return records
+
+
+def events(num_layers: int, num_experts: int, top_k: int) -> Any:
+    """Passes -> layers -> distinct experts, as keys."""
+    layer = st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=top_k, unique=True)
+    one = st.tuples(*[layer] * num_layers).map(
+        lambda ls: [[i * num_experts + e for e in experts] for i, experts in enumerate(ls)]
+    )
+    return st.lists(one, min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(passes=events(3, 4, 4), capacity=st.sampled_from([1, 2, 4, 7, 12, "2/layer"]))
+def test_without_prefetching_every_count_is_the_virtual_clocks(
+    passes: list[list[list[int]]], capacity: object
+) -> None:
+    wall, slots = wall_engine(ScriptedPolicy(), capacity)
+    virtual = make_engine(capacity=capacity)
+    found = serve(wall, slots, passes)
+    wall.close()
+    for ours, keys in zip(found, passes, strict=True):
+        theirs = decode(virtual, *keys)
+        for name in ("requests", "misses", "late", "collisions", "bytes_moved", "evictions"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+    assert isinstance(wall.pools[0], SlottedCache)
+    assert wall.pools[0].resident.keys() == virtual.pools[0].resident.keys()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    passes=events(3, 4, 3),
+    script=st.dictionaries(
+        st.tuples(st.integers(0, 5), st.integers(0, 2)),
+        st.lists(st.integers(0, 11), max_size=5, unique=True),
+    ),
+    capacity=st.sampled_from([2, 3, 5, 12]),
+    phase=st.sampled_from([DECODE, PREFILL]),
+    seed=st.integers(0, 1000),
+)
+def test_laws_hold_with_prefetches_and_transfers_that_come_late(
+    passes: list[list[list[int]]],
+    script: dict[tuple[int, int], list[int]],
+    capacity: int,
+    phase: str,
+    seed: int,
+) -> None:
+    engine, slots = wall_engine(prefetching(script), capacity, seed)
+    records = serve(engine, slots, passes, phase)
+    assert sum(r.requests for r in records) == sum(len(k) for p in passes for k in p)
+    assert all(r.hits >= 0 and r.late >= 0 and r.bytes_moved >= 0 for r in records)
+    engine.reset_cache()
+    assert not engine.pools[0].resident and not engine.pools[0].arriving
+    assert not engine.link.active
+    # What landed during the reset is counted to the next pass, where the books are checked again.
+    serve(engine, slots, passes, phase)
+    engine.close()
+
+
+def test_a_prefetch_that_arrives_in_time_is_a_hit_and_one_under_way_is_late() -> None:
+    engine, slots = wall_engine(prefetching({(0, 0): [4, 5]}), 12)
+    record = engine.begin_pass(DECODE, 1)
+    for layer, keys in enumerate([[0], [4]]):
+        engine.enter(layer, 1)
+        engine.run(Event(record.index, layer, DECODE, 1, keys))
+        engine.finish(execute(engine, slots, layer))
+        end = time.perf_counter() + 5
+        while not {4, 5} <= set(slots.slots) and time.perf_counter() < end:
+            time.sleep(0.001)
+        time.sleep(0.01)
+    engine.end_pass()
+    assert (record.misses, record.late, record.prefetch_hits) == (1, 0, 1)
+    engine.close()
+
+
+def test_a_pass_that_broke_off_does_not_harm_the_next() -> None:
+    engine, slots = wall_engine(ScriptedPolicy(), 2, seed=1)
+    for _ in range(5):
+        record = engine.begin_pass(DECODE, 1)
+        engine.enter(0, 1)
+        engine.run(Event(record.index, 0, DECODE, 1, [0, 1]))
+        serve(engine, slots, [[[2, 3], [4, 5], [8, 9]]])
+    engine.close()
+
+
+def test_layers_of_different_sizes_cannot_share_slots() -> None:
+    geometry = make_geometry()
+    uneven = type(geometry)(
+        model="uneven",
+        num_layers=3,
+        num_experts=4,
+        top_k=2,
+        expert_bytes=((100,), (100,), (200,)),
+        dense_bytes=(1, 1, 1),
+    )
+    setting = Setting(
+        policy=ScriptedPolicy(), capacity=parse_capacity(4, uneven), hardware=make_hardware()
+    )
+    with pytest.raises(ValueError, match="n/layer"):
+        Engine(uneven, setting, mover=Slots(4))
+
+
+class Gated(Slots):
+    """Moves nothing before it is told to."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.open = threading.Event()
+
+    def begin(self, transfer: Transfer) -> object:
+        assert self.open.wait(10)
+        return super().begin(transfer)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool) -> None:
+    engine, slots = wall_engine(prefetching({(1, 0): [4]}), 12, mover=Gated)
+    assert isinstance(slots, Gated)
+    slots.open.set()
+    serve(engine, slots, [[[0], [5], [8]]])
+    slots.open.clear()
+    record = engine.begin_pass(DECODE, 1)
+    for layer, keys in enumerate([[0], [4], [8]]):
+        engine.enter(layer, 1)
+        if layer == 1 and in_time:
+            slots.open.set()
+            while not engine.link._worker._finished:  # type: ignore[attr-defined]
+                time.sleep(0.001)
+        engine.run(Event(record.index, layer, DECODE, 1, keys))
+        if layer == 1:
+            slots.open.set()
+        assert engine.finish(execute(engine, slots, layer))
+    engine.end_pass()
+    assert (record.prefetch_hits, record.late, record.misses) == (
+        (1, 0, 0) if in_time else (0, 1, 0)
+    )
+    engine.close()

@@ -1,0 +1,117 @@
+"""Small routing traces for tests: generated rows, and the files made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.writer import TraceWriter
+
+GEOMETRY = Geometry(
+    model="generated",
+    num_layers=3,
+    num_experts=8,
+    top_k=2,
+    expert_bytes=((1000,), (1500,), (1000,)),
+    dense_bytes=(300, 300, 700),
+)
+HARDWARE = Hardware(
+    name="test",
+    peak_flops=1e9,
+    memory_bytes_per_s=1e8,
+    link_bytes_per_s=1e7,
+    link_latency_s=1e-5,
+    kernel_overhead_s=1e-7,
+    memory_bytes=1e9,
+)
+
+
+def setting(policy: str, capacity: str, seed: int = 0, **overrides: object) -> Setting:
+    axes = {key.replace("__", "."): value for key, value in overrides.items()}
+    return Setting(
+        policy=load_policy(policy, axes),
+        capacity=parse_capacity(capacity, GEOMETRY),
+        hardware=HARDWARE,
+        seed=seed,
+    )
+
+
+def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[tuple[Event, int]]:
+    """Yield the events of some generated requests, each with the number of its request."""
+    rng = np.random.default_rng(seed)
+    pass_index = 0
+    for request in range(num_requests):
+        for step in range(num_decodes + 1):
+            num_tokens = 4 if step == 0 else 1
+            for layer in range(GEOMETRY.num_layers):
+                logits = rng.normal(size=(num_tokens, 8)).astype(np.float16).astype(np.float32)
+                experts = np.argsort(-logits, axis=-1, kind="stable")[:, :2]
+                event = Event(
+                    pass_index,
+                    layer,
+                    PREFILL if step == 0 else DECODE,
+                    num_tokens,
+                    unique_in_order(layer, 8, experts),
+                    experts=experts,
+                    weights=np.take_along_axis(logits, experts, -1),
+                    logits=logits,
+                )
+                if layer < GEOMETRY.num_layers - 1:
+                    guess = rng.normal(size=(num_tokens, 8)).astype(np.float16)
+                    event.predicted[layer + 1] = guess.astype(np.float32)
+                yield event, request
+            pass_index += 1
+
+
+def record(folder: Path, run: Setting | None = None, seed: int = 0) -> tuple[Path, Engine | None]:
+    """Write the generated events to a trace and, with a setting, serve them as a live run does."""
+    header = Header(geometry=GEOMETRY, seed=seed, predicted_depth=1)
+    writer = TraceWriter(folder, "run", header)
+    engine = None if run is None else Engine(GEOMETRY, run)
+    position = 0
+    for event, request in events(seed):
+        if event.layer == 0:
+            position = 0 if event.phase == PREFILL else max(position, 3) + 1
+            tokens = np.arange(position, position + event.num_tokens)
+            owners = np.full(event.num_tokens, request)
+            writer.begin_pass(event.pass_index, event.phase, owners, tokens)
+            if engine is not None:
+                if event.phase == PREFILL:
+                    served = engine.ledger.new_request("task", "generate_until", 4)
+                    served.output_tokens = 6
+                    engine.ledger.serve([served])
+                engine.begin_pass(event.phase, event.num_tokens)
+        assert event.experts is not None and event.weights is not None
+        assert event.logits is not None
+        predicted = list(event.predicted.values())
+        writer.add(event.layer, event.experts, event.weights, event.logits, predicted)
+        if engine is not None:
+            engine.enter(event.layer, event.num_tokens)
+            engine.run(event)
+            if event.layer == GEOMETRY.num_layers - 1:
+                engine.end_pass()
+    path = writer.close(None if engine is None else engine.ledger.requests)
+    assert path is not None
+    return path, engine
+
+
+def published(name: str) -> Path:
+    """Return a published trace; the test is skipped where they do not lie beside the checkout."""
+    folder = os.environ.get("MOECACHE_SHARED_DATA")
+    if folder is None:
+        pytest.skip("MOECACHE_SHARED_DATA is not set: the published traces are not here")
+    path = Path(folder) / "traces" / name
+    if not path.is_file():
+        pytest.skip(f"{name} is not among the shared data")
+    return path

@@ -1,0 +1,160 @@
+"""Every codec: what it stores, what it gives back, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from lm_eval_moecache.model.precision import registry
+from lm_eval_moecache.model.precision.registry import ALIASES, codec, codec_names
+
+SHAPE = (48, 128)
+# Bits per weight, by hand: the weight itself, and its share of the scales. A row has 128 weights.
+BITS = {
+    "fp32": 32,
+    "bf16": 16,
+    "fp16": 16,
+    "int8": 8 + 32 / 128,
+    "nf4": 4 + 32 / 64,
+    "fp4": 4 + 32 / 64,
+    "hqq8": 8 + 32 / 64,
+    "hqq4": 4 + 32 / 64,
+    "hqq2": 2 + 32 / 64,
+    # 96 groups make 10 rows of 32-bit words, of which the last holds 6 groups.
+    "hqq3": 10 * 64 * 32 / (48 * 128) + 32 / 64,
+}
+
+
+def normal(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (0.02 * torch.randn(shape, generator=generator)).bfloat16()
+
+
+def error(level: str, matrix: torch.Tensor) -> float:
+    """Return the root mean square error as a share of the weights' spread."""
+    found = codec(level)
+    decoded = found.decode(found.encode(matrix), matrix.shape, matrix.dtype)
+    return float((decoded.float() - matrix.float()).pow(2).mean().sqrt() / matrix.float().std())
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_stored_bits_per_weight_are_those_of_the_format(name: str) -> None:
+    count = SHAPE[0] * SHAPE[1]
+    assert codec(name).nbytes(SHAPE) * 8 / count == pytest.approx(BITS[ALIASES.get(name, name)])
+
+
+@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("shape", [SHAPE, (64, 64), (8, 256)])
+def test_layout_tells_what_encode_returns(name: str, shape: tuple[int, int]) -> None:
+    found = codec(name)
+    tensors = found.encode(normal(shape))
+    assert tuple((tuple(t.shape), t.dtype) for t in tensors) == found.layout(shape)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert sum(tensor.nbytes for tensor in tensors) == found.nbytes(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", codec_names())
+def test_decoding_gives_the_shape_and_dtype_asked_for(name: str, dtype: torch.dtype) -> None:
+    found = codec(name)
+    decoded = found.decode(found.encode(normal().to(dtype)), SHAPE, dtype)
+    assert (decoded.shape, decoded.dtype) == (SHAPE, dtype)
+
+
+def test_error_grows_as_bits_shrink() -> None:
+    ladder = ("bf16", "fp16", "int8", "nf4", "hqq3", "hqq2")
+    errors = [error(name, normal((64, 256))) for name in ladder]
+    assert errors[0] == errors[1] == 0
+    assert errors == sorted(errors) and errors[2] > 0
+    # Uniform rounding to 2 ** bits levels over about six spreads: a wrong format is far outside.
+    assert errors[2] < 0.02 and errors[3] < 0.12 and errors[4] < 0.25 and errors[5] < 0.6
+
+
+@pytest.mark.parametrize("name", ["hqq2", "hqq4", "nf4"])
+def test_smaller_groups_cost_bytes_and_lose_less(name: str) -> None:
+    fine, coarse = f"{name}/g64", f"{name}/g256"
+    matrix = normal((64, 256))
+    assert codec(fine).nbytes(matrix.shape) > codec(coarse).nbytes(matrix.shape)
+    assert error(fine, matrix) < error(coarse, matrix)
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4", "fp4"])
+def test_odd_shapes_go_through_bitsandbytes(name: str) -> None:
+    found, shape = codec(name), (7, 13)
+    tensors = found.encode(normal(shape))
+    assert sum(tensor.nbytes for tensor in tensors) == found.nbytes(shape)
+    assert found.decode(tensors, shape, torch.bfloat16).shape == shape
+
+
+def test_int8_is_within_half_a_step_of_each_row() -> None:
+    matrix = normal()
+    found = codec("int8")
+    decoded = found.decode(found.encode(matrix), SHAPE, torch.float32)
+    step = matrix.float().abs().amax(dim=1, keepdim=True) / 127
+    # The library rounds its scales: a thousandth of a step beside the half.
+    assert ((decoded - matrix.float()).abs() <= 0.501 * step).all()
+
+
+def test_hqq_gives_what_the_librarys_own_linear_layer_decodes() -> None:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    linear = torch.nn.Linear(128, 48, bias=False)
+    linear.weight.data = normal().float()
+    config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+    theirs = HQQLinear(linear, config, compute_dtype=torch.float32, device="cpu", del_orig=False)
+    found = codec("hqq4")
+    ours = found.decode(found.encode(normal().float()), SHAPE, torch.float32)
+    # Their scales stay float32 here, ours are stored as float16.
+    torch.testing.assert_close(ours, theirs.dequantize(), atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_every_codec_works_on_this_cpu(name: str) -> None:
+    codec(name).check("cpu")
+
+
+@pytest.mark.parametrize(
+    ("level", "says"),
+    [
+        ("int5", "Did you mean 'int"),
+        ("int8/g64", "has no groups"),
+        ("int2/g7", "g8, g16"),
+        ("int2/16", "precision='int2/16' is not known"),
+        ("", "Allowed: bf16"),
+    ],
+)
+def test_a_wrong_name_says_what_is_allowed(level: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        codec(level)
+
+
+def test_a_matrix_that_groups_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"multiple of 256 .*\(3, 50\).*'int2/g8'"):
+        codec("int2").layout((3, 50))
+
+
+@pytest.mark.parametrize("found", ["0.1.0", None])
+@pytest.mark.parametrize("name", ["int8", "int4", "hqq3"])
+def test_an_old_or_absent_library_is_an_error_that_says_what_would_do(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, name: str
+) -> None:
+    def version(package: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr("lm_eval_moecache.model.precision.base.version", version)
+    with pytest.raises(ValueError, match=rf"precision='{name}' needs \w+>=0\.\d.*pip install -U"):
+        codec(name).check("cpu")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "bf16"])
+def test_a_device_that_cannot_is_an_error_that_says_what_would_do(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"precision='{name}' does not work on the device 'xpu'"):
+        codec(name).check("xpu")
+
+
+def test_names_are_listed_without_torch_codecs() -> None:
+    assert set(registry.ALIASES.values()) <= set(codec_names())

@@ -1,0 +1,309 @@
+"""A model whose experts are stored at low precision computes what its decoded weights say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.precision.registry import ALIASES, codec_names
+from lm_eval_moecache.model.precision.store import LadderStore
+from lm_eval_moecache.model.precision.stored import decode, expert_matrices, store_experts
+from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.sizes import parse_capacity
+from tests.models import random_model
+from tests.test_equality import logits_of
+
+WIDE = {"hidden_size": 64, "intermediate_size": 64}
+WIDTHS: dict[str, dict[str, int]] = {
+    "gpt_oss": {"intermediate_size": 64},
+    "mixtral": {"intermediate_size": 64},
+    "deepseek_v3": {"moe_intermediate_size": 64},
+}
+
+
+def wrap(model: Any, precision: str, policy: str = "on_demand", **changes: Any) -> WrappedModel:
+    layers = find_moe_layers(model)
+    config = read_config({"policy": policy, "precision": precision, **changes})
+    assert config.ladder is not None
+    geometry = describe(model, layers, "x", config.ladder)
+    codecs = codecs_of(config.ladder)
+    stored = [store_experts(layer.experts, codecs) for layer in layers]
+    store = LadderStore(stored, codecs, implementation_of(model), "cpu")
+    setting = Setting(
+        policy=config.policy,
+        capacity=parse_capacity(config.capacity, geometry),
+        hardware=config.hardware,
+    )
+    return WrappedModel(model, layers, Engine(geometry, setting), store)
+
+
+def replaced(model: Any, precision: str) -> Any:
+    """Copy a model and put into its experts what the codec makes of them."""
+    other = copy.deepcopy(model)
+    (codec,) = codecs_of((precision,))
+    for layer in find_moe_layers(other):
+        for stacked in expert_matrices(layer.experts).values():
+            for expert in stacked:
+                matrix = expert.t() if layer.experts.is_transposed else expert
+                decoded = codec.decode(codec.encode(matrix), matrix.shape, matrix.dtype)
+                expert.copy_(decoded.t() if layer.experts.is_transposed else decoded)
+    return other
+
+
+@pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])
+@pytest.mark.parametrize("capacity", ["100%", "3"])
+def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, capacity: str) -> None:
+    model = random_model("olmoe", **WIDE)
+    expected = logits_of(replaced(model, name))
+    wrapped = wrap(model, name, capacity=capacity)
+    found = logits_of(model)
+    wrapped.unwrap()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    plain = logits_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)) == (
+        name in ("bf16", "fp16", "fp32")
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
+def test_other_families_compute_from_decoded_weights_too(family: str) -> None:
+    """GPT-OSS has its matrices transposed, and biases that no codec touches."""
+    model = random_model(family, hidden_size=64, **WIDTHS[family])
+    expected = logits_of(replaced(model, "int4"))
+    wrapped = wrap(model, "int4", capacity="4")
+    found = logits_of(model)
+    wrapped.unwrap()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
+    model = random_model("olmoe", **WIDE)
+    model.set_experts_implementation(implementation)
+    expected = logits_of(replaced(model, "int8"))
+    wrapped = wrap(model, "int8", capacity="4")
+    found = logits_of(model)
+    wrapped.unwrap()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+class ByHand:
+    """Runs each assignment by itself, at the level that the event's books say."""
+
+    def __init__(self, wrapped: WrappedModel, store: LadderStore, layers: list[MoELayer]) -> None:
+        self.wrapped, self.store, self.layers = wrapped, store, layers
+        self.seen: set[int] = set()
+        self.worst = 0.0
+
+    def watch(self) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.experts.register_forward_hook(self.hook(index))
+
+    def hook(self, layer: int) -> Callable[..., None]:
+        def compare(module: Any, args: Any, output: torch.Tensor) -> None:
+            assert self.store.levels is not None
+            levels = self.store.levels[layer]
+            assert levels is not None
+            self.seen |= set(levels.values())
+            expected = self.run(module, layer, levels, *args)
+            gap = float((output.float() - expected).abs().max() / expected.abs().max())
+            self.worst = max(self.worst, gap)
+
+        return compare
+
+    def run(
+        self,
+        module: Any,
+        layer: int,
+        levels: Mapping[int, int],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        out = torch.zeros_like(hidden, dtype=torch.float32)
+        for token, experts in enumerate(index.tolist()):
+            for k, expert in enumerate(experts):
+                if not weights[token, k]:
+                    continue
+                level = levels[layer * module.num_experts + expert]
+                up, down = (
+                    decode(
+                        module,
+                        getattr(module, name),
+                        self.store.stored[layer][name][level],
+                        expert,
+                        self.store.codecs[level],
+                    ).float()
+                    for name in ("gate_up_proj", "down_proj")
+                )
+                gate, value = (up @ hidden[token].float()).chunk(2)
+                activated = torch.nn.functional.silu(gate) * value
+                out[token] += weights[token, k].float() * (down @ activated)
+        return out
+
+
+@pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
+def test_each_expert_runs_at_the_level_at_which_the_cache_holds_it(miss: str) -> None:
+    model = random_model("olmoe", **WIDE)
+    changes = {"miss": miss, "prefetch": "next_gate", "capacity": "30%"}
+    wrapped = wrap(model, "int8:int4:int2", **changes)
+    store = wrapped._store
+    assert isinstance(store, LadderStore)
+    by_hand = ByHand(wrapped, store, find_moe_layers(model))
+    by_hand.watch()
+    logits_of(model)
+    assert by_hand.seen >= ({0, 2} if miss == "fetch_lowest" else {0, 1, 2})
+    assert by_hand.worst < 0.03, "beyond the rounding of bf16"
+    passes = wrapped.engine.ledger.passes
+    assert 0 < sum(p.low_precision for p in passes) < sum(p.executed for p in passes)
+    wrapped.engine.check_integrity()
+
+
+# --- through the harness model ----------------------------------------------------------------
+
+
+def answers_of(lm: MoECacheLM) -> list[Any]:
+    asked: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+    texts = ["One, two,", "Count the apples: 3"]
+    requests = [
+        Instance("generate_until", {}, (text, asked), i, metadata=("task", i, 1))
+        for i, text in enumerate(texts)
+    ]
+    pairs = [
+        Instance("loglikelihood", {}, pair, i, metadata=("task", i, 1))
+        for i, pair in enumerate([("It is", " a"), ("A longer context", " with more")])
+    ]
+    return [*lm.generate_until(requests, True), *lm.loglikelihood(pairs, True)]
+
+
+def load(folder: Path, **arguments: Any) -> MoECacheLM:
+    usual = {"device": "cpu", "capacity": "30%", "policy": "on_demand", "max_length": 48}
+    return MoECacheLM(pretrained=str(folder), **{**usual, **arguments})
+
+
+def test_scan_scoring_does_not_see_what_was_generated_before(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    lm = load(checkpoint("olmoe"), precision="int8:int4", scoring="scan", capacity="2/layer")
+    pair = Instance("loglikelihood", {}, ("It is", " a"), 0, metadata=("task", 0, 1))
+    alone = lm.loglikelihood([pair], True)
+    assert alone[0] == answers_of(lm)[2]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_experts_are_encoded_while_they_are_loaded(
+    checkpoint: Callable[[str], Path], family: str
+) -> None:
+    folder = checkpoint(family)
+    lm = load(folder, precision="int8:nf4/g64", miss="fetch_priority")
+    plain = load(folder)
+    for loaded, stored, layer in zip(
+        lm._moe_layers, lm._stored, find_moe_layers(plain.model), strict=True
+    ):
+        assert all(m.stride() == (0, 0, 0) for m in expert_matrices(loaded.experts).values())
+        for name, levels in store_experts(layer.experts, codecs_of(("int8", "nf4"))).items():
+            for ours, theirs in zip(stored[name], levels, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert lm.report()["model"]["precision"] == ("int8", "nf4/g64")
+    assert answers_of(lm) == answers_of(load(folder, precision="int8:int4", miss="fetch_priority"))
+
+
+def test_a_lossless_precision_gives_the_plain_models_answers(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    folder = checkpoint("olmoe")
+    plain, stored = load(folder), load(folder, precision="bf16")
+    assert answers_of(stored) == answers_of(plain)
+    assert stored.engine.ledger.passes == plain.engine.ledger.passes
+
+
+def test_another_precision_needs_another_load_and_the_same_one_does_not(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    lm = load(checkpoint("olmoe"), precision="int8:int4", miss="fetch_lowest", prefetch="next_gate")
+    first = answers_of(lm), lm.engine.ledger.passes
+    same = {"precision": "int8:int4", "policy": "on_demand", "miss": "fetch_lowest"}
+    lm.install(read_config({**same, "capacity": "30%", "prefetch": "next_gate"}))
+    assert (answers_of(lm), lm.engine.ledger.passes) == first
+    with pytest.raises(
+        ValueError, match="precision='int4': the model was loaded with precision='int8:"
+    ):
+        lm.install(read_config({"precision": "int4"}))
+    with pytest.raises(
+        ValueError, match="precision=None: the model was loaded with precision='int8:"
+    ):
+        lm.install(read_config({}))
+
+
+def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    lm = load(checkpoint("olmoe"), precision="int8:int4")
+    assert any("every expert at int8" in warning for warning in lm.report()["warnings"])
+    alone = load(checkpoint("olmoe"), precision="int8")
+    assert not alone.report()["warnings"]
+    assert answers_of(lm) == answers_of(alone)
+    assert lm.engine.ledger.passes == alone.engine.ledger.passes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "int5"}, "precision='int5' is not known. Did you mean 'int"),
+        ({"precision": "int8:int4:nf4"}, "names 'int4' twice"),
+        ({"precision": "int4:int8"}, "not best first: an expert takes .* as int4 and .* as int8"),
+        ({"precision": "int8/g64"}, "has no groups"),
+        ({"precision": "int2/g256"}, "multiple of 1024 weights, .*'int2/g8'"),
+        ({"precision": "int4", "miss": "cascade"}, "precision='int4' is the only one stored"),
+        ({"miss": "fetch_lowest"}, "precision='bf16' is the only one stored"),
+        ({"precision": "int4", "clock": "wall"}, "does not go with clock='wall'"),
+        (
+            {
+                "precision": "int8:int4",
+                "miss": "cascade",
+                "scoring": "scan",
+                "capacity": "4/layer",
+            },
+            "scoring='scan' does not go with miss='cascade'",
+        ),
+        ({"precision": "int4", "device_map": "auto"}, "device_map='auto' does not go with"),
+        ({"precision": "int8", "device": "xpu"}, "does not work on the device 'xpu'"),
+        ({"precision": "int8:int4", "capacity": "10B"}, "too small for one expert of"),
+        ({"precision": "int8:int4", "miss": "cascade", "miss.t2": 0.8}, "miss.t2=0.8 has no"),
+        ({"eviction": "lhu"}, "miss='fetch' does not go with eviction='lhu'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    message: str,
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(MoECacheLM, "_create_model", never)
+    with pytest.raises(ValueError, match=message):
+        load(checkpoint("olmoe"), **arguments)
+
+
+def test_a_draft_made_of_the_targets_own_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="draft='self:int4' is made of the target's own weights"):
+        read_config({"precision": "int4"}, speculative=True)
+    assert read_config({"precision": "int4", "draft": "prompt_lookup"}, speculative=True).precision

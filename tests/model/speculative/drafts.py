@@ -1,0 +1,60 @@
+"""Drafts of every quality for `tiny`, and runs whose tokens are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.tiny.generator import BBH_ASKED, held_out
+from tests.harness import make_instance
+
+STOP = {"until": ["Q:", "\n\n"], "max_gen_toks": 32}
+
+
+def prompts(count: int) -> list[str]:
+    """Questions of the offline set, word problems and logic in turn."""
+    word = held_out(("gsm8k",), count, 0)
+    logic = held_out(BBH_ASKED, count, 0)
+    texts = [f"Question: {p.row['question']}\nAnswer:" for p in word]
+    texts += [f"{p.row['description']}\n\nQ: {p.row['input']}\nA:" for p in logic]
+    return [texts[i // 2 + (i % 2) * count] for i in range(count)]
+
+
+def requests(count: int) -> list[Instance]:
+    texts = enumerate(prompts(count))
+    return [make_instance("generate_until", "gen", i, text, STOP) for i, text in texts]
+
+
+def useless_draft(folder: Path) -> Path:
+    """The architecture and the tokenizer of `tiny` with weights that were never trained."""
+    torch.manual_seed(0)
+    config = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR)).config
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(folder)
+    return folder
+
+
+def generated(lm: MoECacheLM, asked: list[Instance]) -> list[list[int]]:
+    """Return the tokens of each answer, up to and with the closing one."""
+    rows: dict[int, list[int]] = {}
+    inner = lm._generate
+
+    def keep(context: Any, *args: Any, **kwargs: Any) -> Any:
+        output = inner(context, *args, **kwargs)
+        (record,) = lm._batch
+        row = output[0, context.shape[1] :].tolist()
+        rows[record.index] = row[: lm._count_output(row, kwargs["stop"])]
+        return output
+
+    lm._generate = keep  # type: ignore[method-assign]
+    try:
+        lm.generate_until(asked, disable_tqdm=True)
+    finally:
+        del lm._generate
+    return [rows[index] for index in sorted(rows)]

@@ -1,0 +1,148 @@
+"""A draft that does not fit is a ValueError before any weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import transformers
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, models
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.harness import spec_lm as module
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.model.speculative.draft_model import measure
+from lm_eval_moecache.tiny import MODEL_DIR
+from tests.engine.traces import record
+from tests.test_config import says
+
+
+@pytest.fixture(autouse=True)
+def _loading_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(HFLM, "_create_model", loaded)
+    monkeypatch.setattr(module, "make_draft", loaded)
+
+
+def refusal(kind: type[MoECacheLM] = MoECacheSpecLM, **arguments: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        kind(device="cpu", **{"policy": "sp_moe", **arguments})
+    return str(caught.value)
+
+
+def shape_of(folder: Path, tokenizer: str | None = str(MODEL_DIR), **changes: Any) -> str:
+    """A folder with the configuration of `tiny`, changed, and no weights."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    if tokenizer is not None:
+        transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
+    drafts = (shape_of(tmp_path / "good"), shape_of(tmp_path / "bare", tokenizer=None), "tiny")
+    for draft in drafts:
+        with pytest.raises(AssertionError, match="the weights were loaded"):
+            MoECacheSpecLM(device="cpu", policy="sp_moe", draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"draft_tokens": 0}, ["draft_tokens=0", "1 or more", "--model moecache"]),
+        ({"draft_tokens": "two"}, ["draft_tokens='two'", "whole number"]),
+        ({"draft_tokens": True}, ["draft_tokens=True"]),
+        ({"batch_size": 2, "draft": "tiny"}, ["batch_size=2", "one request at a time", "1"]),
+        ({"draft": "nowhere/at-all"}, ["draft='nowhere/at-all'", "prompt_lookup"]),
+        ({"draft": "self:int5"}, ["self:int5", "Did you mean", "int4"]),
+        ({"draft": "prompt_lookup"}, ["draft='prompt_lookup'", "prefetch='draft'", "folder"]),
+        ({"draft": "tiny", "trace": "here"}, ["trace='here'", "--model moecache"]),
+        ({"draft_token": 2}, ["'draft_token'", "Did you mean 'draft_tokens'?"]),
+        ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "between 0", "8 MoE layers"]),
+        ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
+        ({"prefetch.critical": 17}, ["prefetch.critical=17", "16"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_setting_is_refused(arguments: dict[str, Any], parts: list[str]) -> None:
+    says(refusal(**arguments), *parts)
+
+
+@pytest.mark.parametrize("draft", ["self:int4/g7", "self:hqq2/g256"])
+def test_a_codec_that_cannot_store_the_experts_is_refused(draft: str, tmp_path: Path) -> None:
+    folder = shape_of(tmp_path, hidden_size=36, intermediate_size=36)
+    says(refusal(pretrained=folder, draft=draft), f"draft={draft!r}", "group")
+
+
+@pytest.mark.parametrize("arguments", [{"draft": "tiny"}, {"draft_tokens": 2}, {}])
+def test_without_a_draft_model_the_keys_and_the_prefetch_are_refused(
+    arguments: dict[str, Any],
+) -> None:
+    says(refusal(MoECacheLM, **arguments), *arguments, "--model moecache-spec")
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    says(refusal(draft=shape_of(tmp_path / "size", vocab_size=999)), "999", "2048", "tokenizer")
+    other = tmp_path / "other"
+    words = {f"word{i}": i for i in range(2048)}
+    core = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(other)
+    draft = shape_of(tmp_path / "same_size", tokenizer=str(other))
+    says(refusal(draft=draft, policy="on_demand"), "tokens are not the model's", "2048")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_hidden_layers": 6}, ["num_hidden_layers=6", "8", "layers must be equal"]),
+        ({"hidden_size": 64}, ["hidden_size=64", "128", "hidden size must be equal"]),
+    ],
+)
+def test_other_layers_or_sizes_draft_but_cannot_be_prefetched_from(
+    tmp_path: Path, changes: dict[str, Any], parts: list[str]
+) -> None:
+    draft = shape_of(tmp_path / "other", **changes)
+    says(refusal(draft=draft), "prefetch='draft'", *parts)
+    with pytest.raises(AssertionError, match="the weights were loaded"):
+        MoECacheSpecLM(device="cpu", policy="mixtral_offloading", draft=draft)
+
+
+def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> None:
+    draft = tmp_path / "opt"
+    config = transformers.OPTConfig(
+        vocab_size=2048, hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    config.save_pretrained(draft)
+    transformers.AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(draft)
+    says(refusal(draft=str(draft), policy="on_demand"), "OPTForCausalLM", "cannot be timed")
+
+
+def test_a_replay_has_no_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, _ = record(tmp_path)
+    assert main(["replay", str(trace), "--policy", "sp_moe"]) != 0
+    said = capsys.readouterr().err
+    says(said, "prefetch='draft'", "--model moecache-spec", "a replay has no draft")
+
+
+def test_a_dense_draft_is_one_expert_a_layer() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    blocks, geometry = measure(model, "dense")
+    assert [block.decoder_layer for block in blocks] == [0, 1, 2]
+    assert geometry.expert_bytes == ((3 * 32 * 48 * 4,),) * 3
+    total = sum(p.numel() * 4 for p in model.parameters())
+    counted = sum(geometry.dense_bytes) + geometry.total_expert_bytes
+    assert counted == total - 300 * 32 * 4  # of the embedding a pass reads single rows

@@ -1,0 +1,78 @@
+"""Models behind the wall clock, and movers that are late or break."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wall.pools import SlotPools, expert_parameters
+from lm_eval_moecache.model.wall.store import SlotStore
+from lm_eval_moecache.model.wall.tiers import RamTier, Tier
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.sizes import parse_capacity
+
+
+class LatePools(SlotPools):
+    """Takes a random time for each transfer, before the copy or after it."""
+
+    def __init__(self, *args: Any, seed: int = 0, longest_s: float = 0.002) -> None:
+        super().__init__(*args)
+        self._random, self._longest_s = random.Random(seed), longest_s
+
+    def begin(self, transfer: Transfer) -> object:
+        time.sleep(self._random.random() * self._longest_s * self._random.randint(0, 1))
+        token = super().begin(transfer)
+        time.sleep(self._random.random() * self._longest_s * self._random.randint(0, 1))
+        return token
+
+
+class BrokenPools(SlotPools):
+    """Raises at one transfer."""
+
+    def __init__(self, *args: Any, error: BaseException, at: int) -> None:
+        super().__init__(*args)
+        self._error, self._at = error, at
+
+    def begin(self, transfer: Transfer) -> object:
+        self._at -= 1
+        if self._at < 0:
+            raise self._error
+        return super().begin(transfer)
+
+
+def wrap_wall(
+    model: Any,
+    policy: str,
+    capacity: str,
+    pools: type[SlotPools] = SlotPools,
+    tier: Tier | None = None,
+    throttle_bytes_per_s: float | None = None,
+    changes: dict[str, str] | None = None,
+    **options: Any,
+) -> WrappedModel:
+    """Put a model on the CPU behind the wall clock."""
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "wall")
+    size = parse_capacity(capacity, geometry)
+    parameters = [expert_parameters(layer.experts) for layer in layers]
+    mover = pools(
+        parameters, geometry, size, tier or RamTier(parameters), torch.device("cpu"), **options
+    )
+    config = read_config({"policy": policy, "capacity": capacity, **(changes or {})})
+    setting = Setting(
+        policy=config.policy,
+        capacity=size,
+        hardware=config.hardware,
+        throttle_bytes_per_s=throttle_bytes_per_s,
+    )
+    engine = Engine(geometry, setting, mover=mover)
+    store = SlotStore(mover, engine, str(implementation_of(model)), "cpu")
+    return WrappedModel(model, layers, engine, store)

@@ -1,0 +1,166 @@
+"""Lossless means identical under the wall clock, too: late transfers, waves, padding."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.wall.worker import TransferError
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wrap import WrappedModel
+from tests.model.wall.models import BrokenPools, LatePools, wrap_wall
+from tests.models import FAMILIES, random_model
+from tests.test_equality import (
+    COMBINATIONS,
+    LOSSLESS,
+    logits_of,
+    make_engine,
+    traces_left_on,
+)
+
+# A trained predictor needs an artifact of its model, which random models have none of.
+TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.name == "predictor"]
+PAIRS = [pair for pair in COMBINATIONS if pair[0] not in TRAINED]
+PREFETCHING = ("specmd", "moe_infinity", "fate", "mixtral_offloading")
+
+
+def of_tokens(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Leave out the four tokens of padding in the batch of `logits_of`: they need no experts."""
+    single, batch, *steps = found
+    return [single, batch[0], batch[1, 4:], batch[2], *steps]
+
+
+def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: str = "") -> None:
+    pairs = zip(of_tokens(expected), of_tokens(found), strict=True)
+    same = [torch.equal(a, b) for a, b in pairs]
+    assert all(same), f"{what}: {same}"
+
+
+# Each family takes its own third of the compositions and capacities; together they take all.
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.bfloat16) for family in FAMILIES), ("olmoe", torch.float32)],
+    ids=str,
+)
+def test_logits_are_identical_whatever_the_policy_and_the_capacity(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = random_model(family).to(dtype)
+    expected, before = logits_of(model), traces_left_on(model)
+    share = PAIRS[list(FAMILIES).index(family) % 3 :: 3]
+    for policy, capacity in share:
+        wrapped = wrap_wall(model, policy, capacity, LatePools, longest_s=0.0005)
+        found = logits_of(model)
+        wrapped.engine.check_integrity()
+        wrapped.unwrap()
+        assert_same(expected, found, f"{policy} at {capacity}")
+        assert sum(p.misses for p in wrapped.engine.ledger.passes) > 0
+        assert traces_left_on(model) == before
+
+
+@pytest.mark.parametrize("capacity", ["25%", "1"])
+def test_logits_are_identical_twenty_times_over_with_prefetches_and_random_delays(
+    capacity: str,
+) -> None:
+    model = random_model("olmoe")
+    expected = logits_of(model)
+    late = prefetched = 0
+    for repetition in range(20):
+        policy = PREFETCHING[repetition % len(PREFETCHING)]
+        wrapped = wrap_wall(model, policy, capacity, LatePools, seed=repetition, longest_s=0.001)
+        found = logits_of(model)
+        wrapped.engine.check_integrity()
+        late += sum(p.late for p in wrapped.engine.ledger.passes)
+        prefetched += sum(p.prefetch_hits for p in wrapped.engine.ledger.passes)
+        wrapped.unwrap()
+        assert_same(expected, found, f"{policy}, repetition {repetition}")
+    # The delays did their work, and so did the prefetches.
+    assert late > 0 and (prefetched > 0 or capacity == "1")
+
+
+@pytest.mark.parametrize("capacity", ["100%", "25%", "2/layer"])
+def test_without_prefetching_a_model_is_counted_as_under_the_virtual_clock(capacity: str) -> None:
+    model = random_model("qwen3_moe")
+    wall = wrap_wall(model, "on_demand", capacity)
+    logits_of(model)
+    wall.unwrap()
+    layers = find_moe_layers(model)
+    virtual = make_engine("on_demand", capacity, describe(model, layers, "x"))
+    wrapped = WrappedModel(model, layers, virtual)
+    logits_of(model)
+    wrapped.unwrap()
+    for ours, theirs in zip(wall.engine.ledger.passes, virtual.ledger.passes, strict=True):
+        for name in (
+            "num_tokens",
+            "requests",
+            "misses",
+            "token_misses",
+            "evictions",
+            "bytes_moved",
+        ):
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+@pytest.mark.parametrize("capacity", ["100%", "25%", "2"])
+def test_the_batched_kernel_runs_from_slots(capacity: str) -> None:
+    model = random_model("olmoe")
+    model.set_experts_implementation("batched_mm")
+    expected = logits_of(model)
+    wrapped = wrap_wall(model, "specmd", capacity, LatePools, longest_s=0.0005)
+    found = logits_of(model)
+    wrapped.unwrap()
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("policy", ["pruning", "mixture_cache", "on_demand"])
+def test_lossy_answers_are_the_virtual_clocks_where_nothing_depends_on_time(policy: str) -> None:
+    """Dropped experts keep their index with weight 0: slots have to pass over them."""
+    model = random_model("olmoe")
+    layers = find_moe_layers(model)
+    changes = {"miss": "drop"} if policy == "on_demand" else {}
+    virtual = make_engine(policy, "50%", describe(model, layers, "x"), **changes)
+    assert not virtual.algorithms.prefetch.is_active
+    wrapped = WrappedModel(model, layers, virtual)
+    expected = logits_of(model)
+    wrapped.unwrap()
+    wrapped = wrap_wall(model, policy, "50%", changes=changes)
+    found = logits_of(model)
+    wrapped.unwrap()
+    assert_same(expected, found)
+    assert sum(p.dropped + p.unfaithful for p in virtual.ledger.passes) > 0
+
+
+@pytest.mark.parametrize("error", [OSError("I/O error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", [0, 7])
+def test_a_failing_copy_ends_the_pass_with_an_error(error: BaseException, at: int) -> None:
+    model = random_model("olmoe")
+    wrapped = wrap_wall(model, "specmd", "25%", BrokenPools, error=error, at=at)
+    with pytest.raises(TransferError, match=type(error).__name__):
+        logits_of(model)
+    wrapped.unwrap()
+    assert not [t for t in threading.enumerate() if t is wrapped.engine.link._worker._thread]
+
+
+def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before() -> None:
+    model = random_model("olmoe")
+    expected = logits_of(model)
+    wrapped = wrap_wall(model, "specmd", "25%", LatePools, longest_s=0.002)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = find_moe_layers(model)[1].experts.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        logits_of(model)
+    handle.remove()
+    assert_same(expected, logits_of(model), "the same wrapper again")
+    wrapped.unwrap()
+    assert_same(expected, logits_of(model), "unwrapped")
+    del wrapped
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name == "moecache-link"]

@@ -1,0 +1,275 @@
+"""Experts go from the checkpoint into the store: equal answers, no files left, clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wall import assemble
+from lm_eval_moecache.model.wall.loading import device_map
+from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
+from tests.conftest import Checkpoint
+from tests.harness import answers
+from tests.models import FAMILIES, save_model
+
+ROOT = Path(__file__).resolve().parents[3]
+HOST: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
+WALL: dict[str, Any] = {"clock": "wall", "policy": "specmd", "capacity": "25%"}
+
+
+def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
+    store = {"store": "disk", "store_dir": str(folder)}
+    return MoECacheLM(pretrained=str(path), **HOST, **WALL, **store, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_answers_are_those_of_the_hf_model(
+    family: str, store: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = checkpoint(family)
+    dtype = "float32" if family in ("mixtral", "gpt_oss") else "bfloat16"
+    expected = answers(HFLM(pretrained=str(path), dtype=dtype, **HOST))
+    if store == "disk":
+        lm = on_disk(path, tmp_path, dtype=dtype)
+    else:
+        lm = MoECacheLM(pretrained=str(path), dtype=dtype, **HOST, **WALL)
+    folder = {"store_dir": str(tmp_path)} if store == "disk" else {}
+    # A second time behind a new cache, as a sweep does.
+    for _ in range(2):
+        assert answers(lm) == expected
+        lm.engine.check_integrity()
+        lm.install(read_config({**WALL, "store": store, **folder}))
+    report = lm.report()
+    assert report["clock"] == "wall" and report["store"] == store
+    assert report["load"]["seconds"] > 0 and report["load"]["peak_host_bytes"] > 2**20
+    assert list(tmp_path.iterdir()) == []
+    lm.wrapped.unwrap()
+
+
+def test_a_model_loaded_for_one_clock_is_not_put_behind_the_other(checkpoint: Checkpoint) -> None:
+    lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
+    for other in ({}, {**WALL, "store": "disk"}):
+        with pytest.raises(ValueError, match="loaded anew"):
+            lm.install(read_config(other))
+    lm.wrapped.unwrap()
+
+
+def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[SlotPools] = weakref.WeakSet()
+    found: list[int] = []
+
+    class Counted(SlotPools):
+        def __init__(self, *args: Any) -> None:
+            found.append(len(alive))
+            super().__init__(*args)
+            alive.add(self)
+
+    monkeypatch.setattr(assemble, "SlotPools", Counted)
+    lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
+    answers(lm)
+    lm.install(read_config(WALL))
+    refused = read_config({**WALL, "policy": "commitmoe"})
+    with pytest.raises(ValueError, match="routing=commit"):
+        lm.install(refused)
+    lm.install(read_config(WALL))
+    answers(lm)
+    assert found == [0] * len(found) and len(found) >= 3
+    lm.wrapped.unwrap()
+
+
+def test_a_capacity_beyond_the_devices_memory_is_refused_before_the_weights_are_loaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 60_000))
+    path = str(checkpoint("olmoe"))
+    with pytest.raises(ValueError, match=r"capacity: \d+ bytes of experts.*60000 bytes of cuda:0"):
+        check_arguments(path, {**WALL, "capacity": "100%", "device": "cuda:0"})
+    check_arguments(path, {**WALL, "capacity": "100%", "device": "cpu"})
+
+
+def test_shapes_stay_behind_and_take_no_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = checkpoint("qwen3_moe")
+    lm = on_disk(path, tmp_path)
+    whole = skeleton(str(path), {})
+    assert describe(lm.model, find_moe_layers(lm.model), "x") == describe(
+        whole, find_moe_layers(whole), "x"
+    )
+    for layer in find_moe_layers(lm.model):
+        for parameter in layer.experts.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.element_size()
+    assert not any(p.is_meta for p in lm.model.parameters())
+    lm.wrapped.unwrap()
+
+
+def test_every_part_of_a_model_has_a_place() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert device_map(model, {"1.0"}, "cpu") == {"0": "cpu", "1.0": "disk"}
+    assert device_map(model, set(), "cuda:1") == {"": "cuda:1"}
+
+
+def test_too_little_room_for_the_files_is_said_before_they_are_written(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match=r"store='disk'.*1000 bytes free"):
+        on_disk(checkpoint("olmoe"), tmp_path)
+
+
+def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for the full disk."""
+    result = script(
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n",
+        checkpoint("olmoe"),
+        tmp_path,
+    )
+    assert "ValueError: store='disk': the model cannot be loaded" in result.stderr
+    assert str(tmp_path) in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_corrupt_shard_is_named(store: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "olmoe")
+    shard = path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(ValueError, match=f"store='{store}': the model cannot be loaded"):
+        MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_missing_shard_is_named(store: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "olmoe")
+    shard = path / "model.safetensors"
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-2.safetensors"}}
+    shard.rename(path / "model-1.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"cannot be loaded.*model-2"):
+        MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "not a sound"), (b"\xff" * 16, "not a sound"), (b"\x02" + b"\0" * 7 + b"{}", "'w'")],
+)
+def test_a_file_that_is_no_safetensors_file_is_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "bad.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        find_stored(file, "w")
+    assert str(file) in str(caught.value)
+
+
+def test_a_tier_reads_what_was_stored(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = torch.randn(5, 3, 4).to(torch.bfloat16)
+    save_file({"other": torch.ones(7), "w": weights}, tmp_path / "x.safetensors")
+    tier = DiskTier([{"w": find_stored(tmp_path / "x.safetensors", "w")}])
+    target = torch.zeros(3, 4, dtype=torch.bfloat16)
+    for expert in (4, 0, 2):
+        tier.fill(0, expert, {"w": target})
+        assert torch.equal(target, weights[expert])
+    os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 4)
+    with pytest.raises(OSError, match="MoE layer 0, expert 4: the file is truncated"):
+        tier.fill(0, 4, {"w": target})
+
+
+def script(begin: str, path: Path, folder: Path, end: str = "") -> Any:
+    """Load a model from disk in a process of its own."""
+    text = (
+        "from lm_eval_moecache.harness.lm import MoECacheLM\n"
+        "from tests.harness import answers\n" + begin + f"lm = MoECacheLM({str(path)!r}, "
+        f"device='cpu', clock='wall', store='disk', store_dir={str(folder)!r}, "
+        "policy='on_demand', capacity='5%', max_length=48)\n" + end
+    )
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Killed while it writes: what it wrote stays, under a name that no run looks for."""
+    path = checkpoint("olmoe")
+    text = (
+        "import time\n"
+        "from lm_eval_moecache.model.wall import loading\n"
+        "from lm_eval_moecache.harness.lm import MoECacheLM\n"
+        "loading.ExpertLoader.take_experts = lambda *a: time.sleep(60)\n"
+        f"MoECacheLM({str(path)!r}, device='cpu', clock='wall', store='disk', "
+        f"store_dir={str(tmp_path)!r})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
+    end = time.perf_counter() + 60
+    while not list(tmp_path.glob("experts-*/*layers.2*down*")) and time.perf_counter() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (left,) = tmp_path.iterdir()
+    for file in left.iterdir():
+        file.write_bytes(b"\0" * file.stat().st_size)
+    expected = answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
+    lm = on_disk(path, tmp_path, dtype="bfloat16")
+    assert answers(lm) == expected
+    assert list(tmp_path.iterdir()) == [left]
+    lm.wrapped.unwrap()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="Linux")
+def test_a_model_larger_than_the_memory_granted_runs_to_the_end(tmp_path: Path) -> None:
+    """300 MB of experts; 200 MB of memory beyond the libraries and transformers' map of the file.
+
+    The map is private, so the limit counts it, although it takes no memory until it is written.
+    """
+    path = save_model(
+        tmp_path / "model",
+        "olmoe",
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_experts=16,
+        num_attention_heads=8,
+    )
+    grant = (
+        "import resource, re\n"
+        "answers(MoECacheLM(device='cpu', clock='wall', store='disk', max_length=48))\n"
+        "held = int(re.search(r'VmData:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
+        f"mapped = {(path / 'model.safetensors').stat().st_size}\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (held + mapped + 200 * 2**20,) * 2)\n"
+    )
+    result = script(grant, path, tmp_path, "print(len(answers(lm)[0]), 'answers')\n")
+    assert result.stdout.endswith("4 answers\n"), result.stderr[-2000:]
+    in_memory = grant + (
+        f"try:\n    MoECacheLM({str(path)!r}, device='cpu', clock='wall', capacity='5%')\n"
+        "except ValueError as error:\n    print(error)\n    raise SystemExit\n"
+    )
+    result = script(in_memory, path, tmp_path)
+    assert "store='ram': the model cannot be loaded" in result.stdout, result.stderr[-2000:]

@@ -1,0 +1,161 @@
+"""Artifact files: read as written, and refused with the reason where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lm_eval_moecache.records import artifact as module
+from lm_eval_moecache.records.artifact import (
+    Artifact,
+    check_router_digest,
+    load_artifact,
+    read_artifact,
+    write_artifact,
+)
+from lm_eval_moecache.records.geometry import Geometry
+from tests.algorithms.streams import make_geometry
+
+GEOMETRY = make_geometry(num_layers=2, num_experts=4, top_k=2)
+KEY = "miss.profile"
+
+
+def make(**changes: Any) -> Artifact:
+    fields: dict[str, Any] = {
+        "kind": "buddies",
+        "model": "some/model",
+        "num_layers": 2,
+        "num_experts": 4,
+        "top_k": 2,
+        "router_digest": "ab" * 32,
+        "made_from": {"data": ["text.txt"], "tokens": 12},
+        "arrays": {"counts": np.arange(8.0).reshape(2, 4), "lists": np.arange(3, dtype=np.int16)},
+    }
+    return Artifact(**{**fields, **changes})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "new folder" / "made.safetensors"
+    write_artifact(path, make())
+    return path
+
+
+def test_a_file_reads_as_it_was_written(file: Path) -> None:
+    read, written = read_artifact(file, "buddies", KEY), make()
+    for name in ("kind", "model", "num_layers", "num_experts", "top_k", "router_digest"):
+        assert getattr(read, name) == getattr(written, name)
+    assert read.made_from == written.made_from
+    assert read.versions["numpy"] == np.__version__
+    assert read.path == str(file)
+    assert read.arrays.keys() == written.arrays.keys()
+    for name, array in written.arrays.items():
+        np.testing.assert_array_equal(read.arrays[name], array, strict=True)
+
+
+def test_the_same_artifact_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
+    again = make(arrays=dict(reversed(make().arrays.items())))
+    write_artifact(tmp_path / "again.safetensors", again)
+    assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = file.read_bytes()
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_artifact(file, make(model="another"))
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_truncated_file_is_refused(file: Path) -> None:
+    whole = file.read_bytes()
+    for length in (0, 4, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"miss\.profile=.*not a whole artifact file"):
+            read_artifact(file, "buddies", KEY)
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.safetensors"
+    arrays = {"weight": np.zeros(3)}
+    cases: list[tuple[dict[str, str] | None, str]] = [
+        (None, "has no 'moecache' metadata"),
+        ({"format": "pt"}, "has no 'moecache' metadata"),
+        ({"moecache": "{"}, "metadata is not JSON"),
+        ({"moecache": json.dumps({"format": 1, "kind": "buddies"})}, "lacks model, num_layers"),
+    ]
+    for metadata, message in cases:
+        save_file(arrays, path, metadata=metadata)
+        with pytest.raises(ValueError, match=message):
+            read_artifact(path, "buddies", KEY)
+    path.write_text("name: not safetensors at all\n" * 20)
+    with pytest.raises(ValueError, match="truncated, or of another format"):
+        read_artifact(path, "buddies", KEY)
+    with pytest.raises(ValueError, match=r"miss\.profile='gone': there is no such file"):
+        read_artifact("gone", "buddies", KEY)
+
+
+def test_another_kind_and_another_format_version_are_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"kind 'buddies'; needed: 'predictor'"):
+        read_artifact(file, "predictor", KEY)
+    monkeypatch.setattr(module, "FORMAT_VERSION", 2)
+    with pytest.raises(ValueError, match=r"format version 1; this release reads 2"):
+        read_artifact(file, "buddies", KEY)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_experts", "top_k"])
+def test_another_models_counts_are_refused(file: Path, name: str) -> None:
+    assert load_artifact("buddies", str(file), GEOMETRY, KEY).arrays
+    counts = {"num_layers": 2, "num_experts": 4, "top_k": 2}
+    other = make_geometry(**{**counts, name: counts[name] + 1})
+    with pytest.raises(
+        ValueError, match=rf"'some/model' with {name}={counts[name]}, but 'stream' has {name}="
+    ):
+        load_artifact("buddies", str(file), other, KEY)
+
+
+def test_without_a_path_the_shipped_one_is_taken_or_the_error_says_how_to_make_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="moecache profile buddies --pretrained stream --data"):
+        load_artifact("buddies", None, GEOMETRY, KEY)
+    monkeypatch.setattr(module, "ARTIFACT_DIR", file.parent)
+    shipped = file.parent / "stream" / "buddies.safetensors"
+    write_artifact(shipped, make())
+    assert load_artifact("buddies", None, GEOMETRY, KEY).path == str(shipped)
+    foreign: Geometry = dataclasses.replace(GEOMETRY, model="../stream")
+    with pytest.raises(ValueError, match="no buddies artifact ships"):
+        load_artifact("buddies", None, foreign, KEY)
+
+
+def test_arrays_that_are_missing_misshapen_or_not_finite_are_refused(file: Path) -> None:
+    artifact = read_artifact(file, "buddies", KEY)
+    artifact.require(counts=(2, 4), lists=(3,))
+    with pytest.raises(ValueError, match="lacks the array 'gates'; it has counts, lists"):
+        artifact.require(gates=(2,))
+    with pytest.raises(ValueError, match=r"'counts' has the shape \(2, 4\), not \(4, 2\)"):
+        artifact.require(counts=(4, 2))
+    broken = make(arrays={"counts": np.array([1.0, np.nan])})
+    with pytest.raises(ValueError, match="'counts' has entries that are no number"):
+        broken.require(counts=(2,))
+
+
+def test_other_router_weights_are_refused() -> None:
+    check_router_digest(make(), "ab" * 32, "m")
+    with pytest.raises(ValueError, match=r"made from 'some/model'.*are not those of 'other/one'"):
+        check_router_digest(make(), "cd" * 32, "other/one")

@@ -1,0 +1,104 @@
+"""Hardware profiles: found by name or path, checked field by field."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
+
+GOOD = {
+    "name": "mine",
+    "peak_flops": 1e12,
+    "memory_bytes_per_s": "1e11",
+    "link_bytes_per_s": 1e9,
+    "link_latency_s": 0,
+    "kernel_overhead_s": 0.0,
+    "memory_bytes": 1e10,
+}
+
+
+def write(folder: Path, **changes: object) -> str:
+    data = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_loads_and_says_where_each_figure_comes_from(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    figures = {field.name for field in fields(Hardware)} - {"name", "source"}
+    assert isinstance(hardware.source, dict)
+    assert set(hardware.source) == figures
+
+
+def test_a_path_is_read_and_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
+    hardware = load_hardware(write(tmp_path))
+    assert (hardware.memory_bytes_per_s, hardware.link_latency_s) == (1e11, 0.0)
+
+
+def test_bandwidth_replaces_the_link_and_nothing_else() -> None:
+    profile = load_hardware("a100-5gbps")
+    faster = load_hardware("a100-5gbps", "32GB/s")
+    assert faster.link_bytes_per_s == 32e9
+    same = {f.name for f in fields(Hardware)} - {"link_bytes_per_s", "source"}
+    assert all(getattr(profile, name) == getattr(faster, name) for name in same)
+
+
+def test_a_replaced_link_says_so_in_its_source(tmp_path: Path) -> None:
+    profile, faster = load_hardware("a100-5gbps"), load_hardware("a100-5gbps", "32GB/s")
+    assert isinstance(profile.source, dict)
+    assert isinstance(faster.source, dict)
+    assert "bandwidth=32GB/s" in faster.source["link_bytes_per_s"]
+    assert {**faster.source, "link_bytes_per_s": ""} == {**profile.source, "link_bytes_per_s": ""}
+    for text in ("a datasheet", ""):
+        mine = load_hardware(write(tmp_path, source=text), "32GB/s")
+        assert isinstance(mine.source, dict)
+        assert "bandwidth=32GB/s" in mine.source["link_bytes_per_s"]
+        assert mine.source.get("profile", "") == text
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"hardware='a100-5gbp'.*Did you mean 'a100-5gbps'"):
+        load_hardware("a100-5gbp")
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        load_hardware(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peak_flops": 0}, "peak_flops=0.0 must be above 0"),
+        ({"link_bytes_per_s": -1}, "link_bytes_per_s=-1.0 must be above 0"),
+        ({"memory_bytes": float("nan")}, "memory_bytes=nan must be above 0"),
+        ({"link_latency_s": -1e-6}, "link_latency_s=-1e-06 must be 0 or more"),
+        ({"kernel_overhead_s": "soon"}, "kernel_overhead_s='soon' is not a number"),
+        ({"peak_flops": [1]}, r"peak_flops=\[1\] is not a number"),
+        ({"peak_flops": None}, "lacks peak_flops"),
+        ({"peak_flop": 1.0}, "field='peak_flop' is not known. Did you mean 'peak_flops'"),
+    ],
+)
+def test_every_wrong_field_is_named(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_hardware(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["name: [unclosed", "just text", "- a\n- list\n", ""])
+def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"hardware='.*broken.yaml'"):
+        load_hardware(str(path))
+
+
+def test_infinitely_fast_compute_is_a_profile_too(tmp_path: Path) -> None:
+    path = write(tmp_path, peak_flops=float("inf"), memory_bytes_per_s=float("inf"))
+    assert load_hardware(path).peak_flops == float("inf")

@@ -1,0 +1,331 @@
+"""The trace format: what is written is read back, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.trace.file import COLUMNS, read_trace
+from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
+from tests.engine import traces
+
+FAST = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traces.record(tmp_path_factory.mktemp("trace"))[0]
+
+
+def rewritten(good: Path, target: Path, **columns: Any) -> Path:
+    """Write a copy of the trace with some columns replaced."""
+    table = pq.read_table(good)
+    for name, values in columns.items():
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, values)
+    pq.write_table(table, target)
+    return target
+
+
+def test_a_written_trace_has_the_columns_types_and_metadata_of_the_format(good: Path) -> None:
+    schema = pq.read_schema(good)
+    assert schema.names == [*COLUMNS, "logits", "predicted"]
+    for name, kind in COLUMNS.items():
+        found = schema.field(name).type
+        assert str(getattr(found, "value_type", found)) == str(getattr(kind, "value_type", kind))
+    header = json.loads(schema.metadata[b"moecache"])
+    assert header["version"] == 1 and header["expert_bytes"] == [1000, 1500, 1000]
+    wanted = "model num_layers num_experts top_k dense_bytes precision seed".split()
+    assert header.keys() >= set(wanted)
+
+
+def test_a_trace_is_read_back_as_it_was_recorded(good: Path) -> None:
+    trace = read_trace(good, logits=True, predicted=True)
+    assert trace.geometry == traces.GEOMETRY
+    assert trace.logits is not None and trace.predicted is not None
+    assert trace.columns.weights is not None
+    for number, (event, _) in enumerate(traces.events(0)):
+        rows = slice(trace.row_bounds[number], trace.row_bounds[number + 1])
+        keys = trace.keys[trace.key_bounds[number] : trace.key_bounds[number + 1]]
+        assert keys.tolist() == event.keys
+        assert (trace.columns.experts[rows] == event.experts).all()
+        assert (trace.columns.weights[rows] == event.weights).all()
+        assert (trace.logits[rows] == event.logits).all()
+
+
+def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
+    good: Path, tmp_path: Path
+) -> None:
+    table = pq.read_table(good)
+    metadata = {k: v for k, v in table.schema.metadata.items() if k != b"moecache_requests"}
+    plain = tmp_path / "plain.parquet"
+    pq.write_table(table.replace_schema_metadata(metadata), plain)
+    requests = read_trace(plain).requests
+    assert [(r.kind, r.prompt_tokens, r.output_tokens) for r in requests] == [
+        ("generate_until", 4, 6)
+    ] * 3
+    assert requests[1].passes == tuple(range(6, 12))
+
+
+def test_an_interrupted_recording_leaves_no_trace(tmp_path: Path) -> None:
+    header = Header(geometry=traces.GEOMETRY, seed=0, predicted_depth=0)
+    writer = TraceWriter(tmp_path, "run", header)
+    writer.begin_pass(0, "decode", np.zeros(1), np.zeros(1))
+    weights = np.asarray([[0.6, 0.4]], dtype=np.float32)
+    writer.add(0, np.asarray([[1, 2]]), weights, np.zeros((1, 8), dtype=np.float32), [])
+    assert not list(tmp_path.glob("*.parquet"))
+    assert len(list(tmp_path.glob("*.partial"))) == 1
+
+
+def test_a_recording_without_passes_leaves_nothing(tmp_path: Path) -> None:
+    header = Header(geometry=traces.GEOMETRY, seed=0)
+    assert TraceWriter(tmp_path, "run", header).close([]) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_recordings_never_replace_one_another(tmp_path: Path) -> None:
+    first, second = traces.record(tmp_path)[0], traces.record(tmp_path)[0]
+    assert first.name == "run-000.parquet" and second.name == "run-001.parquet"
+
+
+def test_a_folder_that_is_a_file_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="trace="):
+        prepare_folder(str(tmp_path / "file"))
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+@FAST
+@given(share=st.floats(0, 0.999))
+def test_a_truncated_file_is_refused(good: Path, tmp_path: Path, share: float) -> None:
+    data = good.read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ValueError, match=r"trace cut\.parquet is not a readable Parquet file"):
+        read_trace(tmp_path / "cut.parquet")
+
+
+@FAST
+@given(seed=st.integers(0, 10**6))
+def test_shuffled_rows_are_refused_by_row_and_field(good: Path, tmp_path: Path, seed: int) -> None:
+    table = pq.read_table(good)
+    order = np.random.default_rng(seed).permutation(len(table))
+    pq.write_table(table.take(order), tmp_path / "shuffled.parquet")
+    with pytest.raises(ValueError, match=r"row \d+: (pass|layer|token|request|phase) "):
+        read_trace(tmp_path / "shuffled.parquet")
+
+
+@FAST
+@given(data=st.data())
+def test_two_rows_in_each_others_place_are_refused(
+    good: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    table = pq.read_table(good)
+    first = data.draw(st.integers(0, len(table) - 2))
+    order = np.arange(len(table))
+    order[[first, first + 1]] = order[[first + 1, first]]
+    pq.write_table(table.take(order), tmp_path / "swapped.parquet")
+    with pytest.raises(ValueError, match=r"row \d+: "):
+        read_trace(tmp_path / "swapped.parquet")
+
+
+@FAST
+@given(row=st.integers(0, 80), expert=st.one_of(st.integers(8, 32767), st.integers(-32768, -1)))
+def test_an_expert_the_model_does_not_have_is_refused(
+    good: Path, tmp_path: Path, row: int, expert: int
+) -> None:
+    experts = pq.read_table(good)["experts"].to_pylist()
+    experts[row] = [expert, experts[row][1]]
+    path = rewritten(good, tmp_path / "x.parquet", experts=pa.array(experts, COLUMNS["experts"]))
+    with pytest.raises(ValueError, match=re.escape(f"row {row}: experts is [{expert}, ")):
+        read_trace(path)
+
+
+@FAST
+@given(row=st.integers(0, 80), column=st.sampled_from(["request", "pass", "token", "layer"]))
+def test_a_missing_value_is_refused(good: Path, tmp_path: Path, row: int, column: str) -> None:
+    values = pq.read_table(good)[column].to_pylist()
+    values[row] = None
+    path = rewritten(good, tmp_path / "x.parquet", **{column: pa.array(values, COLUMNS[column])})
+    with pytest.raises(ValueError, match=f"row {row}: {column} is null"):
+        read_trace(path)
+
+
+@FAST
+@given(row=st.integers(0, 80), column=st.sampled_from(["experts", "weights"]))
+def test_a_row_of_another_length_is_refused(
+    good: Path, tmp_path: Path, row: int, column: str
+) -> None:
+    values = pq.read_table(good)[column].to_pylist()
+    values[row] = values[row][:1]
+    path = rewritten(good, tmp_path / "x.parquet", **{column: pa.array(values, COLUMNS[column])})
+    with pytest.raises(ValueError, match=f"row {row}: {column} has 1 values, must have 2"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("column", [*COLUMNS])
+def test_a_mistyped_column_is_refused(good: Path, tmp_path: Path, column: str) -> None:
+    length = len(pq.read_table(good))
+    path = rewritten(good, tmp_path / "x.parquet", **{column: pa.array([1.5] * length)})
+    with pytest.raises(ValueError, match=f"column '{column}' is double, must be"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("column", [*COLUMNS])
+def test_a_lacking_column_is_refused(good: Path, tmp_path: Path, column: str) -> None:
+    pq.write_table(pq.read_table(good).drop_columns([column]), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=f"lacks the column '{column}'"):
+        read_trace(tmp_path / "x.parquet")
+
+
+def test_an_empty_file_and_a_file_without_rows_are_refused(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="not a readable Parquet file"):
+        read_trace(tmp_path / "empty.parquet")
+    pq.write_table(pq.read_table(good).slice(0, 0), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="holds no rows"):
+        read_trace(tmp_path / "rows.parquet")
+
+
+def test_weights_may_be_null_but_not_out_of_order(good: Path, tmp_path: Path) -> None:
+    length = len(pq.read_table(good))
+    nulls = pa.nulls(length, COLUMNS["weights"])
+    assert (
+        read_trace(rewritten(good, tmp_path / "n.parquet", weights=nulls)).columns.weights is None
+    )
+    rising = pa.array([[0.4, 0.6]] * length, COLUMNS["weights"])
+    with pytest.raises(ValueError, match=r"row 0: weights .* heaviest first"):
+        read_trace(rewritten(good, tmp_path / "r.parquet", weights=rising))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", 2),
+        ("num_layers", "3"),
+        ("top_k", 9),
+        ("expert_bytes", [1000]),
+        ("expert_bytes", [1000, -1, 1000]),
+        ("precision", "fp3"),
+        ("seed", None),
+        ("predicted_depth", 3),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused_by_field(
+    good: Path, tmp_path: Path, field: str, value: object
+) -> None:
+    table = pq.read_table(good)
+    header = json.loads(table.schema.metadata[b"moecache"])
+    header.pop("element_bytes")
+    header[field] = value
+    metadata = {b"moecache": json.dumps(header).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=field):
+        read_trace(tmp_path / "x.parquet")
+
+
+def test_a_file_without_our_metadata_is_refused(good: Path, tmp_path: Path) -> None:
+    pq.write_table(pq.read_table(good).replace_schema_metadata({}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="no metadata key 'moecache'"):
+        read_trace(tmp_path / "x.parquet")
+
+
+# --- the formats of others --------------------------------------------------------------------
+
+CSV = """# route_trace v1
+# model=/somewhere/tiny-model.gguf arch=x n_layer=2 n_expert=4 n_expert_used=2
+# layer=0 expert_bytes=100 dense_bytes=10
+# layer=1 expert_bytes=80 dense_bytes=10
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+0,0,0,0,0,3,0.6,0,100
+0,0,0,0,1,1,0.4,0,100
+0,0,1,0,0,1,0.7,0,0
+0,0,1,0,1,0,0.3,0,100
+0,0,1,1,0,2,0.9,0,80
+0,0,1,1,1,3,0.1,0,80
+0,1,2,0,0,0,0.6,1,0
+0,1,2,0,1,2,0.4,1,0
+0,1,2,1,0,1,0.6,1,0
+0,1,2,1,1,0,0.4,1,0
+"""
+
+
+def test_a_route_trace_becomes_one_prefill_pass_and_one_pass_per_step(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(CSV)
+    trace = load_trace(str(tmp_path / "t.csv"))
+    assert trace.num_passes == 2 and trace.geometry.expert_bytes == ((100,), (80,))
+    found = [
+        trace.keys[a:b].tolist()
+        for a, b in zip(trace.key_bounds[:-1], trace.key_bounds[1:], strict=True)
+    ]
+    assert found == [[3, 1, 0], [6, 7], [0, 2], [5, 4]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("route_trace v1", "route_trace v2", "line 1"),
+        ("0,1,2,0,0,0,0.6", "0,1,2,0,0,9,0.6", r"line 12: experts is \[9, 2\]"),
+        ("0,1,2,0,0,0,0.6", "0,1,2,0,0,x,0.6", "invalid value 'x'"),
+        ("0,1,2,0,1,2,0.4,1,0\n", "", "slot does not count"),
+        ("0,1,2,1,0,1,0.6,1,0\n0,1,2,1,1,0,0.4,1,0\n", "", "layer"),
+        ("0,1,2,0", "0,3,2,0", "phase is 3"),
+        ("# layer=1 expert_bytes=80 dense_bytes=10\n", "", "lack"),
+    ],
+)
+def test_a_damaged_route_trace_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text(CSV.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        load_trace(str(tmp_path / "t.csv"))
+
+
+JSONL = '{"tok": 1, "layers": [[0, 3], [1, 2]]}\n{"tok": 2, "layers": [[1, 3], [0, 2]]}\n'
+
+
+def test_json_lines_are_decode_steps_without_sizes(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(JSONL)
+    trace = load_trace(str(tmp_path / "t.jsonl"))
+    assert (trace.num_passes, trace.has_sizes, trace.geometry.num_experts) == (2, False, 4)
+    sized = load_trace(str(tmp_path / "t.jsonl"), expert_bytes=12)
+    assert sized.has_sizes and sized.geometry.expert_bytes == ((12,), (12,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[[1, 3]", "[[1, 3, 2]", "line 2: layers must hold"),
+        ("[[1, 3]", "[[3, 3]", r"line 2, layer 0: experts is \[3, 3\]"),
+        ("[[1, 3]", "[[1, -3]", "line 2: layers"),
+        ("[[1, 3]", "[[1, 40000]", "line 2: layers"),
+        ('"tok": 2', '"tok": 1', "line 2: tok is 1 after 1"),
+        ('{"tok": 2', '{"tok" 2', "line 2 is not JSON"),
+        (JSONL, "", "holds no rows"),
+    ],
+)
+def test_damaged_json_lines_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    (tmp_path / "t.jsonl").write_text(JSONL.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        load_trace(str(tmp_path / "t.jsonl"))
+
+
+def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.txt.*Allowed: \.parquet, \.csv, \.jsonl"):
+        load_trace("x.txt")
+    with pytest.raises(ValueError, match="no such file"):
+        load_trace(str(tmp_path / "x.parquet"))
