@@ -14,6 +14,7 @@ from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import (
+    capacity_text,
     check_capacity,
     is_per_layer,
     parse_bandwidth,
@@ -129,7 +130,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         algorithm = getattr(policy, axis).algorithm
         if getattr(algorithm, "is_offline", False):
             raise offline(algorithm)
-    capacity = str(given.get("capacity", "25%"))
+    capacity = capacity_text(given.get("capacity", "25%"))
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)

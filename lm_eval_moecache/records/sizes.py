@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from lm_eval_moecache.records import layer_sizes
 from lm_eval_moecache.records.geometry import Geometry
 
 _UNITS = {
@@ -22,7 +23,10 @@ _UNITS = {
 }
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
-CAPACITY_FORMS = "a share ('5%'), a size ('2GiB'), a number of experts ('51'), or '30/layer'"
+CAPACITY_FORMS = (
+    "a share ('5%'), a size ('2GiB'), a number of experts ('51'), '30/layer', or sizes that differ "
+    "by layer, as '[12,10,8]/layer' or the file of `moecache profile layer_sizes`"
+)
 
 
 def parse_bytes(text: str, key: str) -> int:
@@ -90,13 +94,23 @@ class Capacity:
         return sum(self.bytes_by_partition)
 
 
+def capacity_text(text: object) -> str:
+    """Return what the user typed, with a file of sizes by layer replaced by what it says."""
+    body = str(text).strip()
+    if layer_sizes.is_profile(body):
+        return layer_sizes.spell(layer_sizes.read_profile(body))
+    return body
+
+
 def is_per_layer(text: object) -> bool:
-    return str(text).strip().endswith("/layer")
+    return capacity_text(text).endswith("/layer")
 
 
 def check_capacity(text: object) -> None:
     """Refuse what no model could make a capacity, before any model is looked at."""
-    body = str(text).strip()
+    body = capacity_text(text)
+    if layer_sizes.parse(body) is not None:
+        return
     number = _bare_number(body)
     try:
         if number is not None:
@@ -117,27 +131,18 @@ def check_capacity(text: object) -> None:
 
 
 def parse_capacity(text: object, geometry: Geometry) -> Capacity:
-    """Turn `5%`, `2GiB`, `51` or `30/layer` into bytes for this model.
+    """Turn `5%`, `2GiB`, `51`, `30/layer` or `[12,10,8]/layer` into bytes for this model.
 
     A plain number counts experts of the largest layer, also where the harness made a float of it
     (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even one expert.
     """
     check_capacity(text)
-    body = str(text).strip()
+    body = capacity_text(text)
     number = _bare_number(body)
     if number is not None:
         body = str(int(number))
     if is_per_layer(body):
-        slots = int(body[: -len("/layer")])
-        if slots > geometry.num_experts:
-            raise ValueError(
-                f"capacity={text!r} asks for more than the {geometry.num_experts} experts "
-                "that a layer of this model has."
-            )
-        sizes = tuple(slots * levels[0] for levels in geometry.expert_bytes)
-        if geometry.num_layers > 1:
-            return Capacity(text=body, bytes_by_partition=sizes)
-        return Capacity(text=body, bytes_by_partition=(sizes[0],))
+        return Capacity(text=body, bytes_by_partition=_bytes_by_layer(body, geometry))
     if body.endswith("%"):
         total = int(geometry.total_expert_bytes * float(body[:-1]) / 100)
     elif number is not None:
@@ -150,3 +155,21 @@ def parse_capacity(text: object, geometry: Geometry) -> Capacity:
             f"{geometry.max_expert_bytes} bytes. Allowed: {CAPACITY_FORMS}."
         )
     return Capacity(text=body, bytes_by_partition=(total,))
+
+
+def _bytes_by_layer(text: str, geometry: Geometry) -> tuple[int, ...]:
+    """Return the bytes of each layer's own cache."""
+    slots = layer_sizes.parse(text)
+    if slots is None:
+        slots = [int(text[: -len("/layer")])] * geometry.num_layers
+    if len(slots) != geometry.num_layers:
+        raise ValueError(
+            f"capacity={text!r} has {len(slots)} sizes, but the model has {geometry.num_layers} "
+            "MoE layers. Allowed: one size for each."
+        )
+    if max(slots) > geometry.num_experts:
+        raise ValueError(
+            f"capacity={text!r} asks for more than the {geometry.num_experts} experts "
+            "that a layer of this model has."
+        )
+    return tuple(n * levels[0] for n, levels in zip(slots, geometry.expert_bytes, strict=True))

@@ -1,0 +1,130 @@
+"""Solve for cache sizes that differ by layer (AdapMoE), from a routing trace.
+
+Prints the experts each MoE layer should keep so that the expected loads are fewest, beside those
+of equal sizes; `--out sizes.json` writes the file that `capacity=sizes.json` takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.records.layer_sizes import FIELD
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+
+Counts = npt.NDArray[np.int64]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("trace", type=str, help="a routing trace, as of `trace=DIR`")
+    parser.add_argument("--capacity", type=str, default="25%", help="what all layers share")
+    parser.add_argument("--out", type=str | None, help="a JSON file to write the sizes to")
+
+
+def run(arguments: Namespace) -> int:
+    trace = load_trace(arguments.trace)
+    capacity = parse_capacity(arguments.capacity, trace.geometry)
+    slots = capacity.total_bytes // trace.geometry.max_expert_bytes
+    curves = miss_curves(trace)
+    sizes = best_sizes(curves, slots)
+    equal = equal_sizes(len(curves), slots)
+    requests = int(curves[:, 0].sum())
+    found = {
+        FIELD: sizes,
+        "model": trace.geometry.model,
+        "num_experts": trace.geometry.num_experts,
+        "capacity": arguments.capacity,
+        "trace": trace.name,
+        "miss_rate": _misses(curves, sizes) / requests,
+        "miss_rate_of_equal_sizes": _misses(curves, equal) / requests,
+    }
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else _table(found))
+    return 0
+
+
+def miss_curves(trace: Trace) -> Counts:
+    """Return each layer's misses with a cache of 0, 1, ... experts: [layers, experts + 1].
+
+    LRU keeps the most recently used ones, whatever the size (Mattson et al. 1970), so one reading
+    gives all sizes: a request hits where fewer than `size` others were used since its last use.
+    Exact where each event fits its layer's cache; which experts the waves of a larger one leave
+    behind depends on their order.
+    """
+    geometry = trace.geometry
+    curves = np.zeros((geometry.num_layers, geometry.num_experts + 1), dtype=np.int64)
+    recent: list[list[int]] = [[] for _ in range(geometry.num_layers)]
+    bounds = trace.key_bounds.tolist()
+    for event, (start, stop) in enumerate(pairwise(bounds)):
+        layer = event % geometry.num_layers
+        order = recent[layer]
+        keys = trace.keys[start:stop].tolist()
+        for key in keys:
+            # A hit needs room for it and for all that was used after it.
+            distance = order.index(key) + 1 if key in order else geometry.num_experts + 1
+            curves[layer, :distance] += 1
+        for key in keys:
+            if key in order:
+                order.remove(key)
+            order.insert(0, key)
+    return curves
+
+
+def best_sizes(curves: Counts, slots: int) -> list[int]:
+    """Share `slots` experts among the layers, at least one each, for the fewest misses.
+
+    Dynamic programming over layers: the fewest misses of the first layers with s slots are the
+    least over what the last of them gets (AdapMoE, Zhong et al. 2024, "adaptive caching"). Its
+    cost of a layer assumes uniform use of experts; ours is read off the trace. Ties go to the
+    earlier layer. Cost: O(layers x slots x experts).
+    """
+    num_layers, most = curves.shape[0], curves.shape[1] - 1
+    if slots < num_layers:
+        raise ValueError(
+            f"capacity: {slots} experts are fewer than the {num_layers} MoE layers, each of which "
+            "must keep at least one."
+        )
+    slots = min(slots, num_layers * most)
+    never = np.iinfo(np.int64).max // 2
+    best = np.full((num_layers + 1, slots + 1), never, dtype=np.int64)
+    best[0, 0] = 0
+    taken = np.zeros((num_layers + 1, slots + 1), dtype=np.int64)
+    for layer in range(num_layers):
+        for size in range(1, min(most, slots) + 1):
+            total = best[layer, : slots + 1 - size] + curves[layer, size]
+            better = total < best[layer + 1, size:]
+            best[layer + 1, size:][better] = total[better]
+            taken[layer + 1, size:][better] = size
+    sizes, left = [0] * num_layers, int(best[num_layers].argmin())
+    for layer in range(num_layers, 0, -1):
+        sizes[layer - 1] = int(taken[layer, left])
+        left -= sizes[layer - 1]
+    return sizes
+
+
+def equal_sizes(num_layers: int, slots: int) -> list[int]:
+    """Share `slots` as evenly as whole experts allow, the first layers taking what is over."""
+    return [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
+
+
+def _misses(curves: Counts, sizes: Sequence[int]) -> int:
+    most = curves.shape[1] - 1
+    return sum(int(curve[min(size, most)]) for curve, size in zip(curves, sizes, strict=True))
+
+
+def _table(found: dict[str, object]) -> str:
+    return (
+        f"experts per layer: {found[FIELD]}\n"
+        f"miss rate with LRU: {found['miss_rate']:.4f}, with equal sizes "
+        f"{found['miss_rate_of_equal_sizes']:.4f}\n"
+    )

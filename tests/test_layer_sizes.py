@@ -1,0 +1,129 @@
+"""Cache sizes that differ by layer: the text, the file, the solver against exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.cli.profile import run_raw
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.layer_sizes import FIELD, spell
+from lm_eval_moecache.records.sizes import capacity_text, is_per_layer, parse_capacity
+from lm_eval_moecache.trace.trace import Columns, build_trace
+from tests.engine import traces
+
+GEOMETRY = Geometry(
+    model="m",
+    num_layers=3,
+    num_experts=8,
+    top_k=2,
+    expert_bytes=((10,), (10,), (20,)),
+    dense_bytes=(0, 0, 0),
+)
+
+
+def test_sizes_by_layer_are_bytes_by_layer() -> None:
+    capacity = parse_capacity("[5,1,8]/layer", GEOMETRY)
+    assert capacity.bytes_by_partition == (50, 10, 160)
+    assert capacity.text == "[5,1,8]/layer"
+    assert is_per_layer("[5, 1, 8]/layer")
+
+
+def test_a_file_of_sizes_is_spelled_out(tmp_path: Path) -> None:
+    file = tmp_path / "sizes.json"
+    file.write_text(json.dumps({FIELD: [5, 1, 8], "model": "m"}))
+    assert capacity_text(str(file)) == "[5,1,8]/layer"
+    assert parse_capacity(str(file), GEOMETRY) == parse_capacity("[5,1,8]/layer", GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[5,1]/layer", "has 2 sizes, but the model has 3 MoE layers"),
+        ("[5,1,9]/layer", "more than the 8 experts"),
+        ("[5,0,8]/layer", "whole numbers"),
+        ("[5,x,8]/layer", "whole numbers"),
+        ("[]/layer", "whole numbers"),
+        ("nowhere.json", "No such file"),
+    ],
+)
+def test_bad_sizes_are_refused_with_the_reason(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_capacity(text, GEOMETRY)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"experts_per_layer": [1, 0, 2]}', "{}"])
+def test_a_bad_file_of_sizes_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "sizes.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"sizes\.json"):
+        parse_capacity(str(file), GEOMETRY)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 20), min_size=5, max_size=5), min_size=1, max_size=4),
+    st.integers(1, 16),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_solver_finds_the_best_of_all_divisions(rows: list[list[int]], slots: int) -> None:
+    curves = -np.sort(-np.array(rows), axis=1)
+    if slots < len(curves):
+        with pytest.raises(ValueError, match="at least one"):
+            best_sizes(curves, slots)
+        return
+    every = itertools.product(range(1, 5), repeat=len(curves))
+    cost = min(
+        sum(curves[layer, n] for layer, n in enumerate(sizes))
+        for sizes in every
+        if sum(sizes) <= slots
+    )
+    sizes = best_sizes(curves, slots)
+    assert sum(sizes) <= slots
+    assert min(sizes) >= 1
+    assert sum(curves[layer, n] for layer, n in enumerate(sizes)) == cost
+
+
+def test_equal_sizes_use_every_slot() -> None:
+    assert equal_sizes(3, 8) == [3, 3, 2]
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (2, 6, 5), (3, 2, 4), (7, 8, 2)])
+def test_the_curves_are_what_a_replay_with_lru_misses(sizes: tuple[int, ...]) -> None:
+    """Where each event fits its layer's cache: here every pass has one token of two experts."""
+    rng, num_passes = np.random.default_rng(5), 60
+    layer = np.tile(np.arange(3, dtype=np.int32), num_passes)
+    passes = np.repeat(np.arange(num_passes, dtype=np.int32), 3)
+    experts = np.array([rng.permutation(8)[:2] for _ in layer], dtype=np.int32)
+    columns = Columns(
+        request=np.zeros_like(layer),
+        pass_index=passes,
+        phase=np.ones_like(layer),
+        token=passes,
+        layer=layer,
+        experts=experts,
+    )
+    trace = build_trace("drawn", traces.GEOMETRY, columns)
+    engine = replay(trace, traces.setting("on_demand", spell(list(sizes))))
+    counted = sum(record.misses for record in engine.ledger.passes)
+    curves = miss_curves(trace)
+    assert sum(int(curves[place, size]) for place, size in enumerate(sizes)) == counted
+
+
+def test_profile_layer_sizes_writes_what_capacity_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = traces.record(tmp_path)
+    out = tmp_path / "sizes.json"
+    argv = ["layer_sizes", str(path), "--capacity", "12", "--out", str(out), "--json"]
+    assert run_raw(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert parse_capacity(str(out), traces.GEOMETRY).text == spell(found[FIELD])
+    assert found["miss_rate"] <= found["miss_rate_of_equal_sizes"]
