@@ -42,6 +42,8 @@ PAPERS = {
     # Systems the five papers compare with.
     "moe_infinity": ("standard", "history", "lfu", "fetch"),
     "adapmoe": ("pruning", "next_gate", "lru", "fetch"),
+    "finemoe": ("standard", "expert_map", "lfu", "fetch"),
+    "swapmoe": ("cumsum", "importance", "lfu", "fetch"),
     "fate": ("standard", "next_gate", "shallow_first", "fetch"),
     "edgemoe": ("standard", "none", "frequency_layer", "fetch"),
     "pre_gated": ("pre_gated", "next_gate", "lru", "fetch"),
