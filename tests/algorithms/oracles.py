@@ -25,6 +25,7 @@ class Entry:
     key: int = -1
     weights: tuple[float, ...] = ()
     level: int = 0
+    prefetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,31 @@ def frequency_layer(scene: Scene, key: int, layer: str = "forward") -> Sequence[
     return (scene.uses(key) * (num_layers - away), key)
 
 
-def least_stale(scene: Scene, key: int, order: str = "last_use") -> Sequence[float]:
-    touched = loaded = -1
+def least_stale(
+    scene: Scene, key: int, protect: str = "coming", order: str = "last_use"
+) -> Sequence[float]:
+    touched = loaded = wished = -1
     current = False
+    layer, served = scene.layer_of(key), -1
     for i, entry in enumerate(scene.log):
         if entry.what == "pass":
-            current = False
-        elif entry.key == key and (entry.what != "wish" or not current):
+            # A wish for a layer that was over already is one for this pass.
+            current, touched = wished >= 0, max(touched, wished)
+            wished = served = -1
+        served = scene.layer_of(entry.key) if entry.what == "use" else served
+        if entry.key != key:
+            continue
+        if entry.what == "insert":
+            loaded, wished = i, -1
+        if entry.what != "wish" or not current:
             # A wish protects a stale expert; one that is current already is not moved by it.
             touched, current = i, True
-            loaded = i if entry.what == "insert" else loaded
-    return (current, scene.layer_of(key), loaded if order == "fifo" else touched)
+        if (entry.what == "wish" or entry.prefetched) and layer <= served:
+            wished = i
+    # Left ones from the first layer on, those to come from the last layer back.
+    to_come = protect == "coming" and layer > scene.layer
+    place = (1, -layer) if to_come else (0, layer)
+    return (current, *place, loaded if order == "fifo" else touched)
 
 
 EVICTIONS: dict[str, Oracle] = {

@@ -50,6 +50,8 @@ READINGS: list[tuple[str, dict[str, Any]]] = [
     ("frequency_layer", {"layer": "index"}),
     ("least_stale", {}),
     ("least_stale", {"order": "fifo"}),
+    ("least_stale", {"protect": "none"}),
+    ("least_stale", {"protect": "none", "order": "fifo"}),
 ]
 LIGHT = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -110,7 +112,7 @@ class Witness:
             self.resident.remove(got)
             self.eviction.on_evict(got)
         self.resident.add(key)
-        self.log.append(Entry("insert", key))
+        self.log.append(Entry("insert", key, prefetched=prefetched))
         self.eviction.on_insert(key, prefetched)
 
 

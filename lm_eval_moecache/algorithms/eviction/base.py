@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import ClassVar
 
 from lm_eval_moecache.records.event import Event
@@ -145,9 +145,31 @@ class LayerQueues:
         if not self._queues[layer]:
             self.mask &= ~(1 << layer)
 
+    def move_to(self, other: LayerQueues) -> None:
+        """Put every key, in order, at the end of another's queues. Costs O(keys)."""
+        mask = self.mask
+        while mask:
+            layer = mask.bit_length() - 1
+            mask ^= 1 << layer
+            other._queues[layer].update(self._queues[layer])
+            self._queues[layer].clear()
+        other.mask |= self.mask
+        self.mask = 0
+
     def __contains__(self, key: int) -> bool:
         return key in self._queues[key // self._num_experts]
 
-    def first(self, layer: int, pinned: Container[int]) -> int | None:
-        """Return the first key of a layer's queue that is not pinned, or None."""
-        return next((key for key in self._queues[layer] if key not in pinned), None)
+    def first(
+        self, layer: int, pinned: Container[int], rank: Callable[[int], int] | None = None
+    ) -> int | None:
+        """Return the key of a layer's queue to go first, or None where every one is pinned.
+
+        That is the first of the queue, or the one of the lowest `rank`.
+        """
+        queue = self._queues[layer]
+        if rank is not None:
+            return min((key for key in queue if key not in pinned), key=rank, default=None)
+        for key in queue:
+            if key not in pinned:
+                return key
+        return None

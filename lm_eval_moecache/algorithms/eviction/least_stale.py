@@ -1,116 +1,101 @@
-"""Least-Stale: experts of earlier passes leave first, in layer order."""
+"""Least-Stale: experts of earlier passes leave first, those of layers already served before all."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, LayerQueues
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
-Queue = list[dict[int, int]]
-
 
 class LeastStale(EvictionAlgorithm):
-    """Evicts stale experts before current ones, and within each queue in layer order.
+    """Evicts stale experts before current ones; of the stale, those left of the running layer.
 
     SpecMD section 4.2: an expert is *current* once the pass in progress used it or a prefetch
-    of this pass selected it, and *stale* when its last use lies in an earlier pass. Stale experts
-    leave first, the lowest layer first, so that those left of the running layer go before those
-    still to come; current ones follow by the same order, only when nothing stale is left.
+    selected it, and *stale* when its last use lies in an earlier pass; it is *left* where its
+    layer has been reached already. What a prefetch brings for the next pass stays current in it.
+    Public readings differ in whether stale experts of layers to come leave like the others
+    ("within each queue, FIFO ordering based on layer position"). `protect=coming` follows figure 3
+    and appendix A.3 ("protecting experts needed for upcoming layers"): left ones go, the first
+    layer first; those to come only when no stale one is left, the furthest layer first. Current
+    ones follow by the same order. `protect=none` takes every stale expert in layer order, so the
+    layers after the running one lose theirs just before their turn.
 
-    The paper says "FIFO ordering based on layer position" and leaves the order inside a layer
-    open: `order=last_use` takes the one longest unused, `order=fifo` the one loaded first.
-    Cost: amortised O(1) for last_use, O(log n) for fifo, beside the pinned keys stepped over.
+    The order inside a layer is open, too: `order=last_use` takes the one longest unused,
+    `order=fifo` the one loaded first. Cost: O(1) per call, O(layers) where whole layers are
+    pinned, O(a layer's residents) per victim for fifo, beside pinned keys.
     """
 
-    source: ClassVar[str] = "SpecMD section 4.2"
+    source: ClassVar[str] = "SpecMD section 4.2, figure 3, appendix A.3"
 
     def __init__(
         self,
         geometry: Geometry,
         *,
         seed: int = 0,
+        protect: Literal["coming", "none"] = "coming",
         order: Literal["last_use", "fifo"] = "last_use",
     ) -> None:
         super().__init__(geometry, seed=seed)
-        self.order = order
-        layers = geometry.num_layers
-        # Per layer, key -> rank; insertion order is the order of eviction.
-        self._stale: Queue = [{} for _ in range(layers)]
-        self._current: Queue = [{} for _ in range(layers)]
-        # Bit l is set where layer l's dict holds keys, so the lowest bit is the first layer.
-        self._stale_mask = 0
-        self._current_mask = 0
-        self._loads = 0
+        self._protect, self._fifo = protect == "coming", order == "fifo"
+        self._stale, self._current = LayerQueues(geometry), LayerQueues(geometry)
+        self._ahead: dict[int, None] = {}
+        """Current keys that a prefetch wants for the next pass, in the order of its wishes."""
+        self._loads: dict[int, int] = {}
+        """Key -> number of its load (fifo only)."""
+        self._num_loads = 0
+        self._served = -1
+        """The layer this pass has served last."""
 
     def on_pass(self, pass_index: int) -> None:
-        mask = self._current_mask
-        while mask:
-            bit = mask & -mask
-            mask ^= bit
-            layer = bit.bit_length() - 1
-            stale, current = self._stale[layer], self._current[layer]
-            stale.update(current)
-            if self.order == "fifo":
-                self._stale[layer] = dict(sorted(stale.items(), key=lambda item: item[1]))
-            current.clear()
-        self._stale_mask |= self._current_mask
-        self._current_mask = 0
+        self._current.move_to(self._stale)
+        for key in self._ahead:
+            self._stale.remove(key)
+            self._current.append(key)
+        self._ahead.clear()
+        self._served = -1
 
     def on_insert(self, key: int, prefetched: bool) -> None:
-        self._loads += 1
-        layer = key // self.geometry.num_experts
-        self._current[layer][key] = self._loads
-        self._current_mask |= 1 << layer
+        self._current.append(key)
+        if self._fifo:
+            self._num_loads += 1
+            self._loads[key] = self._num_loads
+        if prefetched and key // self.geometry.num_experts <= self._served:
+            self._ahead[key] = None
 
     def on_event(self, event: Event) -> None:
-        layer = event.layer
-        stale, current = self._stale[layer], self._current[layer]
+        self._served = event.layer
         for key in event.keys:
-            if key in stale:
-                current[key] = stale.pop(key)
-            elif key in current and self.order == "last_use":
-                current[key] = current.pop(key)
-        self._refresh_masks(layer)
+            if key in self._stale:
+                self._stale.remove(key)
+                self._current.append(key)
+            elif key in self._current:
+                self._current.append(key)
 
     def on_predicted(self, key: int) -> None:
-        layer = key // self.geometry.num_experts
-        stale = self._stale[layer]
-        rank = stale.pop(key, None)
-        if rank is not None:
-            self._current[layer][key] = rank
-            self._current_mask |= 1 << layer
-            if not stale:
-                self._stale_mask &= ~(1 << layer)
+        if key in self._stale:
+            self._stale.remove(key)
+            self._current.append(key)
+        if key // self.geometry.num_experts <= self._served:
+            self._ahead.pop(key, None)
+            self._ahead[key] = None
 
     def on_evict(self, key: int) -> None:
-        layer = key // self.geometry.num_experts
-        if self._stale[layer].pop(key, None) is None:
-            del self._current[layer][key]
-        self._refresh_masks(layer)
+        self._ahead.pop(key, None)
+        (self._stale if key in self._stale else self._current).remove(key)
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        for queue, mask in ((self._stale, self._stale_mask), (self._current, self._current_mask)):
+        left = (2 << layer) - 1 if self._protect else -1
+        for queues in (self._stale, self._current):
+            mask = queues.mask
             while mask:
-                bit = mask & -mask
-                mask ^= bit
-                for key in self._in_order(queue, bit.bit_length() - 1):
-                    if key not in pinned:
-                        return key
+                reached = mask & left
+                place = ((reached & -reached) if reached else mask).bit_length() - 1
+                mask ^= 1 << place
+                rank = self._loads.__getitem__ if self._fifo else None
+                key = queues.first(place, pinned, rank)
+                if key is not None:
+                    return key
         return None
-
-    def _in_order(self, queue: Queue, layer: int) -> list[int] | dict[int, int]:
-        keys = queue[layer]
-        # A stale queue is kept sorted; a current one only where last use is the order.
-        if self.order == "fifo" and queue is self._current:
-            return sorted(keys, key=keys.__getitem__)
-        return keys
-
-    def _refresh_masks(self, layer: int) -> None:
-        bit = 1 << layer
-        self._stale_mask = self._stale_mask | bit if self._stale[layer] else self._stale_mask & ~bit
-        self._current_mask = (
-            self._current_mask | bit if self._current[layer] else self._current_mask & ~bit
-        )

@@ -1,9 +1,11 @@
-"""The bound of prefetching: what the next events will need, as far as the link can carry it."""
+"""A predictor of stated quality: what the next events will need, known in part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
+
+import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.records.event import Event
@@ -12,32 +14,70 @@ from lm_eval_moecache.trace.future import Future
 
 
 class Oracle(PrefetchAlgorithm):
-    """Proposes exactly the experts of the next `horizon` events, the nearest first.
+    """Proposes the experts of the next `horizon` events, the nearest first, as well as told to.
 
-    It knows the events to come, so only a replay can run it, and it predicts for free. What
-    stays late under it is what the link cannot carry in time. `horizon`: events (layers) ahead,
-    at most one pass. Cost: O(horizon * top_k) per event.
+    It knows the events to come, so only a replay can run it, and it predicts for free: with
+    `recall` and `precision` 1 what stays late is what the link cannot carry in time. Below 1 it
+    answers "how good must a predictor be": each expert that an event will need is foreseen with
+    probability `recall`, and so many of the layer's other experts stand between them, at random
+    places, that the expected share of right ones is `precision`. Which expert is overlooked is
+    drawn evenly (real gates rather overlook the light ones), once per event and seed: asked again
+    from a nearer layer, it says the same.
+
+    Parameters: horizon, events (layers) ahead, at most one pass; recall and precision, above 0
+    and up to 1. Cost: O(horizon * top_k) per event.
     """
 
     source: ClassVar[str] = "the bound that needs the future; no paper"
     is_offline: ClassVar[bool] = True
 
-    def __init__(self, geometry: Geometry, *, seed: int = 0, horizon: int = 1) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        horizon: int = 1,
+        recall: float = 1.0,
+        precision: float = 1.0,
+    ) -> None:
         super().__init__(geometry, seed=seed)
         if not 1 <= horizon <= geometry.num_layers:
             raise ValueError(
                 f"prefetch.horizon={horizon} must lie between 1 and the {geometry.num_layers} "
                 "layers of the model."
             )
+        for name, value in (("recall", recall), ("precision", precision)):
+            if not 0 < value <= 1:
+                raise ValueError(f"prefetch.{name}={value} must lie above 0 and at most be 1.")
         self.horizon = horizon
+        self._recall = recall
+        # Wrong ones for each right one.
+        self._wrong = 1 / precision - 1
 
     def prepare(self, future: Future) -> None:
         self._future = future
 
     def propose(self, event: Event) -> Sequence[int]:
-        now = event.pass_index * self.geometry.num_layers + event.layer
+        num_layers = self.geometry.num_layers
+        now = event.pass_index * num_layers + event.layer
         keys: list[int] = []
         for ahead in range(now + 1, now + 1 + self.horizon):
-            keys += self._future.keys_of(ahead)
+            needed = self._future.keys_of(ahead)
+            keys += self._blurred(needed, ahead) if needed else needed
         # Events of one pass lie in different layers, so their keys are different.
+        return keys
+
+    def _blurred(self, needed: list[int], number: int) -> list[int]:
+        if self._recall == 1 and not self._wrong:
+            return needed
+        draw = np.random.default_rng((self.seed, number))
+        seen = draw.random(len(needed)) < self._recall
+        keys = [key for key, is_seen in zip(needed, seen, strict=True) if is_seen]
+        num_experts = self.geometry.num_experts
+        base = needed[0] // num_experts * num_experts
+        others = np.setdiff1d(np.arange(base, base + num_experts), needed)
+        # Rounded up as often as its fraction says: right on average.
+        count = min(len(others), int(len(keys) * self._wrong + draw.random()))
+        for key in draw.choice(others, count, replace=False).tolist():
+            keys.insert(int(draw.integers(len(keys) + 1)), key)
         return keys
