@@ -33,7 +33,7 @@ def check_fit(draft: str, pretrained: str, theirs: Mapping[str, Any], needs_laye
         return
     target = skeleton(pretrained, theirs)
     if draft.startswith(SELF):
-        _check_precision(draft, target, str(theirs.get("device") or "cpu"))
+        _check_precision(draft, target, str(theirs.get("device", "cpu")))
         return
     try:
         model = skeleton(draft, {})

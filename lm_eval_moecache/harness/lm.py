@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -46,8 +45,6 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
 
     def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
         config, theirs = self._check(pretrained, arguments)
-        # HFLM's own default is "cuda", whether there is one or not.
-        theirs.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         self._model_name = str(pretrained)
         bare = skeleton(str(pretrained), theirs)
         self.prepare_loading(config, bare if config.clock == "wall" else None)

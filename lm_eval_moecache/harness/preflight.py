@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness.arguments import Config, read_config, split_arguments
+from lm_eval_moecache.harness.device import resolve_device
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
@@ -23,13 +22,14 @@ def preflight(
     host_keys: Iterable[str],
     speculative: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return our checked setting and the host's arguments.
+    """Return our checked setting and the host's arguments, with the device they resolve to.
 
     Raises ValueError for unknown or useless keys, for values outside what is allowed, for a model
     without MoE layers that can be taken over, for a capacity too small for one expert, and for
     parameters out of an algorithm's range.
     """
     ours, theirs = split_arguments(arguments, host_keys)
+    theirs["device"] = resolve_device(theirs)
     config = read_config(ours, speculative)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
     model = skeleton(pretrained, theirs)
@@ -57,8 +57,7 @@ def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:
                 f"{key}={theirs[key]!r} does not go with precision={config.precision!r}, which "
                 "encodes and places the experts itself. Allowed: one of the two."
             )
-    device = str(theirs.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-    codecs_of(config.ladder, device.partition(":")[0])
+    codecs_of(config.ladder, str(theirs["device"]).partition(":")[0])
 
 
 def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:

@@ -50,7 +50,12 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Plann
     resolved = {
         "model": cell.model,
         "pretrained": cell.pretrained,
-        "host_arguments": dict(host_arguments),
+        # The device counts where it was asked for: another machine's is no other configuration.
+        "host_arguments": {
+            key: cell.arguments.get(key, value) if key == "device" else value
+            for key, value in host_arguments.items()
+            if key != "device" or key in cell.arguments
+        },
         "moecache": resolve(config),
         "tasks": list(cell.tasks),
         "options": dict(cell.options),

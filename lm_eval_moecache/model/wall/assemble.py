@@ -44,7 +44,7 @@ def check_wall(
     partitions = capacity.partitions(geometry.num_layers)
     for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
         slots_of(size, geometry, layers)
-    _check_room(model, geometry, capacity, str(theirs.get("device") or "cuda"))
+    _check_room(model, geometry, capacity, str(theirs["device"]))
 
 
 def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str) -> None:
