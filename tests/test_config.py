@@ -280,6 +280,38 @@ def test_an_outside_algorithm_is_taken_by_its_class_path(tmp_path: Path) -> None
     assert policy.as_dict()["eviction"] == mine
 
 
+def test_a_name_with_a_dot_is_a_class_path_on_any_axis() -> None:
+    policy = load_policy("on_demand", {"eviction": "tests.engine.scripted.OldestFirst"})
+    assert policy.as_dict()["eviction"] == {"class_path": "tests.engine.scripted.OldestFirst"}
+    config = read_config({"policy": "on_demand", "eviction": SIZED, "eviction.size": 3})
+    assert config.policy.as_dict()["eviction"] == {"class_path": SIZED, "size": 3, "slack": 0}
+    says(refusal(eviction="no.such.Thing"), "'no.such.Thing' cannot be imported")
+
+
+def test_a_policy_may_be_a_mapping_of_the_form_of_its_file() -> None:
+    given = {"name": "mine", **GOOD_POLICY, "eviction": {"class_path": SIZED, "size": 3}}
+    policy = read_config({"policy": given}).policy
+    assert policy.name == "mine"
+    assert policy.eviction.parameters == {"size": 3, "slack": 0}
+    assert read_config({"policy": GOOD_POLICY}).policy.name == "custom"
+    says(refusal(policy={**GOOD_POLICY, "evictoin": "lru"}), "policy mapping", "'evictoin'")
+    says(refusal(policy={"eviction": "lru"}), "policy mapping lacks 'routing'")
+    says(refusal(policy="on_demand", eviction={"order": 1}), "eviction={'order': 1}", "`name`")
+
+
+def test_a_policy_is_named_after_what_runs() -> None:
+    def name(**overrides: Any) -> str:
+        return load_policy("on_demand", overrides).name
+
+    assert name() == "on_demand"
+    assert name(routing="standard") == "on_demand"
+    assert name(routing="pruning") == "on_demand + routing=pruning"
+    assert name(miss="drop", routing="pruning") == "on_demand + routing=pruning + miss=drop"
+    replaced = load_policy("on_demand", {"eviction": "lfu"}).as_dict()
+    assert (replaced["name"], replaced["composition"]) == ("on_demand + eviction=lfu", "on_demand")
+    assert "composition" not in load_policy("on_demand").as_dict()
+
+
 class Sized(OldestFirst):
     """An outside algorithm with a parameter that has no default, and one that has no type."""
 

@@ -44,6 +44,8 @@ class Policy:
     """A composition: a choice on each axis, and the phases in which lossy algorithms act."""
 
     name: str
+    """What runs: the composition's name, and the algorithms that replace its own."""
+    composition: str
     source: str
     phases: str
     routing: Choice
@@ -62,7 +64,10 @@ class Policy:
 
     def as_dict(self) -> dict[str, Any]:
         axes = {axis: getattr(self, axis).as_dict() for axis in AXES}
-        return {"name": self.name, "source": self.source, "phases": self.phases, **axes}
+        named = {"name": self.name}
+        if self.composition != self.name:
+            named["composition"] = self.composition
+        return {**named, "source": self.source, "phases": self.phases, **axes}
 
 
 def mangle(name: str) -> str:
@@ -78,36 +83,37 @@ def policy_names() -> list[str]:
     return sorted(path.stem for path in policies_dir().glob("*.yaml"))
 
 
-def load_policy(name: str, overrides: Mapping[str, Any] | None = None) -> Policy:
-    """Load a composition by name or path and replace what `overrides` says.
+def load_policy(
+    given: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> Policy:
+    """Load a composition by name or path, or take one as a mapping, and replace what overrides say.
 
-    Overrides are `{"eviction": "lru", "eviction.order": "fifo", "phases": "decode"}`. Replacing an
-    algorithm drops the parameters the composition gave to the old one. Raises ValueError for
-    anything unknown, and for a parameter that the chosen algorithm does not have.
+    A mapping has the form of a policy's file. Overrides are `{"eviction": "lru", "eviction.order":
+    "fifo", "phases": "decode"}`; a name with a dot is the path of a class. Replacing an algorithm
+    drops the parameters the composition gave to the old one, and is noted in the policy's name.
+    Raises ValueError for anything unknown, and for a parameter that the chosen algorithm does not
+    have.
     """
-    path = Path(name) if str(name).endswith((".yaml", ".yml")) else policies_dir() / f"{name}.yaml"
-    if not path.is_file():
-        if path.parent == policies_dir():
-            raise unknown("policy", name, policy_names())
-        raise ValueError(f"policy={name!r}: there is no such file.")
-    data = _read(path)
-    merged = {axis: _as_mapping(axis, data.get(axis), path) for axis in AXES}
-    phases = data.get("phases", "all")
-    for key, value in (overrides or {}).items():
-        axis, _, parameter = key.partition(".")
-        if key == "phases":
-            phases = value
-        elif not parameter:
-            merged[axis] = {"name": value}
-    for key, value in (overrides or {}).items():
-        axis, _, parameter = key.partition(".")
-        if parameter:
-            merged[axis][parameter] = value
+    if isinstance(given, Mapping):
+        data, where, stem = _checked(given, "policy mapping"), "policy mapping", "custom"
+    else:
+        path = _find(str(given))
+        data, where, stem = _read(path), f"policy file {path.name}", path.stem
+    composed = {axis: _as_mapping(axis, data.get(axis), where) for axis in AXES}
+    merged = _override(composed, overrides or {})
+    phases = (overrides or {}).get("phases", data.get("phases", "all"))
     if phases not in PHASES:
         raise unknown("phases", phases, PHASES)
     choices = {axis: _choose(axis, merged[axis]) for axis in AXES}
+    replaced = [
+        f"{axis}={choice.name}"
+        for axis, choice in choices.items()
+        if choice.name != composed[axis].get("class_path", composed[axis].get("name"))
+    ]
+    composition = str(data.get("name", stem))
     policy = Policy(
-        name=str(data.get("name", path.stem)),
+        name=" + ".join([composition, *replaced]),
+        composition=composition,
         source=str(data.get("source", "")).strip(),
         phases=phases,
         **choices,
@@ -161,38 +167,66 @@ def _check_phases(policy: Policy, overrides: Mapping[str, Any]) -> None:
         object.__setattr__(policy, "phases", "all")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _find(name: str) -> Path:
+    path = Path(name) if name.endswith((".yaml", ".yml")) else policies_dir() / f"{name}.yaml"
+    if not path.is_file():
+        if path.parent == policies_dir():
+            raise unknown("policy", name, policy_names())
+        raise ValueError(f"policy={name!r}: there is no such file.")
+    return path
+
+
+def _override(
+    composed: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the axes with their algorithms replaced first, and then their parameters set."""
+    merged = {axis: dict(mapping) for axis, mapping in composed.items()}
+    for axis, value in overrides.items():
+        if axis in merged:
+            is_mapping = isinstance(value, Mapping)
+            merged[axis] = _as_mapping(axis, value, "policy") if is_mapping else {"name": value}
+    for key, value in overrides.items():
+        axis, _, parameter = key.partition(".")
+        if parameter:
+            merged[axis][parameter] = value
+    return merged
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"policy={str(path)!r} is not readable YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"policy={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
+    return _checked(data, f"policy file {path.name}")
+
+
+def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for key in data:
         if key not in _FIELDS:
-            raise unknown(f"policy file {path.name}: field", key, _FIELDS)
+            raise unknown(f"{where}: field", key, _FIELDS)
     for axis in AXES:
         if axis not in data:
-            raise ValueError(f"policy file {path.name} lacks {axis!r}.")
+            raise ValueError(f"{where} lacks {axis!r}.")
     return data
 
 
-def _as_mapping(axis: str, value: object, path: Path) -> dict[str, Any]:
+def _as_mapping(axis: str, value: object, where: str) -> dict[str, Any]:
     if isinstance(value, str):
         return {"name": value}
-    if isinstance(value, dict) and ("name" in value) != ("class_path" in value):
+    if isinstance(value, Mapping) and ("name" in value) != ("class_path" in value):
         return dict(value)
     raise ValueError(
-        f"policy file {path.name}: {axis}={value!r} must be an algorithm's name, or a mapping with "
+        f"{where}: {axis}={value!r} must be an algorithm's name, or a mapping with "
         "`name` (or `class_path`) and its parameters."
     )
 
 
 def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
     given = dict(given)
-    class_path = given.pop("class_path", None)
-    name = str(class_path if class_path is not None else given.pop("name"))
-    algorithm = import_class(axis, name) if class_path else find_algorithm(axis, name)
+    name = str(given.pop("class_path" if "class_path" in given else "name"))
+    algorithm = import_class(axis, name) if "." in name else find_algorithm(axis, name)
     inner = given.pop("init_args", {})
     if not isinstance(inner, Mapping):
         raise ValueError(

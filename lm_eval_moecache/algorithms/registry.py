@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,8 +57,14 @@ def find_algorithm(axis: str, name: str) -> type[Any]:
 
 
 def import_class(axis: str, class_path: str) -> type[Any]:
-    """Import an outside algorithm; nothing but a subclass of the axis base is accepted."""
+    """Import an outside algorithm; nothing but a subclass of the axis base is accepted.
+
+    The current folder's modules are found, as with `python -m`: the installed commands have the
+    folder of the command in its place.
+    """
     module_name, _, class_name = class_path.rpartition(".")
+    if "" not in sys.path and (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:

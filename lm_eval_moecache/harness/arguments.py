@@ -37,7 +37,7 @@ KEYS = (
     *("draft", "draft_tokens"),
 )
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
-_FROM_PRETRAINED = (
+FROM_PRETRAINED = (
     "attn_implementation",
     "cache_dir",
     "device_map",
@@ -96,7 +96,7 @@ def split_arguments(
     given: Mapping[str, Any], host_keys: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide the arguments into ours and the host's; unknown keys name their nearest match."""
-    host = {*host_keys, *_FROM_PRETRAINED}
+    host = {*host_keys, *FROM_PRETRAINED}
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for key, value in given.items():
@@ -125,7 +125,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     named = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
     given = {k: v for k, v in named.items() if v is not None}
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
-    policy = load_policy(str(given.get("policy", "specmd")), overrides)
+    policy = load_policy(given.get("policy", "specmd"), overrides)
     for axis in AXES:
         algorithm = getattr(policy, axis).algorithm
         if getattr(algorithm, "is_offline", False):

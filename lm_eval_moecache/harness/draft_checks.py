@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, SELF
 from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
@@ -17,13 +18,13 @@ from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.model.speculative.draft_model import matching_layers, measure
 
 
-def check_draft(config: Config, pretrained: str, theirs: Mapping[str, Any]) -> None:
+def check_draft(config: Config, pretrained: Any, theirs: Mapping[str, Any]) -> None:
     """Refuse a draft that cannot draft for this model, or whose layers the prefetch cannot use."""
     assert config.draft is not None
     check_fit(config.draft, pretrained, theirs, config.policy.prefetch.algorithm.needs_draft)
 
 
-def check_fit(draft: str, pretrained: str, theirs: Mapping[str, Any], needs_layers: bool) -> None:
+def check_fit(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_layers: bool) -> None:
     """Refuse a draft that does not fit a model; ValueError names both values.
 
     Any layers and sizes can draft; `prefetch=draft` needs the target's hidden size and number of
@@ -65,7 +66,7 @@ def _check_precision(draft: str, target: Any, device: str) -> None:
         raise ValueError(f"draft={draft!r}: {error}") from error
 
 
-def _check_vocabulary(draft: str, pretrained: str, model: Any, target: Any) -> None:
+def _check_vocabulary(draft: str, pretrained: Any, model: Any, target: Any) -> None:
     sizes = [m.config.get_text_config().vocab_size for m in (model, target)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -73,7 +74,7 @@ def _check_vocabulary(draft: str, pretrained: str, model: Any, target: Any) -> N
             f"{sizes[1]}: its tokens mean something else. Allowed: a draft with the model's "
             "tokenizer, or prompt_lookup."
         )
-    ours, theirs = _vocabulary(pretrained), _vocabulary(draft)
+    ours, theirs = _vocabulary(model_name(pretrained)), _vocabulary(draft)
     # A draft may come without a tokenizer of its own.
     if theirs is not None and ours is not None and theirs != ours:
         raise ValueError(

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -19,6 +18,9 @@ from torch import Tensor
 
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint
+from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
+from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.harness.precision_hosting import LadderHost
 from lm_eval_moecache.harness.preflight import preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
@@ -36,17 +38,22 @@ from lm_eval_moecache.trace.trace import NO_REQUEST
 Checked = tuple[Config, dict[str, Any]]
 
 
-class MoECacheLM(LadderHost, Ranked, HFLM):
+watch_evaluations()
+
+
+class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
-    Takes the keys of `arguments.KEYS` and all arguments of HFLM. Every error a setting can cause is
-    raised before the weights are loaded. Requests, prompts and scores are HFLM's own.
+    Takes the keys of `arguments.KEYS` and all arguments of HFLM; `pretrained` may be a loaded model
+    (which is taken over until `wrapped.unwrap()`) and `policy` a mapping. Every error a setting can
+    cause is raised before the weights are loaded. Requests, prompts and scores are HFLM's own. Each
+    evaluation starts with a cold cache and reports its own requests only.
     """
 
-    def __init__(self, pretrained: str = TINY, **arguments: Any) -> None:
+    def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
         config, theirs = self._check(pretrained, arguments)
-        self._model_name = str(pretrained)
-        bare = skeleton(str(pretrained), theirs)
+        self._model_name = model_name(pretrained)
+        bare = skeleton(pretrained, theirs)
         self.prepare_loading(config, bare if config.clock == "wall" else None)
         self.prepare_ladder(config.ladder, bare)
         super().__init__(pretrained=model_path(pretrained), **theirs)
@@ -55,7 +62,7 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
         self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
         self._wrap(config)
 
-    def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:
+    def _check(self, pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
         return check_arguments(pretrained, arguments)
 
     def install(self, config: Config) -> None:
@@ -68,8 +75,21 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
             del self.wrapped, self.engine
         self._wrap(config)
 
+    def reset(self) -> None:
+        """Start anew under the same setting: a cold cache and empty counts, as after loading."""
+        self.install(self.moecache)
+
+    def begin_evaluation(self) -> None:
+        """Reset where there have been requests: no evaluation's figures depend on an earlier."""
+        if self.engine.ledger.requests or self.engine.ledger.passes:
+            self.reset()
+
+    def evaluated(self) -> list[RequestRecord]:
+        return [record for requests, _ in self.all_figures() for record in requests]
+
     def _wrap(self, config: Config) -> None:
         self.moecache = config
+        self.forget_ranks()
         parts = self.build_engine(self.model, self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.engine = parts[0]
@@ -102,6 +122,8 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
         ledger, count = self.engine.ledger, self.without_padding(requests)
         records = [ledger.new_request(str(r.task_name), r.request_type) for r in requests]
+        for request, record in zip(requests, records, strict=True):
+            record.document = request.doc_id
         ledger.forget(records[count:])
         self.has_run = True
         return records
@@ -215,7 +237,7 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
         for record, (_, context, continuation) in zip(records, requests, strict=True):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)
-            self._waiting.setdefault(_fingerprint(tokens), []).append((record, len(tokens)))
+            self._waiting.setdefault(fingerprint(tokens), []).append((record, len(tokens)))
         answers = super()._loglikelihood_tokens(requests, *args, **kwargs)
         self._waiting.clear()
         return answers
@@ -226,14 +248,14 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
         rows: list[int] = []
         for row in inps.tolist():
             # One forward answers every request with this input where HFLM groups them.
-            waiting = self._waiting.get(_fingerprint(row), [])
+            waiting = self._waiting.get(fingerprint(row), [])
             taken = waiting if self.logits_cache else waiting[:1]
             served += [record for record, _ in taken]
             lengths.append(taken[0][1] if taken else len(row))
             rows.append(taken[0][0].index if taken else NO_REQUEST)
             if not self.logits_cache:
                 del waiting[:1]
-        with self._serving(_distinct(served), rows):
+        with self._serving(distinct(served), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
             return super()._model_call(inps, *args, **kwargs)
@@ -264,33 +286,12 @@ class MoECacheLM(LadderHost, Ranked, HFLM):
         return self.engine.ledger.requests, self.engine.peak_cache_bytes
 
 
-class RecordedStr(str):
-    """A context that remembers the record of its request."""
-
-    record: RequestRecord
-
-    def __new__(cls, text: str, record: RequestRecord) -> RecordedStr:
-        self = super().__new__(cls, text)
-        self.record = record
-        return self
-
-
 def check_arguments(
-    pretrained: str, arguments: Mapping[str, Any], speculative: bool = False
+    pretrained: Any, arguments: Mapping[str, Any], speculative: bool = False
 ) -> Checked:
     """Divide the arguments into our checked setting and HFLM's, without loading any weights.
 
     Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
     """
     host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    return preflight(str(pretrained), arguments, host_keys, speculative)
-
-
-def _distinct(records: list[RequestRecord]) -> list[RequestRecord]:
-    """Drop repeats (two windows of one text in one batch) and keep the order."""
-    return list({record.index: record for record in records}.values())
-
-
-def _fingerprint(tokens: list[int]) -> bytes:
-    """Identify an input whether or not it has been padded on the right with zeros."""
-    return np.trim_zeros(np.asarray(tokens, dtype=np.int64), "b").tobytes()
+    return preflight(pretrained, arguments, host_keys, speculative)

@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness.arguments import Config, read_config, split_arguments
 from lm_eval_moecache.harness.device import resolve_device
+from lm_eval_moecache.harness.loaded import check_loaded, model_name
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
@@ -17,7 +20,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 
 
 def preflight(
-    pretrained: str,
+    pretrained: str | nn.Module,
     arguments: Mapping[str, Any],
     host_keys: Iterable[str],
     speculative: bool = False,
@@ -30,12 +33,16 @@ def preflight(
     """
     ours, theirs = split_arguments(arguments, host_keys)
     theirs["device"] = resolve_device(theirs)
+    if isinstance(pretrained, nn.Module):
+        theirs["device"] = str(pretrained.device)
     config = read_config(ours, speculative)
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
+    if isinstance(pretrained, nn.Module):
+        check_loaded(pretrained, config, theirs)
     model = skeleton(pretrained, theirs)
     layers = find_moe_layers(model)
     _check_precision(config, theirs)
-    geometry = describe(model, layers, pretrained, config.ladder)
+    geometry = describe(model, layers, model_name(pretrained), config.ladder)
     capacity = parse_capacity(config.capacity, geometry)
     if config.clock == "wall":
         check_wall(model, geometry, capacity, theirs)

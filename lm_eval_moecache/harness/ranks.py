@@ -31,6 +31,10 @@ class Ranked:
             self._rank = int(accelerator.process_index)
             self._world_size = int(accelerator.num_processes)
 
+    def forget_ranks(self) -> None:
+        """Drop what was gathered, and what there was to send: the counts begin at zero."""
+        self._gathered, self.has_run = None, False
+
     @abstractmethod
     def own_figures(self) -> tuple[list[RequestRecord], int]:
         """Return this rank's requests and the most bytes its cache held."""

@@ -30,7 +30,7 @@ class MoECacheSpecLM(MoECacheLM):
     _draft: DraftModel | None = None
     _draft_hooks: DraftHooks | None = None
 
-    def _check(self, pretrained: str, arguments: Mapping[str, Any]) -> Checked:
+    def _check(self, pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
         return check_arguments(pretrained, arguments)
 
     def _wrap(self, config: Config) -> None:
@@ -99,10 +99,10 @@ class MoECacheSpecLM(MoECacheLM):
         return output
 
 
-def check_arguments(pretrained: str, arguments: Mapping[str, Any]) -> Checked:
+def check_arguments(pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
     """As `moecache`'s, and check that the draft fits the model, without loading any weights."""
     config, theirs = check_plain(pretrained, arguments, speculative=True)
-    check_draft(config, str(pretrained), theirs)
+    check_draft(config, pretrained, theirs)
     return config, theirs
 
 

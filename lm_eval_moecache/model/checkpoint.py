@@ -12,12 +12,15 @@ from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.tiny import MODEL_DIR
 
 
-def model_path(pretrained: str) -> str:
+def model_path(pretrained: Any) -> Any:
+    """Return where a named model lies; a loaded model is returned as it is."""
     return str(MODEL_DIR) if pretrained == TINY else pretrained
 
 
-def skeleton(pretrained: str, theirs: Mapping[str, Any]) -> Any:
-    """Build the model without weights."""
+def skeleton(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
+    """Build the model without weights; a loaded model describes itself."""
+    if isinstance(pretrained, torch.nn.Module):
+        return pretrained
     config = transformers.AutoConfig.from_pretrained(
         model_path(pretrained),
         revision=str(theirs.get("revision", "main")),

@@ -73,6 +73,8 @@ class RequestRecord:
     output_tokens: int | None = None
     """Tokens generated, the closing one included; None for scoring requests."""
     passes: list[PassRecord] = field(default_factory=list)
+    document: int | None = None
+    """The document of the task that it asks about, where the harness says so."""
 
 
 class Ledger:

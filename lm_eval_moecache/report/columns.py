@@ -65,6 +65,12 @@ class Value:
 
     raw: float | str | None
     stderr: float | None = None
+    asked: str | None = None
+    """By what name a view asks for it, where that is not what is shown: a policy's composition."""
+
+    @property
+    def identity(self) -> str:
+        return str(self.raw) if self.asked is None else self.asked
 
     @property
     def number(self) -> float | None:
@@ -143,7 +149,8 @@ def setting(run: Run, name: str) -> Value:
     if name in AXES:
         return Value(_choice(report["policy"][name]))
     if name == "policy":
-        return Value(str(report["policy"]["name"]))
+        policy = report["policy"]
+        return Value(str(policy["name"]), asked=policy.get("composition"))
     if name == "hardware":
         return Value(str(report["hardware"]["name"]))
     for source in (run.model_args, run.options, report):

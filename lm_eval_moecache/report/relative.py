@@ -35,10 +35,10 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
     wanted = [(names.index(name), str(value)) for name, value in relative_to.items()]
 
     def place(row: Sequence[Value]) -> tuple[str, ...]:
-        return tuple(str(row[i].raw) for i in others)
+        return tuple(row[i].identity for i in others)
 
     def is_base(row: Sequence[Value]) -> bool:
-        return all(str(row[i].raw) == value for i, value in wanted)
+        return all(row[i].identity == value for i, value in wanted)
 
     bases = {place(row): row for row in table.rows if is_base(row)}
     columns = [*table.columns[:num_settings]]
@@ -105,11 +105,11 @@ def pick(
 
 
 def _place(run: Run, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(str(setting(run, name).raw) for name in names)
+    return tuple(setting(run, name).identity for name in names)
 
 
 def _has(run: Run, wanted: Mapping[str, Any]) -> bool:
-    return all(str(setting(run, name).raw) == str(value) for name, value in wanted.items())
+    return all(setting(run, name).identity == str(value) for name, value in wanted.items())
 
 
 def _loss(run: Run, base: Run, task: str) -> float:

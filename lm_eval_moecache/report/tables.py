@@ -105,7 +105,7 @@ def _varies_within_policy(runs: Sequence[Run], axis: str) -> bool:
     """An axis is worth a column only where the policy's name does not tell it."""
     seen: dict[Any, set[Any]] = {}
     for run in runs:
-        seen.setdefault(setting(run, "policy").raw, set()).add(setting(run, axis).raw)
+        seen.setdefault(setting(run, "policy").identity, set()).add(setting(run, axis).raw)
     return any(len(values) > 1 for values in seen.values())
 
 

@@ -91,7 +91,7 @@ def _text(value: Value) -> str:
 def selected(run: Run, where: Mapping[str, Any]) -> bool:
     """Whether a run has these settings; a list allows several values."""
     return all(
-        str(setting(run, name).raw) in [str(v) for v in _values(wanted)]
+        {str((found := setting(run, name)).raw), found.identity} & {str(v) for v in _values(wanted)}
         for name, wanted in where.items()
     )
 

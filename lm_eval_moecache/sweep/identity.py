@@ -79,7 +79,9 @@ def resolve(config: Config) -> dict[str, Any]:
         value = getattr(config, field.name)
         if field.name in _ESSENTIAL or value != getattr(default, field.name):
             resolved[field.name] = value
-    resolved["policy"] = config.policy.as_dict()
+    resolved["policy"] = {**config.policy.as_dict(), "name": config.policy.composition}
+    # Says nothing that the axes do not say.
+    resolved["policy"].pop("composition", None)
     resolved["hardware"] = dataclasses.asdict(config.hardware)
     for part in ("policy", "hardware"):
         resolved[part].pop("source", None)

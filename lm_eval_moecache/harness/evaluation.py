@@ -1,0 +1,112 @@
+"""Around each evaluation: it counts from zero, and its figures stand in lm-eval's own results.
+
+lm-eval calls a model with requests and never says where an evaluation begins, and its results hold
+what tasks say, not models. So `evaluate`, through which `simple_evaluate` and the command line go,
+is wrapped once our models are imported; with any other model it is the plain function. Who took
+`evaluate` from lm-eval before importing our models has to call `lm.reset()` between evaluations.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lm_eval.evaluator
+from lm_eval.api.metrics import mean, mean_stderr
+
+from lm_eval_moecache.harness.tasks import FILTER, HIGHER_IS_BETTER, Figures, mean_figures
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.report.metrics import request_metrics
+
+SAMPLE_KEY = "speed"
+"""Of a line that `--log_samples` writes: the figures of its document."""
+
+
+class Evaluated:
+    """A harness model that is told where its evaluations begin (to be mixed into HFLM)."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Start anew: a cold cache and empty counts, as after loading."""
+
+    @abstractmethod
+    def begin_evaluation(self) -> None:
+        """Start anew if there have been requests, so that no evaluation depends on another."""
+
+    @abstractmethod
+    def evaluated(self) -> Sequence[RequestRecord]:
+        """Return the requests of this evaluation, those of all ranks on the first."""
+
+
+def watch_evaluations() -> None:
+    """Wrap lm-eval's `evaluate`. Safe to call twice."""
+    plain = lm_eval.evaluator.evaluate
+    if getattr(plain, "tells_moecache", False):
+        return
+
+    @functools.wraps(plain)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        lm = kwargs.get("lm", args[0] if args else None)
+        if not isinstance(lm, Evaluated):
+            return plain(*args, **kwargs)
+        lm.begin_evaluation()
+        results = plain(*args, **kwargs)
+        if results is not None:  # None on every rank but the first
+            add_figures(results, lm.evaluated(), kwargs.get("samples") or {})
+        return results
+
+    evaluate.tells_moecache = True  # type: ignore[attr-defined]
+    lm_eval.evaluator.evaluate = evaluate
+
+
+def add_figures(
+    results: dict[str, Any],
+    records: Sequence[RequestRecord],
+    chosen: Mapping[str, Sequence[int]],
+) -> None:
+    """Put each task's figures beside its scores, and each document's on its sample.
+
+    What `SpeedTask` has put there already is left alone: the figures are the same. `chosen` are
+    lm-eval's `samples`: task -> documents, where not all of them were asked for.
+    """
+    for task, documents in _by_document(records).items():
+        if task not in results["results"]:
+            continue
+        order = chosen.get(task)
+        figures = {
+            doc if order is None else order[doc]: mean_figures(map(_figures_of, requests))
+            for doc, requests in documents.items()
+        }
+        for sample in results.get("samples", {}).get(task, []):
+            sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
+        row = results["results"][task]
+        if not any(key.endswith(f",{FILTER}") for key in row):
+            found = _row(list(figures.values()))
+            row.update(found)
+            arrows = results.setdefault("higher_is_better", {}).setdefault(task, {})
+            arrows.update({n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{FILTER}" in found})
+
+
+def _by_document(records: Sequence[RequestRecord]) -> dict[str, dict[int, list[RequestRecord]]]:
+    found: dict[str, dict[int, list[RequestRecord]]] = {}
+    for record in records:
+        if record.document is not None:
+            found.setdefault(record.task, {}).setdefault(record.document, []).append(record)
+    return found
+
+
+def _figures_of(record: RequestRecord) -> Figures:
+    return Figures(request_metrics(record))
+
+
+def _row(documents: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name in HIGHER_IS_BETTER:
+        values = [figures[name] for figures in documents if name in figures]
+        if values:
+            row[f"{name},{FILTER}"] = mean(values)
+            error = mean_stderr(values) if len(values) > 1 else "N/A"
+            row[f"{name}_stderr,{FILTER}"] = error
+    return row
