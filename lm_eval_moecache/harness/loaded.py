@@ -33,12 +33,11 @@ def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) ->
             "Allowed with one: the arguments of the cache, tokenizer and batch_size."
         )
     if config.clock == "wall" or config.ladder is not None:
-        key, value = (
-            ("clock", "wall") if config.clock == "wall" else ("precision", config.precision)
-        )
+        key = "clock" if config.clock == "wall" else "precision"
         raise ValueError(
-            f"{key}={getattr(config, key)!r} does not go with a model that is already loaded: it decides where "
-            "the experts lie while they are loaded. Allowed: pretrained= a folder or a hub id."
+            f"{key}={getattr(config, key)!r} does not go with a model that is already loaded: it "
+            "decides where the experts lie while they are loaded. Allowed: pretrained= a folder or "
+            "a hub id."
         )
     if any(hasattr(module, STORE_ATTRIBUTE) for module in model.modules()):
         raise ValueError(
