@@ -26,6 +26,7 @@ from lm_eval_moecache.harness.preflight import preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
+from lm_eval_moecache.model.ended import EndedRows
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -93,7 +94,6 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
         parts = self.build_engine(self.model, self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.engine = parts[0]
-        self.wrapped.pad_token_id = self.tokenizer.pad_token_id
         if config.trace is not None:
             self.wrapped.recorder = Recorder(
                 config.trace,
@@ -149,8 +149,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
             yield
         finally:
             self.engine.ledger.serve([])
-            self.wrapped.valid_rows = None
-            self.wrapped.scan_scoring = False
+            self.wrapped.forget_batch()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As HFLM; each context carries its record through HFLM's sorting and batching."""
@@ -175,6 +174,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
         with self._serving(records, [record.index for record in records]):
+            self.wrapped.ended = EndedRows.in_generation(self.model, kwargs)
             output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lm_eval_moecache.model.grouped import Matrices, grouped_forward, tensors_of
+
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -25,8 +30,11 @@ class Store(Protocol):
     levels: list[Mapping[int, int] | None] | None
     """Where there are several precisions, layer -> the levels of the keys of its next event."""
 
-    def begin_pass(self, *, decoding: bool) -> None:
-        """Choose the kernel of a pass; transformers changes kernels for decode steps."""
+    def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
+        """Choose the kernel of a pass; transformers changes kernels for decode steps.
+
+        `padding` marks the tokens [T] that nobody waits for, where there are any.
+        """
 
     def at(self, layer: int) -> LayerStore:
         """Return the store of one layer's experts."""
@@ -44,15 +52,30 @@ class InPlaceStore:
     def __init__(self, implementation: str | None, device_type: str) -> None:
         self._implementation = implementation or "eager"
         self._device_type = device_type
-        self.run: Kernel = self._kernel(decoding=False)
+        self.kernel: Kernel = self._kernel(decoding=False)
         """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
 
-    def begin_pass(self, *, decoding: bool) -> None:
+    def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps."""
-        self.run = self._kernel(decoding)
+        self.kernel = self._kernel(decoding)
 
-    def at(self, layer: int) -> LayerStore:
-        return self
+    def at(self, layer: int) -> InPlaceLayer:
+        return InPlaceLayer(self)
+
+    def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """Run experts that are there for this call only."""
+        if self.skips_groups(module, index_TK):
+            return grouped_forward(module, hidden_TD, index_TK, w_TK)
+        return self.kernel(module, hidden_TD, index_TK, w_TK)
+
+    def skips_groups(self, module: Any, index_TK: Tensor) -> bool:
+        """Whether the kernel would visit experts without a row, and ours may stand for it."""
+        return (
+            self._implementation == "grouped_mm"
+            and index_TK.device.type == "cpu"
+            and index_TK.numel() < int(module.num_experts)
+            and not torch.is_grad_enabled()
+        )
 
     def _kernel(self, decoding: bool) -> Kernel:
         name = self._implementation
@@ -63,6 +86,26 @@ class InPlaceStore:
             name = "batched_mm"
         kernel: Kernel = ALL_EXPERTS_FUNCTIONS[name]
         return kernel
+
+
+class InPlaceLayer:
+    """One layer's part of the store: keeps the views that the products of few tokens go through."""
+
+    def __init__(self, store: InPlaceStore) -> None:
+        self._store = store
+        self._matrices: Matrices | None = None
+        self._seen: list[Tensor] = []
+
+    def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """Run the chosen experts from the module's own tensors."""
+        if not self._store.skips_groups(module, index_TK) or hasattr(module, "_hf_hook"):
+            # With a hook of accelerate, weights are there for this call only: no view may stay.
+            return self._store.run(module, hidden_TD, index_TK, w_TK)
+        tensors = tensors_of(module)
+        now = list(tensors.values())
+        if self._matrices is None or any(a is not b for a, b in zip(now, self._seen, strict=True)):
+            self._matrices, self._seen = Matrices(module, tensors), now
+        return grouped_forward(module, hidden_TD, index_TK, w_TK, self._matrices)
 
 
 def _own_loop(

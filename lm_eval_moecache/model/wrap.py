@@ -23,7 +23,7 @@ from lm_eval_moecache.model.experts import (
 )
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import network_of
-from lm_eval_moecache.model.store import InPlaceStore, Store, implementation_of
+from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Store, implementation_of
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event, unique_in_order
@@ -46,7 +46,8 @@ class WrappedModel:
         self.engine = engine
         self.valid_rows: list[int] | None = None
         """For the next pass, how many tokens of each right-padded row are real; None for all."""
-        self.pad_token_id: int | None = None
+        self.ended: Callable[[Tensor], BoolArray] | None = None
+        """Told the tokens [rows, 1] of each decode step of a batch, says which rows have ended."""
         self.scan_scoring = False
         """Whether the next passes route their tokens one after another (`scoring=scan`)."""
         self.recorder: Recorder | None = None
@@ -55,7 +56,7 @@ class WrappedModel:
         self._layers = layers
         self._check_artifacts()
         self._rules: list[WeightingRule | None] = self._find_rules()
-        self._valid: npt_bool | None = None
+        self._valid: BoolArray | None = None
         self._num_tokens = 0
         self._depth = engine.depth
         self._predictor = network_of(engine.algorithms.prefetch, layers[0].router)
@@ -91,6 +92,10 @@ class WrappedModel:
         self.model.set_experts_implementation(self._before)
         self.engine.close()
 
+    def forget_batch(self) -> None:
+        """Take every token of the passes to come for real."""
+        self.valid_rows, self.ended, self.scan_scoring = None, None, False
+
     def _check_artifacts(self) -> None:
         """Refuse what an algorithm learned from another model's routers."""
         chosen = self.engine.algorithms
@@ -120,7 +125,8 @@ class WrappedModel:
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
         if not self._num_tokens:
             return
-        self._store.begin_pass(decoding=phase == DECODE)
+        padding = None if self._valid is None else ~self._valid
+        self._store.begin_pass(decoding=phase == DECODE, padding=padding)
         self._scanning = self.scan_scoring and phase == PREFILL
         index = len(self.engine.ledger.passes)
         if self._scanning:
@@ -137,7 +143,7 @@ class WrappedModel:
                 past_length = past.get_seq_length()
             self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
 
-    def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> npt_bool | None:
+    def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
         rows, length = input_ids.shape
         valid = np.ones((rows, length), dtype=bool)
@@ -145,9 +151,10 @@ class WrappedModel:
             valid &= np.arange(length)[None, :] < np.asarray(self.valid_rows)[:, None]
         if mask is not None and mask.dim() == 2:
             valid &= mask[:, -length:].bool().cpu().numpy()
-        if phase == DECODE and self.pad_token_id is not None:
-            # transformers feeds padding to rows that have ended while others go on.
-            valid &= (input_ids != self.pad_token_id).cpu().numpy()
+        if phase == DECODE and self.ended is not None:
+            # transformers feeds padding to rows that have ended while others go on; a row that
+            # goes on may have chosen that token, too.
+            valid &= ~self.ended(input_ids)[:, None]
         return None if valid.all() else valid.ravel()
 
     def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -274,9 +281,6 @@ class WrappedModel:
         experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
         weights[rows] = kept.to(weights.dtype)
         return (logits_TE, weights, experts, *output[3:])
-
-
-npt_bool = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @cache

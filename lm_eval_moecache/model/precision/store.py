@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision.base import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, decode, is_matrices
-from lm_eval_moecache.model.store import InPlaceStore
+from lm_eval_moecache.model.store import BoolArray, InPlaceStore
 from lm_eval_moecache.model.wall.kernels import OnSlots
 
 # Decoding again what was decoded a moment ago would cost real time, where it fits.
@@ -42,7 +42,7 @@ class LadderStore:
         self._decoded: OrderedDict[tuple[int, str, int, int], Tensor] = OrderedDict()
         self._decoded_bytes = 0
 
-    def begin_pass(self, *, decoding: bool) -> None:
+    def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass, as the in-place store does."""
         self.kernels.begin_pass(decoding=decoding)
 

@@ -1,19 +1,19 @@
 """Runs experts that lie in slots, with the arithmetic of transformers' own kernels.
 
-Shapes: T tokens, E experts, K experts per token, S = T x K assignments, R of them in one part,
-D hidden size.
+Shapes: T tokens, E experts, K experts per token, S = T x K assignments, D hidden size.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from lm_eval_moecache.model.grouped import GroupedCall, Matrices
 
 Slots = Mapping[str, Tensor]
 """Parameter name -> [slots, ...]."""
@@ -26,12 +26,18 @@ class Layer(Protocol):
     """Where one layer's experts are."""
 
     slots: dict[str, Tensor]
-    slot_of: Mapping[int, int]
+    slot_of: dict[int, int]
     num_experts: int
     first_key: int
 
     def whole(self, module: nn.Module) -> OnSlots | None:
         """Return a stand-in for the whole layer where the cache holds it in one piece."""
+
+    def matrices(self, module: nn.Module) -> Matrices:
+        """Return the slots as products take them."""
+
+    def elsewhere(self, module: nn.Module, expert: int) -> Matrices:
+        """Return one expert as its only slot, read from where it is stored: no transfer."""
 
 
 class Work(ABC):
@@ -41,49 +47,17 @@ class Work(ABC):
     choice, so that the result does not depend on the parts.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        kernel: str,
-        module: nn.Module,
-        hidden_TD: Tensor,
-        index_TK: Tensor,
-        w_TK: Tensor,
-    ) -> None:
-        self.layer, self.kernel, self.module = layer, kernel, module
-        self.hidden_TD, self.index_TK, self.w_TK = hidden_TD, index_TK, w_TK
-        self.done: Tensor | None = None
-
+    @abstractmethod
     def execute(self, keys: Sequence[int], is_all: bool) -> None:
         """Run the assignments to these keys; `is_all` where the event has no others."""
-        stand_in = self.layer.whole(self.module) if is_all else None
-        if stand_in is not None:
-            self.done = self.ask(stand_in, self.hidden_TD, self.index_TK, self.w_TK)
-        else:
-            self.execute_part(keys, is_all)
 
     @abstractmethod
-    def execute_part(self, keys: Sequence[int], is_all: bool) -> None:
-        """Run the assignments to these keys from wherever their slots are."""
+    def pad(self, padding_TK: Tensor) -> None:
+        """Do what the assignments of padding [tokens, K] need for the others to be exact."""
 
     @abstractmethod
-    def outputs(self) -> Tensor | None:
-        """Return what the parts have computed, unweighted [S, D]; None where there were none."""
-
     def result(self) -> Tensor:
         """Return the module's output [T, D]."""
-        if self.done is not None:
-            return self.done
-        out_SD = self.outputs()
-        if out_SD is None:
-            return torch.zeros_like(self.hidden_TD)
-        weighted_SD = out_SD * self.w_TK.reshape(-1, 1)
-        tokens, top_k = self.index_TK.shape
-        return weighted_SD.view(tokens, top_k, -1).sum(dim=1).to(self.hidden_TD.dtype)
-
-    def ask(self, stand_in: OnSlots, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        result: Tensor = ALL_EXPERTS_FUNCTIONS[self.kernel](stand_in, hidden, index, weights)
-        return result
 
 
 class OnSlots:
@@ -111,106 +85,102 @@ class WorkInGroups(Work):
     It looks at the experts that are asked for; `grouped_mm` would at every slot of the pool.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._rows_SD: Tensor | None = None
-        self._out_SD: Tensor | None = None
+    def __init__(
+        self, layer: Layer, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor
+    ) -> None:
+        self._layer, self._module = layer, module
+        self._call = GroupedCall(module, hidden_TD, index_TK, w_TK, layer.num_experts)
+        self._done: set[int] = set()
 
-    def execute_part(self, keys: Sequence[int], is_all: bool) -> None:
-        if self._rows_SD is None:
-            self._sort()
-        assert self._rows_SD is not None
-        experts = sorted(key - self.layer.first_key for key in keys)
-        groups: list[tuple[int, int, int]] = []
-        rows: list[int] = []
-        end = 0
-        for expert in experts:
-            first, last = self._bounds[expert], self._bounds[expert + 1]
-            rows += range(first, last)
-            slot = self.layer.slot_of[expert + self.layer.first_key]
-            groups.append((slot, end, end := end + last - first))
-        if end == len(self._rows_SD):
-            self._out_SD = self._run(self._rows_SD, groups)
-            return
-        rows_R = torch.tensor(rows, device=self._rows_SD.device)
-        out_RD = self._run(self._rows_SD[rows_R], groups)
-        if self._out_SD is None:
-            self._out_SD = out_RD.new_zeros(len(self._rows_SD), out_RD.shape[1])
-        self._out_SD[rows_R] = out_RD
+    def execute(self, keys: Sequence[int], is_all: bool) -> None:
+        layer = self._layer
+        experts = sorted(key - layer.first_key for key in keys)
+        self._done.update(experts)
+        slot_of = ((e, layer.slot_of[e + layer.first_key]) for e in experts)
+        self._call.run(slot_of, layer.matrices(self._module))
 
-    def outputs(self) -> Tensor | None:
-        if self._out_SD is None:
-            return None
-        back_S = torch.empty_like(self._order_S)
-        back_S[self._order_S] = torch.arange(len(back_S), device=back_S.device)
-        return self._out_SD[back_S]
+    def pad(self, padding_TK: Tensor) -> None:
+        """Run the padding's own experts, from where they are stored.
 
-    def _sort(self) -> None:
-        # The sort of transformers' kernel: rows of one expert meet in the same order.
-        index_S, self._order_S = torch.sort(self.index_TK.reshape(-1))
-        counts = torch.bincount(index_S, minlength=self.layer.num_experts).tolist()
-        self._bounds = [0, *accumulate(counts)]
-        self._rows_SD = self.hidden_TD[self._order_S // self.index_TK.shape[-1]]
+        Nobody reads what padding computes, but it goes on to the next layers, where it shares
+        products with tokens that count: with other rows in them, these would round differently.
+        """
+        for expert in torch.unique(padding_TK).tolist():
+            if expert not in self._done:
+                self._call.run([(expert, 0)], self._layer.elsewhere(self._module, expert))
 
-    def _run(self, rows_RD: Tensor, groups: Sequence[tuple[int, int, int]]) -> Tensor:
-        module, slots = self.module, self.layer.slots
-        up = "gate_up_proj" if module.has_gate else "up_proj"
-        transposed = bool(module.is_transposed)
-        hidden = _products(rows_RD, slots[up], slots.get(f"{up}_bias"), transposed, groups)
-        activate: Any = module._apply_gate if module.has_gate else module.act_fn
-        bias = slots.get("down_proj_bias")
-        out = _products(activate(hidden), slots["down_proj"], bias, transposed, groups)
-        norm: Any = module.post_expert_norm if module.has_post_expert_norm else None
-        return out if norm is None else norm(out)
+    def result(self) -> Tensor:
+        return self._call.result()
 
 
 class WorkOnPool(Work):
     """Transformers' kernel on the pool itself, with slots for indices: on CUDA, few kernels.
 
     A part has as many rows as the whole, so that a kernel which is chosen by their number is the
-    same one for every part.
+    same one for every part; a row's result does not depend on what the others hold.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        hidden_TD: Tensor,
+        index_TK: Tensor,
+        w_TK: Tensor,
+        kernel: str,
+    ) -> None:
+        self._layer, self._module, self._kernel = layer, module, kernel
+        self._hidden_TD, self._index_TK, self._w_TK = hidden_TD, index_TK, w_TK
+        self._done: Tensor | None = None
         self._out_SD: Tensor | None = None
 
-    def execute_part(self, keys: Sequence[int], is_all: bool) -> None:
-        slot_TK = self._slots(keys)
-        one_token = len(self.hidden_TD) == 1 and len(keys) == self.index_TK.shape[-1]
-        stand_in = OnSlots(self.module, self.layer.slots, sparse=not one_token)
-        if is_all:
-            self.done = self.ask(stand_in, self.hidden_TD, slot_TK, self.w_TK)
+    def execute(self, keys: Sequence[int], is_all: bool) -> None:
+        whole = self._layer.whole(self._module) if is_all else None
+        if whole is not None:
+            self._done = self._ask(whole, self._hidden_TD, self._index_TK, self._w_TK)
             return
-        hidden_SD = self.hidden_TD.repeat_interleave(slot_TK.shape[-1], dim=0)
+        windows = [(slots, own) for slots, own in self._windows(keys) if own]
+        for slots, slot_of in windows:
+            self._execute_window(slots, slot_of, is_all and len(windows) == 1)
+
+    def pad(self, padding_TK: Tensor) -> None:
+        """Do nothing: here a row's result does not depend on the others."""
+
+    def result(self) -> Tensor:
+        if self._done is not None:
+            return self._done
+        if self._out_SD is None:
+            return torch.zeros_like(self._hidden_TD)
+        weighted_SD = self._out_SD * self._w_TK.reshape(-1, 1)
+        tokens, top_k = self._index_TK.shape
+        return weighted_SD.view(tokens, top_k, -1).sum(dim=1).to(self._hidden_TD.dtype)
+
+    def _windows(self, keys: Sequence[int]) -> Iterator[tuple[Slots, dict[int, int]]]:
+        """Divide the pool into pieces that one grouped product takes: (slots, expert -> slot)."""
+        layer = self._layer
+        num_slots = len(next(iter(layer.slots.values())))
+        step = MAX_GROUPS if self._kernel == "grouped_mm" else num_slots
+        places = [(key - layer.first_key, layer.slot_of[key]) for key in keys]
+        for start in range(0, num_slots, step):
+            window = {name: pool[start : start + step] for name, pool in layer.slots.items()}
+            yield window, {e: slot - start for e, slot in places if start <= slot < start + step}
+
+    def _execute_window(self, slots: Slots, slot_of: Mapping[int, int], is_all: bool) -> None:
+        num_slots, top_k = len(next(iter(slots.values()))), self._index_TK.shape[-1]
+        # Experts that are not here point beyond the last slot.
+        table_E = torch.full((self._layer.num_experts,), num_slots, dtype=torch.int64)
+        table_E[list(slot_of)] = torch.tensor(list(slot_of.values()))
+        slot_TK = table_E.to(self._index_TK.device)[self._index_TK]
+        one_token = len(self._hidden_TD) == 1 and len(slot_of) == top_k
+        stand_in = OnSlots(self._module, slots, sparse=not one_token)
+        if is_all:
+            self._done = self._ask(stand_in, self._hidden_TD, slot_TK, self._w_TK)
+            return
+        hidden_SD = self._hidden_TD.repeat_interleave(top_k, dim=0)
         slot_S1 = slot_TK.reshape(-1, 1)
-        out_SD = self.ask(stand_in, hidden_SD, slot_S1, hidden_SD.new_ones(slot_S1.shape))
+        out_SD = self._ask(stand_in, hidden_SD, slot_S1, hidden_SD.new_ones(slot_S1.shape))
         self._out_SD = out_SD if self._out_SD is None else self._out_SD + out_SD
 
-    def outputs(self) -> Tensor | None:
-        return self._out_SD
-
-    def _slots(self, keys: Sequence[int]) -> Tensor:
-        """Turn expert indices into slots; those of other experts point beyond the last slot."""
-        absent = len(next(iter(self.layer.slots.values())))
-        table_E = torch.full((self.layer.num_experts,), absent, dtype=torch.int64)
-        for key in keys:
-            table_E[key - self.layer.first_key] = self.layer.slot_of[key]
-        return table_E.to(self.index_TK.device)[self.index_TK]
-
-
-def _products(
-    rows: Tensor,
-    weights: Tensor,
-    bias: Tensor | None,
-    transposed: bool,
-    groups: Sequence[tuple[int, int, int]],
-) -> Tensor:
-    rows = rows.to(weights.dtype)
-    out = rows.new_empty(len(rows), weights.shape[2 if transposed else 1])
-    for slot, start, end in groups:
-        weight = weights[slot] if transposed else weights[slot].t()
-        torch.mm(rows[start:end], weight, out=out[start:end])
-        if bias is not None:
-            out[start:end].add_(bias[slot])
-    return out
+    def _ask(self, stand_in: OnSlots, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result: Tensor = ALL_EXPERTS_FUNCTIONS[self._kernel](stand_in, hidden, index, weights)
+        return result

@@ -19,7 +19,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Tier(ABC):
-    """Gives the weights of any expert; called by the worker's thread only."""
+    """Gives the weights of any expert, to any thread."""
 
     @abstractmethod
     def fill(self, layer: int, expert: int, target: Row) -> None:
