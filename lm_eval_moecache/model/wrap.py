@@ -75,11 +75,10 @@ class WrappedModel:
         self._handles = [
             model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             model.register_forward_hook(self._end_pass),
-            *(
-                layer.router.register_forward_hook(self._router_hook(index))
-                for index, layer in enumerate(layers)
-            ),
         ]
+        for index, layer in enumerate(layers):
+            hook = self._router_hook(index)
+            self._handles.append(layer.router.register_forward_hook(hook))
 
     def unwrap(self) -> None:
         """Restore the model to what it was. Safe to call twice."""
