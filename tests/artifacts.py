@@ -18,6 +18,7 @@ from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,
     BUDDIES,
     PREDICTOR,
+    SENSITIVITY,
     Artifact,
     read_artifact,
     write_artifact,
@@ -31,6 +32,7 @@ from lm_eval_moecache.records.coactivation import (
 )
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import shapes
+from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS
 
 Made = tuple[dict[str, Any], dict[str, Any]]
 """An artifact's arrays and its `made_from`."""
@@ -71,7 +73,17 @@ def predictor(geometry: Geometry, seed: int = 0, hidden: int = 6, loss: str = "k
     return arrays, {"loss": loss}
 
 
-MAKERS: Mapping[str, Callable[..., Made]] = {BUDDIES: buddies, PREDICTOR: predictor}
+def sensitivity(geometry: Geometry, seed: int = 0) -> Made:
+    """Draw how sensitive each layer is, with thresholds that even random routers get below."""
+    layers = np.random.default_rng(seed).uniform(0.2, 3, geometry.num_layers)
+    return {LAYERS: layers, THRESHOLDS: np.linspace(0.01, 0.6, 101)}, {}
+
+
+MAKERS: Mapping[str, Callable[..., Made]] = {
+    BUDDIES: buddies,
+    PREDICTOR: predictor,
+    SENSITIVITY: sensitivity,
+}
 
 
 @cache
@@ -131,6 +143,8 @@ def other_profile(kind: str) -> str:
         for name, array in arrays.items():
             if array.shape[0] == shipped.num_experts:
                 arrays[name] = array[::-1]
+    elif kind == SENSITIVITY:
+        arrays[LAYERS] = arrays[LAYERS][::-1]
     else:
         for name in (PAIRS, WEIGHTED, SIMILARITY):
             arrays[name] = arrays[name][:, ::-1, ::-1]

@@ -22,7 +22,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 ARTIFACT_DIR = Path(__file__).resolve().parent.parent / "artifacts"
 FORMAT_VERSION = 1
-BUDDIES, PREDICTOR = "buddies", "predictor"
+BUDDIES, PREDICTOR, SENSITIVITY = "buddies", "predictor", "sensitivity"
 _METADATA_KEY = "moecache"
 _PACKAGES = ("lm-eval-moecache", "torch", "transformers", "numpy", "safetensors")
 _FIELDS = ("model", "num_layers", "num_experts", "top_k", "router_digest", "made_from", "versions")

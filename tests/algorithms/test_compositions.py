@@ -41,7 +41,7 @@ PAPERS = {
     "promoe": ("standard", "predictor", "lru", "fetch"),
     # Systems the five papers compare with.
     "moe_infinity": ("standard", "history", "lfu", "fetch"),
-    "adapmoe": ("pruning", "next_gate", "lru", "fetch"),
+    "adapmoe": ("sensitivity", "next_gate", "lru", "fetch"),
     "finemoe": ("standard", "expert_map", "lfu", "fetch"),
     "swapmoe": ("cumsum", "importance", "lfu", "fetch"),
     "fate": ("standard", "next_gate", "shallow_first", "fetch"),

@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
-from lm_eval_moecache.records.artifact import BUDDIES, PREDICTOR
+from lm_eval_moecache.records.artifact import BUDDIES, PREDICTOR, SENSITIVITY
 from tests.algorithms.streams import make_geometry, policy_of, run
 from tests.artifacts import other_profile, profile_for
 
@@ -29,6 +29,10 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("miss", "drop_cascade", "t2"): (0.61, 0.7, 0.8),
     # One that fits the streams, one that fits `tiny`: what does not fit is refused.
     ("miss", "buddy", "profile"): (profile_for(BUDDIES, GEOMETRY, 1), other_profile(BUDDIES)),
+    ("routing", "sensitivity", "profile"): (
+        profile_for(SENSITIVITY, GEOMETRY, 1),
+        other_profile(SENSITIVITY),
+    ),
     ("prefetch", "predictor", "profile"): (
         profile_for(PREDICTOR, GEOMETRY, 1),
         other_profile(PREDICTOR),

@@ -1,0 +1,60 @@
+"""Sensitivity gating: light experts are left out where the loss would hardly notice."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.artifact import SENSITIVITY
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, load_sensitivity, rises
+
+
+class Sensitivity(RoutingAlgorithm):
+    """Keeps as few of a token's heaviest experts as the layer's sensitivity allows.
+
+    AdapMoE (Zhong et al., ICCAD 2024; arXiv 2408.10284): with top-2 gating the second expert is
+    left out where (1 - alpha)^2 S_l <= T, alpha being the first one's weight and S_l the
+    second-order (Fisher) sensitivity of layer l; activations fall by 25% "without accuracy loss"
+    (its repository's README, from which this is written). For more than two experts 1 - alpha is
+    the share of all that are left out, so the lightest go first; the kept ones share the weight,
+    as one of two does in the paper. Cost: O(top_k) per token.
+
+    Parameters: profile, a file of `moecache profile sensitivity` (default: the one that ships for
+    the model); share of activations to leave out on the profile's text, above 0 and below 1
+    (0.25); threshold T in place of it.
+    """
+
+    source: ClassVar[str] = "Zhong et al. 2024 (AdapMoE), sensitivity-based gating"
+    uses_logits: ClassVar[bool] = True
+    artifact_kind: ClassVar[str | None] = SENSITIVITY
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        profile: str | None = None,
+        share: float = 0.25,
+        threshold: float | None = None,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < share < 1:
+            raise ValueError(f"routing.share={share} must lie above 0 and below 1.")
+        if threshold is not None and not threshold > 0:
+            raise ValueError(f"routing.threshold={threshold} must be above 0.")
+        self.artifact = load_sensitivity(profile, geometry)
+        self._sensitivity: list[float] = self.artifact.arrays[LAYERS].tolist()
+        known = self.artifact.arrays[THRESHOLDS]
+        asked = float(np.interp(100 * share, np.arange(101), known))
+        self._threshold = asked if threshold is None else threshold
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        assert event.experts is not None and event.weights is not None
+        keep = rises(event.weights, self._sensitivity[event.layer]) > self._threshold
+        return None if keep.all() else Selection(event.experts, keep, renormalize=True)
