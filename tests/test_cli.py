@@ -63,6 +63,35 @@ def test_policies_of_one_axis_as_json(capsys: Captured) -> None:
     assert names == algorithm_names("eviction")
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_every_parameter_of_every_algorithm_is_explained(axis: str, capsys: Captured) -> None:
+    for name in algorithm_names(axis):
+        assert main(["policies", name, "--axis", axis, "--json"]) == 0
+        (found, *_) = json.loads(capsys.readouterr().out)["algorithms"]
+        for parameter in found["parameters"]:
+            assert len(parameter["meaning"].split()) > 2, (name, parameter["name"])
+            assert parameter["type"]
+
+
+def test_a_policy_is_explained_with_what_it_sets(capsys: Captured) -> None:
+    assert main(["policies", "hobbit"]) == 0
+    text = capsys.readouterr().out
+    assert "policy=hobbit: HOBBIT" in text
+    assert "miss=cascade" in text
+    assert "`upgrade` an important expert" in " ".join(text.split())
+    assert main(["policies", "specmd"]) == 0
+    assert "prefetch.percentile=80.0" in capsys.readouterr().out
+
+
+def test_a_name_of_two_axes_is_explained_on_both(capsys: Captured) -> None:
+    assert main(["policies", "score"]) == 0
+    text = capsys.readouterr().out
+    assert "prefetch=score" in text
+    assert "eviction=score" in text
+    assert main(["policies", "scroe"]) == 2
+    assert "Did you mean 'score'?" in capsys.readouterr().err
+
+
 def test_options_may_come_from_a_file(capsys: Captured, tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text("axis: miss\n")

@@ -1,4 +1,4 @@
-"""List compositions and algorithms, with parameters, defaults and sources."""
+"""List compositions and algorithms, or explain one: its parameters, defaults and source."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.report.explain import as_text, explain
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="explain this composition or algorithm")
     parser.add_argument("--axis", choices=AXES, help="show the algorithms of one axis only")
 
 
 def run(arguments: Namespace) -> int:
+    if arguments.name is not None:
+        found = explain(arguments.name, AXES if arguments.axis is None else (arguments.axis,))
+        text = json.dumps(found, indent=2) + "\n" if arguments.json else as_text(found)
+        sys.stdout.write(text)
+        return 0
     listing = collect(AXES if arguments.axis is None else (arguments.axis,))
     if arguments.json:
         sys.stdout.write(json.dumps(listing, indent=2) + "\n")

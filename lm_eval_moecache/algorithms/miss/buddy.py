@@ -47,7 +47,10 @@ class Buddy(MissAlgorithm):
     missing and substitute. Cost: O(E) per absent expert of a token.
 
     Parameters: profile, file of `moecache profile buddies` (`tiny` has one); alpha (one number or
-    one a layer) and k_max, the profile's own where not given; H, all of the list; rho, no budget.
+    one a layer) and k_max, the profile's own where not given; H, all of the list; rho, no budget;
+    measure, what ranks buddies: counts, counts times weight, or how alike outputs are; tau_scale,
+    of tau; temperature, of the probabilities in TAE; kappa, what a hop takes off Psi; fallback, for
+    an expert without a buddy.
     """
 
     source: ClassVar[str] = "BuddyMoE sections 3.1 to 3.3 and algorithm 1"

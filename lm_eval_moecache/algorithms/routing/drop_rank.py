@@ -18,7 +18,8 @@ class DropRank(RoutingAlgorithm):
 
     Mixture of Cache-Conditional Experts section 2.3, Figure 2 left: "completely removing experts
     ranked at or above a specified index" (`scope=from`). `scope=only` is the counterpart of
-    `swap_rank` at one rank. No weight is renormalised unless asked. Cost: O(1) per token.
+    `swap_rank` at one rank. No weight is renormalised unless
+    asked (`renormalize`). Cost: O(1) per token.
 
     Parameters: rank, from 1, the heaviest, to top_k (default 2, where all four models of the
     figure begin to suffer).
