@@ -8,15 +8,13 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, import_class, parameters_of
 from lm_eval_moecache.records.errors import nearest, unknown
+from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.paths import policies_dir
 
 PHASES = ("all", "decode")
-_FIELDS = ("name", "source", "phases", *AXES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +167,7 @@ def _check_phases(policy: Policy, overrides: Mapping[str, Any]) -> None:
 
 def _find(name: str) -> Path:
     path = Path(name) if name.endswith((".yaml", ".yml")) else policies_dir() / f"{name}.yaml"
-    if not path.is_file():
+    if not is_file(path):
         if path.parent == policies_dir():
             raise unknown("policy", name, policy_names())
         raise ValueError(f"policy={name!r}: there is no such file.")
@@ -193,23 +191,17 @@ def _override(
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"policy={str(path)!r} is not readable YAML: {error}") from error
+    data = read_yaml(path, f"policy={str(path)!r}")
     if not isinstance(data, dict):
         raise ValueError(f"policy={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
     return _checked(data, f"policy file {path.name}")
 
 
 def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    for key in data:
-        if key not in _FIELDS:
-            raise unknown(f"{where}: field", key, _FIELDS)
-    for axis in AXES:
-        if axis not in data:
-            raise ValueError(f"{where} lacks {axis!r}.")
-    return data
+    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas.policy import PolicyFile
+
+    return check(PolicyFile, dict(data), where).model_dump(exclude_none=True, exclude_unset=True)
 
 
 def _as_mapping(axis: str, value: object, where: str) -> dict[str, Any]:

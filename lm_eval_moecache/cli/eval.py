@@ -7,8 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
+from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.paths import task_configs_dir
 
 
@@ -45,7 +44,7 @@ def completed(argv: Sequence[str]) -> list[str]:
 def _keys_of(path: Path) -> set[str]:
     """Return the keys that a config file sets; what is wrong with the file, lm-eval will say."""
     try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        data = read_yaml(path, str(path))
+    except ValueError:
         return set()
     return {k for k, v in data.items() if v is not None} if isinstance(data, dict) else set()

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import parse_yaml, read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
 from lm_eval_moecache.report.replay_table import as_json, as_table
@@ -134,10 +135,7 @@ def _split_configs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _read_file(file: str) -> dict[str, Any]:
     """Read a `--config` file; an axis may be a mapping, as in a policy's file."""
-    try:
-        found = yaml.safe_load(Path(file).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"config={file!r} cannot be read: {error}") from error
+    found = read_yaml(file, f"config={file!r}")
     if not isinstance(found, dict):
         raise ValueError(f"config={file!r} must hold a mapping of options.")
     known = set(vars(_parser().get_defaults())) - {"config"}
@@ -188,10 +186,7 @@ def _split_parameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             if not queue:
                 raise ValueError(f"{word} needs a value: {word}=VALUE.")
             value = queue.pop(0)
-        try:
-            parameters[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{word}: {value!r} is not a value: {error}") from error
+        parameters[name] = parse_yaml(value, f"--{name}={shown(value)}")
     return rest, parameters
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import read_json, read_yaml
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.report import Board
 from lm_eval_moecache.report.html import as_html
 from lm_eval_moecache.report.render import as_csv, as_json, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs
@@ -22,7 +22,6 @@ from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.tune.outcome import front_table
 
 BOARD = "table.yaml"
-_BOARD_FIELDS = ("title", "where", "columns", "sort", "views")
 _FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "md": as_markdown,
     "csv": lambda tables: as_csv(tables[0]),
@@ -102,7 +101,9 @@ def other_tables(folder: Path) -> dict[Path, str]:
         target = path.with_suffix(".md")
         if path.name == "table.json" or not target.is_file():
             continue
-        data = json.loads(path.read_text())
+        data = read_json(path, repr(str(path)))
+        if not isinstance(data, dict):
+            continue
         if "rows" in data:
             found[target] = rows_as_markdown(data["rows"])
         elif "front" in data:
@@ -138,13 +139,8 @@ def _board(folder: Path) -> dict[str, Any]:
         path = folder / "sweep.yaml"
         sweep = read_sweep(path) if path.is_file() else None
         return {"title": sweep.title or sweep.name, "views": sweep.views} if sweep else {}
-    board = yaml.safe_load(path.read_text())
-    if not isinstance(board, dict):
-        raise ValueError(f"{path} must hold a mapping of {', '.join(_BOARD_FIELDS)}.")
-    for key in board:
-        if key not in _BOARD_FIELDS:
-            raise unknown(f"{BOARD}: field", key, _BOARD_FIELDS)
-    return board
+    found = check(Board, read_yaml(path, str(path)), str(path))
+    return found.model_dump(exclude_unset=True)
 
 
 def _split(text: str | None) -> list[str] | None:

@@ -7,6 +7,7 @@ package for models that have a folder in `artifacts/`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,10 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.records.files import is_file, parse_json
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import shown
 
 ARTIFACT_DIR = Path(__file__).resolve().parent.parent / "artifacts"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 has a checksum of the content; files of version 1, which have none, are read as they are."""
+_READABLE = (1, 2)
 BUDDIES, PREDICTOR, SENSITIVITY = "buddies", "predictor", "sensitivity"
 _METADATA_KEY = "moecache"
 _PACKAGES = ("lm-eval-moecache", "torch", "transformers", "numpy", "safetensors")
@@ -74,6 +79,7 @@ def write_artifact(path: str | Path, artifact: Artifact) -> None:
     described["versions"] = dict(artifact.versions) or _versions()
     header = {"format": FORMAT_VERSION, "kind": artifact.kind, **described}
     arrays = {name: np.ascontiguousarray(artifact.arrays[name]) for name in sorted(artifact.arrays)}
+    header["digest"] = content_digest(header, arrays)
     data = save(arrays, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,17 +91,30 @@ def write_artifact(path: str | Path, artifact: Artifact) -> None:
         partial.unlink(missing_ok=True)
 
 
+def content_digest(
+    header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
+) -> str:
+    """Return the checksum of an artifact's metadata and arrays, names, types and shapes included."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
 def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
     """Read a file of this kind. ValueError names `key`, the option it was given by."""
     from safetensors import SafetensorError, safe_open
 
-    if not Path(path).is_file():
+    if not is_file(path):
         raise ValueError(f"{key}={str(path)!r}: there is no such file.")
     try:
         with safe_open(path, "numpy") as file:
             text = (file.metadata() or {}).get(_METADATA_KEY)
             header = _header(text, path, kind, key)
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            _check_digest(text, arrays, path, key)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{key}={str(path)!r} is not a whole artifact file (truncated, or of another format): "
@@ -151,28 +170,43 @@ def _shipped(kind: str, model: str) -> str | None:
 
 
 def _header(text: str | None, path: str | Path, kind: str, key: str) -> dict[str, Any]:
+    from lm_eval_moecache.records.schemas.artifact import ArtifactHeader
+    from lm_eval_moecache.records.schemas.base import check
+
     foreign = (
         f"{key}={str(path)!r} is a safetensors file, but not an artifact of `moecache profile`"
     )
     if text is None:
         raise ValueError(f"{foreign}: it has no {_METADATA_KEY!r} metadata.")
-    try:
-        header = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{foreign}: its metadata is not JSON: {error}.") from error
-    missing = [name for name in ("format", "kind", *_FIELDS) if name not in header]
-    if missing:
-        raise ValueError(f"{foreign}: its metadata lacks {', '.join(missing)}.")
-    if header["format"] != FORMAT_VERSION:
+    what = f"{foreign}: its metadata"
+    header = parse_json(text, what)
+    if not isinstance(header, dict) or "format" not in header:
+        raise ValueError(f"{what} lacks 'format'.")
+    if header["format"] not in _READABLE:
         raise ValueError(
-            f"{key}={str(path)!r} has format version {header['format']}; this release reads "
-            f"{FORMAT_VERSION}. Make it anew with `moecache profile {kind}`."
+            f"{key}={str(path)!r} has format version {shown(header['format'])}; this release reads "
+            f"{' and '.join(map(str, _READABLE))}. Make it anew with `moecache profile {kind}`."
         )
-    if header["kind"] != kind:
+    found = check(ArtifactHeader, header, f"{key}={str(path)!r}: its metadata")
+    if found.kind != kind:
         raise ValueError(
-            f"{key}={str(path)!r} holds an artifact of kind {header['kind']!r}; needed: {kind!r}."
+            f"{key}={str(path)!r} holds an artifact of kind {found.kind!r}; needed: {kind!r}."
         )
-    return {name: header[name] for name in _FIELDS}
+    if found.format > 1 and found.digest is None:
+        raise ValueError(f"{key}={str(path)!r}: its metadata lacks 'digest'.")
+    return {name: getattr(found, name) for name in _FIELDS}
+
+
+def _check_digest(
+    text: str, arrays: Mapping[str, npt.NDArray[Any]], path: str | Path, key: str
+) -> None:
+    header = json.loads(text)
+    told = header.pop("digest", None)
+    if told is not None and content_digest(header, arrays) != told:
+        raise ValueError(
+            f"{key}={str(path)!r}: its content is not what was written: the checksum in its "
+            "metadata is another. Copy or make the file anew."
+        )
 
 
 def _versions() -> dict[str, str]:

@@ -155,6 +155,9 @@ class BuddyProfile:
 
 def check_profile(artifact: Artifact) -> None:
     """Raise ValueError for a buddy profile whose lists would rest on no evidence."""
+    from lm_eval_moecache.records.schemas.artifact import MadeBuddies
+    from lm_eval_moecache.records.schemas.base import check
+
     layers, experts = artifact.num_layers, artifact.num_experts
     square = (layers, experts, experts)
     shapes: dict[str, tuple[int, ...]] = {"activations": (layers, experts)}
@@ -162,9 +165,7 @@ def check_profile(artifact: Artifact) -> None:
     num_sampled = artifact.arrays[TOP_LOGITS].shape[1:2] if TOP_LOGITS in artifact.arrays else (1,)
     artifact.require(**shapes, **{TOP_LOGITS: (layers, *num_sampled, artifact.top_k)})
     where = artifact.path or "the profile"
-    missing = [name for name in ("alpha", "k_max", "smoothing") if name not in artifact.made_from]
-    if missing:
-        raise ValueError(f"{where}: its `made_from` lacks {', '.join(missing)}.")
+    check(MadeBuddies, artifact.made_from, f"{where}: its `made_from`")
     for name in (PAIRS, WEIGHTED):
         counts = artifact.arrays[name]
         if (counts < 0).any() or not np.allclose(counts, counts.transpose(0, 2, 1)):

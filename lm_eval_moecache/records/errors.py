@@ -5,16 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from lm_eval_moecache.records.numbers import shown
+
 
 def nearest(value: str, allowed: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"`, or an empty string where nothing is close."""
-    close = difflib.get_close_matches(str(value), list(allowed), n=1, cutoff=0.5)
+    # Comparing takes time with the square of the length, and no name is that long.
+    close = difflib.get_close_matches(str(value)[:100], list(allowed), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
     """Build the error for a value outside a closed list of names."""
     names = sorted(allowed)
+    if not isinstance(value, str):
+        return ValueError(f"{key}={shown(value)} is not known. Allowed: {', '.join(names)}.")
     return ValueError(
-        f"{key}={value!r} is not known.{nearest(str(value), names)} Allowed: {', '.join(names)}."
+        f"{key}={shown(value)} is not known.{nearest(str(value), names)} Allowed: {', '.join(names)}."
     )

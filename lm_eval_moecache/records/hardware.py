@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -46,7 +45,7 @@ def profile_names() -> list[str]:
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """Load a profile by name or by path; `bandwidth` (`5GB/s`) replaces its link's."""
     path = Path(name) if str(name).endswith((".yaml", ".yml")) else PROFILE_DIR / f"{name}.yaml"
-    if not path.is_file():
+    if not is_file(path):
         if path.parent == PROFILE_DIR:
             raise unknown("hardware", name, profile_names())
         raise ValueError(f"hardware={name!r}: there is no such file.")
@@ -64,25 +63,11 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
-    try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"hardware={str(path)!r} is not readable YAML: {error}") from error
+    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas.hardware import hardware_schema
+
+    data = read_yaml(path, f"hardware={str(path)!r}")
     if not isinstance(data, dict):
         raise ValueError(f"hardware={str(path)!r} must hold a mapping of the profile's fields.")
-    known = {field.name for field in fields(Hardware)}
-    for key in data:
-        if key not in known:
-            raise unknown(f"hardware file {path.name}: field", key, known)
-    missing = sorted(known - {"source"} - set(data))
-    if missing:
-        raise ValueError(f"hardware file {path.name} lacks {', '.join(missing)}.")
-    numbers = known - {"name", "source"}
-    for key in numbers:
-        try:
-            data[key] = float(data[key])
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"hardware file {path.name}: {key}={data[key]!r} is not a number."
-            ) from None
-    return Hardware(**data)
+    found = check(hardware_schema(Hardware), data, f"hardware file {path.name}")
+    return Hardware(**dict(found))

@@ -6,9 +6,7 @@ so that a result says what was run even where the file is gone.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+from lm_eval_moecache.records.files import read_json
 FIELD = "experts_per_layer"
 SUFFIXES = (".json",)
 _SUFFIX = "/layer"
@@ -21,12 +19,7 @@ def is_profile(text: str) -> bool:
 
 def read_profile(path: str) -> list[int]:
     """Return the experts each layer may keep. Raises ValueError naming file, field and value."""
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"capacity={path!r}: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise ValueError(f"capacity={path!r} is not readable JSON: {error}.") from error
+    data = read_json(path, f"capacity={path!r}")
     sizes = data.get(FIELD) if isinstance(data, dict) else None
     if not isinstance(sizes, list) or not sizes or not all(map(_is_size, sizes)):
         raise ValueError(

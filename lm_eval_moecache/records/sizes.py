@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 from lm_eval_moecache.records import layer_sizes
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import read_count, read_number, shown
 
 _UNITS = {
     "": 1,
@@ -21,6 +21,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST_BYTES = 10**18
+"""A million times the largest memory of today: more is a slip of the finger."""
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
 CAPACITY_FORMS = (
@@ -63,7 +65,7 @@ def _size(text: str) -> int | None:
     if match is None or match[2].lower() not in _UNITS:
         return None
     size = float(match[1]) * _UNITS[match[2].lower()]
-    return int(size) if math.isfinite(size) else None
+    return int(size) if size <= _MOST_BYTES else None
 
 
 def _bare_number(text: str) -> float | None:
@@ -114,18 +116,20 @@ def check_capacity(text: object) -> None:
     number = _bare_number(body)
     try:
         if number is not None:
-            valid = number > 0 and number.is_integer()
+            read_count("capacity", number, least=1)
+            valid = True
         elif body.endswith("%"):
-            valid = 0 < float(body[:-1]) <= 100
+            valid = read_number("capacity", body[:-1], above=0, most=100) > 0
         elif is_per_layer(body):
-            valid = int(body[: -len("/layer")]) > 0
+            count = body[: -len("/layer")]
+            valid = count.isascii() and count.isdigit() and read_count("capacity", count) > 0
         else:
             valid = parse_bytes(body, "capacity") > 0
     except ValueError:
         valid = False
     if not valid:
         raise ValueError(
-            f"capacity={text!r} is not a capacity. Allowed: {CAPACITY_FORMS}; "
+            f"capacity={shown(text)} is not a capacity. Allowed: {CAPACITY_FORMS}; "
             "above zero, and at most 100%."
         )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.records.files import exists, read_json
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.results import ResultsFile
+
+logger = logging.getLogger(__name__)
 # Of several metrics of a task the first of these is its accuracy; else the first it reports.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
@@ -99,12 +104,15 @@ class Run:
 def load_runs(place: Path) -> list[Run]:
     """Load every results JSON under a folder (or one file), in order of experiment and run id.
 
+    A file of a folder that cannot be read is left out with a warning that names file and field.
     Raises FileNotFoundError where there is no such place, ValueError where nothing is usable.
     """
-    if not place.exists():
+    if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
-    paths = [place] if place.is_file() else sorted(place.rglob("*.json"))
-    runs = [run for path in paths if (run := _load(path)) is not None]
+    if place.is_file():
+        runs = [run for run in [_load(place)] if run is not None]
+    else:
+        runs = [run for path in sorted(place.rglob("*.json")) if (run := _load_or_tell(path))]
     if not runs:
         raise ValueError(
             f"{str(place)!r} holds no results of moecache runs: JSON files written by "
@@ -113,33 +121,38 @@ def load_runs(place: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run.experiment, run.run_id, str(run.path)))
 
 
+def _load_or_tell(path: Path) -> Run | None:
+    try:
+        return _load(path)
+    except ValueError as error:
+        logger.warning("left out: %s", error)
+        return None
+
+
 def _load(path: Path) -> Run | None:
     """Return the run in a file, or None where the file is some other JSON."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not readable JSON: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("results"), dict):
+    data = read_json(path, repr(str(path)))
+    if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
         return None
-    config = data.get("config", {})
-    if "moecache" not in config:
+    if "moecache" not in data["config"] or "results" not in data:
         return None
-    ours = "configuration" in data
-    given = data["configuration"] if ours else _given(config)
+    found = check(ResultsFile, data, repr(str(path)))
+    config = data["config"]
+    given = _given(config) if found.configuration is None else data["configuration"]
     options = {k: v for k, v in given.items() if k not in ("model", "model_args", "tasks")}
     return Run(
         path=path,
-        run_id=str(data.get("run_id", path.stem)),
-        experiment=str(data.get("experiment", path.parent.name)),
-        label=data.get("label"),
+        run_id=found.run_id or path.stem,
+        experiment=found.experiment or path.parent.name,
+        label=found.label,
         model=str(given["model"]),
         tasks_given=tuple(given.get("tasks", ())),
         model_args=given["model_args"],
         options=options,
         moecache=config["moecache"],
         results=data["results"],
-        higher_is_better=data.get("higher_is_better", {}),
-        subtasks={k: v for k, v in data.get("group_subtasks", {}).items() if v},
+        higher_is_better={k: v or {} for k, v in found.higher_is_better.items()},
+        subtasks={k: v for k, v in found.group_subtasks.items() if v},
         samples=data.get("scores", {}),
     )
 

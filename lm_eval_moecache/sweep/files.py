@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.records.files import read_json
+from lm_eval_moecache.records.numbers import finite
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.results import ResultsFile
+
+logger = logging.getLogger(__name__)
 RUNS, FAILED = "runs", "failed"
 _TEMPORARY = ".part"
 
@@ -32,7 +39,7 @@ def write_atomically(path: Path, text: str) -> None:
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
     path = folder / RUNS / f"{record['run_id']}.json"
     # `default`: lm-eval's own facts hold a torch.dtype.
-    text = json.dumps(record, indent=1, ensure_ascii=False, default=str)
+    text = json.dumps(finite(record), indent=1, ensure_ascii=False, default=str, allow_nan=False)
     write_atomically(path, text + "\n")
     (folder / FAILED / f"{record['run_id']}.txt").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -45,15 +52,19 @@ def write_failure(folder: Path, run_id: str, text: str) -> None:
 
 
 def finished(folder: Path) -> dict[str, Path]:
-    """Return configuration hash -> file of every finished run. Raises ValueError if unreadable."""
+    """Return configuration hash -> file of every finished run.
+
+    A file that is none is told of and left out: its cell runs again.
+    """
     found: dict[str, Path] = {}
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
-            found.setdefault(json.loads(path.read_text())["configuration_hash"], path)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is not a run of this sweep ({error!r}). Move it away, or repair it."
-            ) from error
+            record = check(ResultsFile, read_json(path, str(path)), str(path))
+        except ValueError as error:
+            logger.warning("no finished run: %s", error)
+            continue
+        if record.configuration_hash is not None:
+            found.setdefault(record.configuration_hash, path)
     return found
 
 

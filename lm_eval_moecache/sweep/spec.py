@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import BaseModel
 
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import is_file, read_yaml
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.sweep import Options, SweepSchema
 
 EXECUTORS = ("local", "ray", "submitit")
 # What a cell gives to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
 OPTIONS = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "system_instruction")
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
+MOST_CELLS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,50 +99,61 @@ class SweepFile:
             model=model,
             model_args={k: v for k, v in given.items() if k not in _RUN_KEYS},
             tasks=tasks,
-            options={k: whole[k] for k in OPTIONS if whole.get(k) is not None},
+            options=_options({k: whole[k] for k in OPTIONS if whole.get(k) is not None}),
             include_path=self.include_path,
             label=None if label is None else str(label),
         )
 
 
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check what goes to the evaluation: lm-eval would say so after the model has been loaded."""
+    return check(Options, given, "evaluation options").model_dump(exclude_unset=True)
+
+
 def read_sweep(path: Path) -> SweepFile:
     """Read and check a sweep file. Raises ValueError naming the field, FileNotFoundError."""
-    if not path.is_file():
+    if not is_file(path):
         raise FileNotFoundError(f"sweep file {str(path)!r}: there is no such file.")
-    try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"sweep file {path.name} is not readable YAML: {error}") from error
+    what = f"sweep file {path.name}"
+    data = read_yaml(path, what)
     if not isinstance(data, dict):
-        raise ValueError(f"sweep file {path.name} must hold a mapping with `tasks` and `grid`.")
-    known = tuple(SweepFile.__dataclass_fields__)
-    for key in data:
-        if key not in known:
-            raise unknown(f"sweep file {path.name}: field", key, known)
-    fields = {key: value for key, value in data.items() if value is not None}
-    fields.setdefault("name", path.resolve().parent.name)
-    for key in ("name", "title", "model"):
-        fields[key] = str(fields.get(key, SweepFile.__dataclass_fields__[key].default))
-    for key in ("base", "executor_options"):
-        fields[key] = _mapping(key, fields.get(key, {}))
-    for key in ("runs", "exclude", "views", "figures"):
-        if key in fields:
-            fields[key] = _mappings(key, fields[key])
-    if "grid" in fields:
-        fields["grid"] = tuple(_axes(grid) for grid in _mappings("grid", fields["grid"]))
-    for key in ("tasks", "include_path"):
-        fields[key] = _names(key, fields.get(key, ()))
-    _check_values(fields)
-    return SweepFile(**fields)
+        raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
+    given = {key: value for key, value in data.items() if value is not None}
+    given.setdefault("name", path.resolve().parent.name)
+    found = check(SweepSchema, given, what)
+    fields = {key: _plain(value) for key, value in found}
+    fields["grid"] = tuple(_axes(grid) for grid in found.grid)
+    sweep = SweepFile(**fields)
+    _check_size(sweep)
+    _check_exclude(sweep)
+    return sweep
 
 
-def _check_values(fields: Mapping[str, Any]) -> None:
-    executor = fields.get("executor", "local")
-    if executor not in EXECUTORS:
-        raise unknown("executor", executor, EXECUTORS)
-    jobs = fields.get("jobs", 1)
-    if not isinstance(jobs, int) or jobs < 1:
-        raise ValueError(f"jobs={jobs!r} must be a whole number above 0.")
+def _plain(value: Any) -> Any:
+    """Return lists as tuples, and entries that have a schema of their own as they were written."""
+    if isinstance(value, list):
+        return tuple(_plain(item) for item in value)
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
+def _check_size(sweep: SweepFile) -> None:
+    """Refuse more cells than anybody runs before they are expanded."""
+    per_run = sum(math.prod(len(values) for values in grid.values()) for grid in sweep.grid)
+    total = per_run * len(sweep.runs)
+    if total > MOST_CELLS:
+        raise ValueError(
+            f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "
+            f"{MOST_CELLS} of one sweep. Make several sweeps of it."
+        )
+
+
+def _check_exclude(sweep: SweepFile) -> None:
+    """Refuse an entry that can exclude nothing, as no cell has such a key."""
+    known = {key for part in (*sweep.grid, *sweep.runs, sweep.base) for key in part}
+    for entry in sweep.exclude:
+        for key in entry:
+            if key not in known:
+                raise unknown("exclude: the key", key, known)
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:
@@ -145,19 +161,6 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key}={value!r} must be a name or a list of names.")
     return tuple(names)
-
-
-def _mapping(key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{key}={value!r} must be a mapping of names to values.")
-    return value
-
-
-def _mappings(key: str, value: Any) -> tuple[dict[str, Any], ...]:
-    listed = [value] if isinstance(value, dict) else value
-    if not isinstance(listed, list) or not listed:
-        raise ValueError(f"{key}={value!r} must be a mapping or a list of mappings.")
-    return tuple(_mapping(key, item) for item in listed)
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -5,28 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lm_eval_moecache.records.files import parse_json
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.trace.trace import TracedRequest
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.records.schemas.trace import TraceHeader
 
 VERSION = 1
 HEADER_KEY = b"moecache"
 REQUESTS_KEY = b"moecache_requests"
 """Optional second key, written when a recording ends: one list per request of the ledger."""
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
-_REQUIRED: dict[str, type] = {
-    "version": int,
-    "model": str,
-    "num_layers": int,
-    "num_experts": int,
-    "top_k": int,
-    "expert_bytes": list,
-    "dense_bytes": list,
-    "precision": str,
-    "seed": int,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,61 +67,45 @@ def write_header(header: Header) -> bytes:
 
 def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     """Read the metadata key `moecache`; ValueError names the field that does not fit."""
+    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas.trace import TraceHeader
+
     if metadata is None or HEADER_KEY not in metadata:
         raise ValueError(f"trace {name}: the file has no metadata key 'moecache'.")
-    fields = _parse(name, metadata[HEADER_KEY], "moecache")
-    if not isinstance(fields, dict):
-        raise ValueError(f"trace {name}: metadata 'moecache' must hold a JSON object.")
-    for field, kind in _REQUIRED.items():
-        value = fields.get(field)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise _bad(name, field, value, f"must be of type {kind.__name__}")
-    if fields["version"] != VERSION:
-        raise _bad(name, "version", fields["version"], f"only {VERSION} can be read")
-    depth = fields.get("predicted_depth", 0)
-    if not isinstance(depth, int) or not 0 <= depth < max(fields["num_layers"], 1):
+    what = f"trace {name}: metadata 'moecache'"
+    fields = check(TraceHeader, _parse(name, metadata[HEADER_KEY], "moecache"), what)
+    depth, by = fields.predicted_depth, fields.predicted_by
+    if depth >= fields.num_layers:
         raise _bad(name, "predicted_depth", depth, "must lie below num_layers")
-    by = fields.get("predicted_by", "")
-    if not isinstance(by, str) or (by and depth != 1):
-        raise _bad(name, "predicted_by", by, "must be text, and predicted_depth 1 with it")
+    if by and depth != 1:
+        raise _bad(name, "predicted_by", by, "needs predicted_depth 1 with it")
     return Header(
-        geometry=_geometry(name, fields),
-        seed=fields["seed"],
-        predicted_depth=depth,
-        predicted_by=by,
+        geometry=_geometry(name, fields), seed=fields.seed, predicted_depth=depth, predicted_by=by
     )
 
 
-def _geometry(name: str, fields: Mapping[str, Any]) -> Geometry:
-    precision = tuple(fields["precision"].split(":"))
-    element_bytes = fields.get("element_bytes", _ELEMENT_BYTES.get(precision[0]))
-    if not isinstance(element_bytes, int | float) or element_bytes <= 0:
+def _geometry(name: str, fields: TraceHeader) -> Geometry:
+    precision = tuple(fields.precision.split(":"))
+    element_bytes = fields.element_bytes or _ELEMENT_BYTES.get(precision[0])
+    if element_bytes is None:
         known = ", ".join(_ELEMENT_BYTES)
-        raise _bad(name, "precision", fields["precision"], f"needs one of {known} or element_bytes")
-    levels = fields.get("levels", [[size] for size in fields["expert_bytes"]])
-    computed = fields.get("compute_bytes", [])
-    for field, sizes, least in (
-        ("expert_bytes", fields["expert_bytes"], 1),
-        ("dense_bytes", fields["dense_bytes"], 0),
-        ("compute_bytes", computed, 1),
-    ):
-        if not isinstance(sizes, list) or not _are_sizes(sizes, least):
-            raise _bad(name, field, sizes, f"must be whole numbers of {least} or more")
-    if not isinstance(levels, list) or not all(
-        isinstance(r, list) and len(r) == len(precision) and _are_sizes(r, 1) for r in levels
-    ):
+        raise _bad(name, "precision", fields.precision, f"needs one of {known} or element_bytes")
+    levels = fields.levels or [[size] for size in fields.expert_bytes]
+    if any(len(sizes) != len(precision) for sizes in levels):
         raise _bad(name, "levels", levels, "must hold one size per precision for each layer")
+    if fields.levels and [sizes[0] for sizes in levels] != fields.expert_bytes:
+        raise _bad(name, "levels", levels, "must begin with the sizes of expert_bytes")
     try:
         return Geometry(
-            model=fields["model"],
-            num_layers=fields["num_layers"],
-            num_experts=fields["num_experts"],
-            top_k=fields["top_k"],
+            model=fields.model,
+            num_layers=fields.num_layers,
+            num_experts=fields.num_experts,
+            top_k=fields.top_k,
             expert_bytes=tuple(tuple(sizes) for sizes in levels),
-            dense_bytes=tuple(fields["dense_bytes"]),
+            dense_bytes=tuple(fields.dense_bytes),
             precision=precision,
             element_bytes=float(element_bytes),
-            compute_bytes=tuple(computed),
+            compute_bytes=tuple(fields.compute_bytes),
         )
     except ValueError as error:
         raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error
@@ -154,8 +132,10 @@ def read_requests(
     found = []
     for index, row in enumerate(rows):
         match row:
-            case [str(task), str(kind), int(prompt), int() | None as output, list(passes)] if all(
-                isinstance(p, int) and 0 <= p < num_passes for p in passes
+            case [str(task), str(kind), int(prompt), int() | None as output, list(passes)] if (
+                prompt >= 0
+                and (output is None or output >= 0)
+                and all(type(p) is int and 0 <= p < num_passes for p in passes)
             ):
                 found.append(
                     TracedRequest(
@@ -175,15 +155,8 @@ def read_requests(
 
 
 def _parse(name: str, text: bytes, key: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"trace {name}: metadata {key!r} is not JSON: {error}") from error
-
-
-def _are_sizes(values: list[Any], least: int) -> bool:
-    return all(isinstance(v, int) and not isinstance(v, bool) and v >= least for v in values)
+    return parse_json(text, f"trace {name}: metadata {key!r}")
 
 
 def _bad(name: str, field: str, value: object, rule: str) -> ValueError:
-    return ValueError(f"trace {name}: metadata 'moecache': {field}={value!r} {rule}.")
+    return ValueError(f"trace {name}: metadata 'moecache': {field}={shown(value)} {rule}.")

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lm_eval_moecache.algorithms.policy import unmangle
 from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.space import SIZES, SpaceFile
 
 DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
-_SIZES = ("top_k", "num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Space:
 
     def fit(self, geometry: Geometry) -> Space:
         """Put a model's sizes in the place of their names."""
-        sizes = {name: getattr(geometry, name) for name in _SIZES}
+        sizes = {name: getattr(geometry, name) for name in SIZES}
         return Space(
             {
                 axis: {
@@ -62,40 +62,16 @@ class Space:
 
 def read_space(path: Path) -> Space:
     """Read a space file. Raises ValueError naming what is unknown or malformed."""
-    try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"space={str(path)!r} cannot be read: {error}") from error
-    if not isinstance(data, dict) or set(data) != set(AXES):
-        raise ValueError(f"space={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
-    axes: dict[str, dict[str, dict[str, Any]]] = {}
+    what = f"space={str(path)!r}"
+    found = check(SpaceFile, read_yaml(path, what), what)
+    axes: dict[str, dict[str, dict[str, Any]]] = {axis: dict(getattr(found, axis)) for axis in AXES}
     for axis in AXES:
-        if not isinstance(data[axis], dict) or not data[axis]:
-            raise ValueError(f"space: {axis} must map algorithms to their parameters.")
-        axes[axis] = {}
-        for name, parameters in data[axis].items():
+        for name, parameters in axes[axis].items():
             known = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
-            axes[axis][name] = dict(parameters or {})
-            for parameter, values in axes[axis][name].items():
+            for parameter in parameters:
                 if parameter not in known:
                     raise unknown(f"space: {axis}.{name}: parameter", parameter, known)
-                _check(f"{axis}.{name}.{parameter}", values)
     return Space(axes)
-
-
-def _check(key: str, given: Any) -> None:
-    if isinstance(given, list) and given:
-        return
-    if isinstance(given, dict) and {"low", "high"} <= set(given) <= {"low", "high", "log"}:
-        ends = given["low"], given["high"]
-        numbers = [n for n in ends if isinstance(n, (int, float))]
-        names = [n for n in ends if n in _SIZES]
-        if len(numbers) + len(names) == 2 and (len(numbers) < 2 or ends[0] <= ends[1]):
-            return
-    raise ValueError(
-        f"space: {key}={given!r} must be a list of choices, or `low` and `high` (and `log: true`) "
-        f"as numbers or {' or '.join(_SIZES)}, low not above high."
-    )
 
 
 def _fitted(values: Any, sizes: Mapping[str, int]) -> Any:

@@ -78,11 +78,15 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     [
         ({"peak_flops": 0}, "peak_flops=0.0 must be above 0"),
         ({"link_bytes_per_s": -1}, "link_bytes_per_s=-1.0 must be above 0"),
-        ({"memory_bytes": float("nan")}, "memory_bytes=nan must be above 0"),
+        ({"memory_bytes": float("nan")}, "memory_bytes=nan is not a number"),
+        ({"link_latency_s": float("inf")}, "link_latency_s=inf is not a number"),
+        ({"peak_flops": True}, "peak_flops=True is not a number"),
+        ({"peak_flops": 10**400}, "peak_flops=1000.* is not a number"),
+        ({"peak_flops": "1_0"}, "peak_flops=.1_0. is not a number"),
         ({"link_latency_s": -1e-6}, "link_latency_s=-1e-06 must be 0 or more"),
         ({"kernel_overhead_s": "soon"}, "kernel_overhead_s='soon' is not a number"),
         ({"peak_flops": [1]}, r"peak_flops=\[1\] is not a number"),
-        ({"peak_flops": None}, "lacks peak_flops"),
+        ({"peak_flops": None}, "lacks .peak_flops."),
         ({"peak_flop": 1.0}, "field='peak_flop' is not known. Did you mean 'peak_flops'"),
     ],
 )

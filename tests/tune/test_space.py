@@ -82,8 +82,8 @@ def test_the_furthest_look_ahead_is_known(tmp_path: Path, depth: Any, reach: int
         ({"routing": {"cache_prior": {"lambda": []}}}, "routing.cache_prior.lambda=\\[\\]"),
         ({"routing": {"cache_prior": {"lambda": {"low": 1, "high": 0.5}}}}, "low not above high"),
         ({"routing": {"cache_prior": {"top_j": {"low": 0, "high": "topk"}}}}, "top_k"),
-        ({"routing": {}}, "routing must map"),
-        ({"router": {"standard": {}}}, "must hold a mapping with"),
+        ({"routing": {}}, "routing={} must map"),
+        ({"router": {"standard": {}}}, "lacks|Did you mean .routing"),
     ],
 )
 def test_what_is_wrong_in_a_space_is_named(

@@ -1,0 +1,144 @@
+"""Opens the YAML and JSON files that users give: whole, plain, and never larger than they look."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm_eval_moecache.records.numbers import shown
+
+# PyYAML reads about 100 kB/s; the longest file of this repository has 10 kB.
+MOST_YAML_BYTES = 1 << 20
+MOST_JSON_BYTES = 1 << 30
+MOST_NODES = 100_000
+"""Values that a YAML document may hold once its aliases are written out."""
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; a name that no file system could hold is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is such a file or folder."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_yaml(path: str | Path, what: str) -> Any:
+    """Read a YAML file. ValueError begins with `what`, which names the file."""
+    return parse_yaml(_text(Path(path), what, MOST_YAML_BYTES), what)
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """Parse YAML safely: no tags, no key twice, no aliases that explode or go in circles."""
+    loader = _PlainLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {}, ())
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{what} is not readable YAML: {reason}") from error
+    finally:
+        loader.dispose()
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Read a JSON file. ValueError begins with `what`; NaN and infinities are read as null."""
+    return parse_json(_text(Path(path), what, MOST_JSON_BYTES), what)
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """Parse JSON with no key twice.
+
+    What others wrote may hold NaN or Infinity, which are not JSON: a figure that is no number is
+    read as none.
+    """
+    try:
+        return json.loads(
+            text,
+            parse_constant=lambda _: None,
+            parse_float=_finite_float,
+            object_pairs_hook=_unique,
+        )
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{what} is not readable JSON: {reason}") from error
+
+
+def _text(path: Path, what: str, most: int) -> str:
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise ValueError(f"{what} has {size} bytes, more than the {most} that are read.")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{what}: there is no such file.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not text in UTF-8: {error}.") from error
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read: {error.strerror or error}.") from error
+
+
+def _finite_float(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} stands twice in one object")
+            seen.add(key)
+    return found
+
+
+def _count(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
+    """Return the number of values below a node with its aliases written out."""
+    if id(node) in above:
+        raise ValueError("an alias stands inside of what it names")
+    if id(node) not in sizes:
+        total, inside = 1, (*above, id(node))
+        if isinstance(node, yaml.SequenceNode):
+            total += sum(_count(child, sizes, inside) for child in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            total += sum(_count(part, sizes, inside) for pair in node.value for part in pair)
+        if total > MOST_NODES:
+            raise ValueError(f"it holds more than {MOST_NODES} values, aliases written out")
+        sizes[id(node)] = total
+    return sizes[id(node)]
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """SafeLoader without its silence about keys that stand twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            # `<<` merges another mapping, whose keys may be given anew.
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise ValueError(f"line {key_node.start_mark.line + 1}: a key is no plain value")
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ValueError(f"line {line}: the key {shown(key)} stands twice in one mapping")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)

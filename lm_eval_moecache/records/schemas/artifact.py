@@ -1,0 +1,42 @@
+"""The form of an artifact's metadata, and of what each kind of artifact was made from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lm_eval_moecache.records.numbers import plain_number
+from lm_eval_moecache.records.schemas.base import OpenSchema, Schema, count, number
+
+
+def _alpha(value: object) -> object:
+    listed = value if isinstance(value, list) else [value]
+    numbers = [None if isinstance(n, str) else plain_number(n) for n in listed]
+    if not listed or not all(n is not None and 0 < n <= 1 for n in numbers):
+        raise ValueError("must be above 0 and at most 1: one number, or one for each MoE layer")
+    return value
+
+
+class ArtifactHeader(Schema):
+    """The JSON of the metadata key `moecache`."""
+
+    format: Literal[1, 2]
+    kind: str
+    model: str
+    num_layers: count(1, 10_000)  # type: ignore[valid-type]
+    num_experts: count(1, 100_000)  # type: ignore[valid-type]
+    top_k: count(1, 100_000)  # type: ignore[valid-type]
+    router_digest: Annotated[str, Field(pattern="^[0-9a-f]*$")]
+    made_from: dict[str, Any]
+    versions: dict[str, str]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class MadeBuddies(OpenSchema):
+    """What the lists of a buddy artifact rest on, beside its data."""
+
+    alpha: Annotated[Any, BeforeValidator(_alpha)]
+    k_max: count(1, 100_000)  # type: ignore[valid-type]
+    smoothing: number(least=0)  # type: ignore[valid-type]
+

@@ -1,0 +1,148 @@
+"""Checks data against a schema, and says what is wrong in this package's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import read_count, read_number, shown
+
+# pydantic's names of what does not fit, in words.
+_WORDS = {
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "dict_type": "must be a mapping",
+    "mapping_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "none_required": "must be left out",
+}
+_PLACEHOLDER = "\0"
+
+
+class Schema(BaseModel):
+    """A mapping whose fields are all known; values are taken as they are, never converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class OpenSchema(BaseModel):
+    """A mapping of somebody else, of which these fields are ours to read."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def number(**bounds: float) -> Any:
+    """A finite number within these bounds of `read_number`."""
+    return Annotated[float, BeforeValidator(_refusing(read_number, (int, float), **bounds))]
+
+
+def count(least: int = 0, most: int | None = None) -> Any:
+    """A whole number within these bounds."""
+    bounds = {"least": least} if most is None else {"least": least, "most": most}
+    return Annotated[int, BeforeValidator(_refusing(read_count, (int,), **bounds))]
+
+
+def _refusing(
+    read: Callable[..., Any], kinds: tuple[type, ...], **bounds: float
+) -> Callable[[object], Any]:
+    def check(value: object) -> Any:
+        try:
+            # A file has numbers of its own: text that looks like one was quoted by mistake.
+            return read(_PLACEHOLDER, value if isinstance(value, kinds) else None, **bounds)
+        except ValueError as error:
+            # The key is told by whoever knows the path.
+            raise ValueError("must be" + str(error).rpartition(" must be")[2].rstrip(".")) from None
+
+    return check
+
+
+def check(schema: type[Kind], data: object, what: str) -> Kind:
+    """Return the data as the schema's record.
+
+    Raises ValueError that begins with `what` (the file), and names the field, its value, what is
+    allowed, and the nearest match of an unknown field.
+    """
+    if not isinstance(data, Mapping):
+        fields = ", ".join(schema.model_fields)
+        raise ValueError(f"{what} must hold a mapping with {fields}; it holds {shown(data)}.")
+    for key in data:
+        if not isinstance(key, str):
+            raise ValueError(f"{what}: the key {shown(key)} must be text.")
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise told(error, what, schema.model_fields) from None
+
+
+def check_as(kind: Any, data: object, what: str) -> Any:
+    """As `check`, for a type that is no schema of its own (a list of schemas)."""
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise told(error, what, ()) from None
+
+
+def told(error: ValidationError, what: str, fields: Any) -> ValueError:
+    """Build our error from the first of pydantic's."""
+    errors = error.errors(include_url=False)
+    missing = [e for e in errors if e["type"] == "missing"]
+    first = errors[0]
+    # Of the kinds that a field may have, the last is the one that was meant: the mapping's.
+    path = [str(part) for part in first["loc"] if not _is_kind(part)]
+    if first["type"] == "missing":
+        names = ", ".join(repr(_dotted(e["loc"])) for e in missing)
+        return ValueError(f"{what} lacks {names}.")
+    if first["type"] == "extra_forbidden":
+        where = "".join(f" {name}:" for name in path[:-1])
+        return unknown(f"{what}:{where} field", path[-1], _known(fields, path, error))
+    if first["type"] == "literal_error":
+        allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
+        return unknown(f"{what}: {'.'.join(path)}", first["input"], allowed)
+    return ValueError(f"{what}: {'.'.join(path)}={shown(first['input'])} {_rule(first)}.")
+
+
+def _rule(error: Any) -> str:
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return _WORDS.get(error["type"], str(error["msg"]).lower())
+
+
+def _is_kind(part: object) -> bool:
+    """Whether a step of pydantic's path names one kind of a union, and not a field."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "float", "bool", "none") or "[" in part or part[:1].isupper()
+    )
+
+
+def _dotted(path: tuple[object, ...]) -> str:
+    return ".".join(str(part) for part in path if not _is_kind(part))
+
+
+def _known(fields: Any, path: list[str], error: ValidationError) -> list[str]:
+    """Return the fields that stand beside an unknown one."""
+    for name in path[:-1]:
+        if name.isdigit():
+            continue
+        inner = _schemas_in(fields[name].annotation) if name in fields else []
+        fields = {k: v for schema in inner for k, v in schema.model_fields.items()}
+    return list(fields)
+
+
+def _schemas_in(kind: Any) -> list[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [schema for part in getattr(kind, "__args__", ()) for schema in _schemas_in(part)]
