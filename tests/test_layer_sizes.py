@@ -52,7 +52,7 @@ def test_a_file_of_sizes_is_spelled_out(tmp_path: Path) -> None:
         ("[5,0,8]/layer", "whole numbers"),
         ("[5,x,8]/layer", "whole numbers"),
         ("[]/layer", "whole numbers"),
-        ("nowhere.json", "No such file"),
+        ("nowhere.json", "there is no such file"),
     ],
 )
 def test_bad_sizes_are_refused_with_the_reason(text: str, words: str) -> None:

@@ -216,3 +216,19 @@ def test_the_core_and_every_algorithm_start_without_heavy_libraries() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
     )
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+
+
+def test_pydantic_waits_until_a_file_is_read() -> None:
+    """Its import takes a tenth of a second, which a replay's start and `--help` should not."""
+    folders = ("records.", "trace.", "algorithms.", "engine.")
+    modules = [m for m in MODULES if m.startswith(folders) and not m.startswith("records.schemas")]
+    names = [f"{NAME}.{m}".removesuffix(".") for m in (*modules, "cli.main")]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print('pydantic' in sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
+    )
+    assert (result.stdout, result.returncode) == ("False\n", 0), result.stderr

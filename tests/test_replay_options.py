@@ -80,7 +80,7 @@ def test_a_file_may_name_the_traces(tmp_path: Path, capsys: Captured) -> None:
         (MAPPED.replace("order", "ordr"), "Did you mean 'order'"),
         ("eviction: least_stal\n", "Did you mean 'least_stale'"),
         ("[lru]\n", "must hold a mapping"),
-        ("{", "cannot be read"),
+        ("{", "is not readable YAML"),
     ],
 )
 def test_what_a_file_gets_wrong_is_said_in_its_first_line(

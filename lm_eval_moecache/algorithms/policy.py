@@ -12,6 +12,7 @@ from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, import_cl
 from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_number
 from lm_eval_moecache.records.paths import policies_dir
 
 PHASES = ("all", "decode")
@@ -243,6 +244,13 @@ def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
     )
 
 
+def _check_number(key: str, value: object) -> None:
+    """Refuse numbers that no algorithm means: infinite, not a number, beyond every count."""
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, (int, float)) and not isinstance(each, bool):
+            read_number(key, each, least=-MOST_COUNT, most=MOST_COUNT)
+
+
 def _validated(
     axis: str, name: str, algorithm: type[Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -256,6 +264,8 @@ def _validated(
             )
     if not given:
         return values
+    for key, value in given.items():
+        _check_number(f"{axis}.{unmangle(key)}", value)
     # Imported where a parameter is to be checked: it is the slowest import of a replay.
     from jsonargparse import ArgumentError, ArgumentParser
 

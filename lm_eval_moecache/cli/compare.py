@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.records.numbers import plain_number, read_number
 from lm_eval_moecache.report.compare import (
     SPEED_METRICS,
     Rules,
@@ -43,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     whole, single = _tolerances(arguments.tolerance)
     rules = Rules(
-        sigmas=arguments.sigmas,
+        sigmas=read_number("--sigmas", arguments.sigmas, least=0),
         tolerance=whole,
         tolerances=single,
         metrics=_names(arguments.metrics),
@@ -67,11 +68,8 @@ def _tolerances(text: str | None) -> tuple[float | None, dict[str, float]]:
     whole, single = None, {}
     for item in _names(text or ""):
         metric, equals, number = item.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        if value < 0:
+        value = plain_number(number)
+        if value is None or value < 0:
             raise ValueError(
                 f"--tolerance={text!r}: {number!r} is not a number of 0 or more. "
                 "Allowed: 0.05, or METRIC=0.05, separated by commas."

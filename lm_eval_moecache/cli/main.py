@@ -7,12 +7,30 @@ Only the chosen module is imported, so that `moecache replay` starts without tor
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import read_yaml
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_number
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+
+RESUMING = {
+    "eval": "Recorded traces hold the finished requests; the same command begins anew.",
+    "replay": "Nothing was written; the same command begins anew.",
+    "sweep": "Finished runs are kept: the same command goes on with the others.",
+    "tune": "The study and its runs are kept: the same command goes on with the search.",
+}
+"""What an interrupt leaves of a command, and how to go on."""
+NOTHING_KEPT = "The same command begins anew."
 
 
 def command_names() -> list[str]:
@@ -31,9 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in command_names():
             raise unknown("command", name, command_names())
         return _run(name, rest)
-    except (ValueError, FileNotFoundError) as error:
-        sys.stderr.write(f"moecache {name}: {error}\n")
-        return 2
+    except ValueError as error:
+        return _told(name, str(error), 2)
+    except OSError as error:
+        # What the machine does not let us do: a full disk, a folder that may not be written.
+        reason = error.strerror or str(error)
+        place = f"{error.filename}: " if error.filename is not None and error.strerror else ""
+        return _told(name, f"{place}{reason}", 2)
+    except KeyboardInterrupt:
+        return _told(name, f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130)
+
+
+def _told(name: str, text: str, code: int) -> int:
+    sys.stderr.write(f"moecache {name}: {text}\n")
+    return code
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -46,17 +75,34 @@ def _run(name: str, argv: list[str]) -> int:
     parser.add_argument("--config", action="config", help="read options from a YAML file")
     parser.add_argument("--json", action="store_true", help="print machine-readable output")
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(argv)))
+    return int(module.run(parsed(parser, argv)))
+
+
+def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Parse the options of a command. ValueError names a number or a file that none can be."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        # Looked at before jsonargparse reads it, to whom a file with exploding aliases is a file.
+        file = after if word == "--config" else word.partition("--config=")[2]
+        if file and not file.startswith("-"):
+            read_yaml(file, f"config={file!r}")
+    arguments = parser.parse_args(list(argv))
+    for key, value in vars(arguments).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                read_number(f"--{key}", number, least=0, most=MOST_COUNT)
+    return arguments
 
 
 def _overview() -> str:
     lines = ["usage: moecache COMMAND [options]", ""]
-    for name in command_names():
-        summary = (importlib.import_module(f"lm_eval_moecache.cli.{name}").__doc__ or "").split(
-            "\n"
-        )[0]
-        lines.append(f"  {name:10s} {summary}")
+    lines += [f"  {name:10s} {_summary(name)}" for name in command_names()]
     return "\n".join([*lines, "", "`moecache COMMAND --help` shows a command's options.", ""])
+
+
+def _summary(name: str) -> str:
+    # Read, not imported: some commands bring torch and lm-eval, seconds for a line of text.
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 
 from jsonargparse import ArgumentParser
 
+from lm_eval_moecache.cli.main import parsed
 from lm_eval_moecache.records.errors import unknown
 
 
@@ -24,7 +25,7 @@ def run_raw(argv: list[str]) -> int:
     parser.add_argument("--config", action="config", help="read options from a YAML file")
     parser.add_argument("--json", action="store_true", help="print machine-readable output")
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(argv[1:])))
+    return int(module.run(parsed(parser, argv[1:])))
 
 
 def action_names() -> list[str]:

@@ -20,7 +20,7 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
 from lm_eval_moecache.report.replay_table import as_json, as_table
@@ -34,7 +34,7 @@ def run_raw(argv: list[str]) -> int:
         capacities=[c.strip() for c in str(arguments.capacity).split(",")],
         hardware=load_hardware(arguments.hardware, arguments.bandwidth),
         cache_reset=arguments.cache_reset,
-        seed=arguments.seed,
+        seed=None if arguments.seed is None else read_count("seed", arguments.seed),
         expert_bytes=_expert_bytes(arguments.expert_bytes),
         bound=arguments.bound,
     )

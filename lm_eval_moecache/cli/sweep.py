@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.sweep.run import Report, run_sweep
 from lm_eval_moecache.sweep.spec import EXECUTORS, SweepFile, read_sweep
 
@@ -27,9 +28,8 @@ def run(arguments: Namespace) -> int:
     path = Path(arguments.sweep)
     sweep = read_sweep(path)
     if arguments.jobs is not None:
-        if arguments.jobs < 1:
-            raise ValueError(f"--jobs={arguments.jobs} must be a whole number above 0.")
-        sweep = dataclasses.replace(sweep, jobs=arguments.jobs)
+        jobs = read_count("--jobs", arguments.jobs, least=1, most=1024)
+        sweep = dataclasses.replace(sweep, jobs=jobs)
     if arguments.executor is not None and arguments.executor != sweep.executor:
         # The file's options are for the file's executor.
         sweep = dataclasses.replace(sweep, executor=arguments.executor, executor_options={})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.harness.arguments import KEYS
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import read_count, read_number
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.sweep import Options
 from lm_eval_moecache.report.columns import METRICS
 
 # Of our own keys those that a replay knows from the trace.
@@ -111,17 +114,12 @@ def _check(arguments: Namespace) -> None:
         raise ValueError("--out must name a folder: the search is kept there, and goes on from it.")
     allowed = [name for name, (_, _, higher) in METRICS.items() if higher is not None]
     if arguments.metric not in allowed:
-        from lm_eval_moecache.records.errors import unknown
-
         raise unknown("metric", arguments.metric, allowed)
-    limits: dict[str, tuple[Any, bool]] = {
-        "budget": ("0 or more", arguments.budget >= 0),
-        "slack": ("between 0 and 1", 0 <= arguments.slack < 1),
-        "trials": ("0 or more", arguments.trials >= 0),
-        "timeout": ("above 0", arguments.timeout > 0),
-        "jobs": ("1 or more", arguments.jobs >= 1),
-        "seed": ("0 or more", arguments.seed >= 0),
-    }
-    for key, (what, holds) in limits.items():
-        if not holds:
-            raise ValueError(f"{key}={getattr(arguments, key)} must be {what}.")
+    read_number("budget", arguments.budget, least=0, most=100)
+    read_number("slack", arguments.slack, least=0, below=1)
+    read_number("timeout", arguments.timeout, above=0)
+    read_count("trials", arguments.trials)
+    read_count("jobs", arguments.jobs, least=1, most=1024)
+    read_count("seed", arguments.seed)
+    if arguments.limit is not None:
+        check(Options, {"limit": arguments.limit}, "tune")

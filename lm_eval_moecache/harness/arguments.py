@@ -13,6 +13,7 @@ from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.sizes import (
     capacity_text,
     check_capacity,
@@ -24,6 +25,8 @@ from lm_eval_moecache.trace.writer import prepare_folder
 
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
+MOST_DRAFTED = 1024
+"""Far beyond the length at which any draft has been wrong."""
 _CHOICES = {
     "clock": ("virtual", "wall"),
     "store": ("ram", "disk"),
@@ -148,18 +151,12 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         ),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
-        seed=_read_seed(given.get("seed", 0)),
+        seed=read_count("seed", given.get("seed", 0), exact=True),
         precision=precision,
         trace=_trace_folder(given.get("trace")),
         **choices,
         **drafting,
     )
-
-
-def _read_seed(seed: object) -> int:
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"seed={seed!r} must be a whole number, 0 or more.")
-    return seed
 
 
 def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,10 +209,10 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
         return {}
     draft = str(given.get("draft", DEFAULT_DRAFT))
     tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MOST_DRAFTED:
         raise ValueError(
-            f"draft_tokens={tokens!r} must be a whole number, 1 or more; use --model moecache to "
-            "decode without a draft."
+            f"draft_tokens={shown(tokens)} must be a whole number, 1 or more and at most "
+            f"{MOST_DRAFTED}; use --model moecache to decode without a draft."
         )
     if given.get("clock", "virtual") != "virtual":
         raise ValueError(
@@ -239,6 +236,8 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
 def _trace_folder(folder: object) -> str | None:
     if folder is None:
         return None
+    if not str(folder).strip():
+        raise ValueError(f"trace={folder!r} names no folder. Allowed: one; or leave trace= out.")
     prepare_folder(str(folder))
     return str(folder)
 

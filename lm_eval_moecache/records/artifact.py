@@ -91,10 +91,8 @@ def write_artifact(path: str | Path, artifact: Artifact) -> None:
         partial.unlink(missing_ok=True)
 
 
-def content_digest(
-    header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]
-) -> str:
-    """Return the checksum of an artifact's metadata and arrays, names, types and shapes included."""
+def content_digest(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Return the checksum of an artifact: its metadata, its arrays, their types and shapes."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(arrays):
         array = arrays[name]
@@ -198,8 +196,9 @@ def _header(text: str | None, path: str | Path, kind: str, key: str) -> dict[str
 
 
 def _check_digest(
-    text: str, arrays: Mapping[str, npt.NDArray[Any]], path: str | Path, key: str
+    text: str | None, arrays: Mapping[str, npt.NDArray[Any]], path: str | Path, key: str
 ) -> None:
+    assert text is not None, "a header has been read"
     header = json.loads(text)
     told = header.pop("digest", None)
     if told is not None and content_digest(header, arrays) != told:

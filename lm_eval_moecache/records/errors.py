@@ -20,6 +20,5 @@ def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
     names = sorted(allowed)
     if not isinstance(value, str):
         return ValueError(f"{key}={shown(value)} is not known. Allowed: {', '.join(names)}.")
-    return ValueError(
-        f"{key}={shown(value)} is not known.{nearest(str(value), names)} Allowed: {', '.join(names)}."
-    )
+    near = nearest(value, names)
+    return ValueError(f"{key}={shown(value)} is not known.{near} Allowed: {', '.join(names)}.")

@@ -15,6 +15,7 @@ from lm_eval_moecache.records.numbers import shown
 # PyYAML reads about 100 kB/s; the longest file of this repository has 10 kB.
 MOST_YAML_BYTES = 1 << 20
 MOST_JSON_BYTES = 1 << 30
+MOST_DEPTH = 100
 MOST_NODES = 100_000
 """Values that a YAML document may hold once its aliases are written out."""
 
@@ -42,8 +43,8 @@ def read_yaml(path: str | Path, what: str) -> Any:
 
 def parse_yaml(text: str, what: str) -> Any:
     """Parse YAML safely: no tags, no key twice, no aliases that explode or go in circles."""
-    loader = _PlainLoader(text)
     try:
+        loader = _PlainLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -52,8 +53,6 @@ def parse_yaml(text: str, what: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not readable YAML: {reason}") from error
-    finally:
-        loader.dispose()
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -82,15 +81,18 @@ def parse_json(text: str | bytes, what: str) -> Any:
 def _text(path: Path, what: str, most: int) -> str:
     try:
         size = path.stat().st_size
-        if size > most:
-            raise ValueError(f"{what} has {size} bytes, more than the {most} that are read.")
-        return path.read_text(encoding="utf-8")
+        data = path.read_bytes() if size <= most else b""
     except FileNotFoundError:
         raise ValueError(f"{what}: there is no such file.") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{what} cannot be read: {reason}.") from error
+    if size > most:
+        raise ValueError(f"{what} has {size} bytes, more than the {most} that are read.")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not text in UTF-8: {error}.") from error
-    except OSError as error:
-        raise ValueError(f"{what} cannot be read: {error.strerror or error}.") from error
 
 
 def _finite_float(text: str) -> float | None:
@@ -126,7 +128,21 @@ def _count(node: Any, sizes: dict[int, int], above: tuple[int, ...]) -> int:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader without its silence about keys that stand twice."""
+    """SafeLoader without its silence about keys that stand twice, and without bottomless nesting,
+    whose scanning takes time with the square of the depth."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        self._check_depth(self.flow_level)
+        super().fetch_flow_collection_start(token)
+
+    def add_indent(self, column: int) -> bool:
+        self._check_depth(len(self.indents))
+        return bool(super().add_indent(column))
+
+    @staticmethod
+    def _check_depth(depth: int) -> None:
+        if depth >= MOST_DEPTH:
+            raise RecursionError
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()

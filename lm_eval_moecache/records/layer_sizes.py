@@ -7,6 +7,7 @@ so that a result says what was run even where the file is gone.
 from __future__ import annotations
 
 from lm_eval_moecache.records.files import read_json
+
 FIELD = "experts_per_layer"
 SUFFIXES = (".json",)
 _SUFFIX = "/layer"

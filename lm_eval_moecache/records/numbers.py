@@ -47,9 +47,11 @@ def read_number(
     return float(found)
 
 
-def read_count(key: str, value: object, *, least: int = 0, most: int = MOST_COUNT) -> int:
-    """Return `value` as a whole number; `3.0`, as the harness writes 3, is one."""
-    found = plain_number(value)
+def read_count(
+    key: str, value: object, *, least: int = 0, most: int = MOST_COUNT, exact: bool = False
+) -> int:
+    """Return `value` as a whole number; `3.0` and `"3"` are one unless it has to be `exact`."""
+    found = None if exact and not isinstance(value, int) else plain_number(value)
     if found is None or found != int(found) or not least <= found <= most:
         limit = None if most == MOST_COUNT else most
         raise ValueError(_refusal(key, value, "a whole number", least, None, limit, None))

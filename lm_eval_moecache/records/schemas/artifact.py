@@ -24,9 +24,9 @@ class ArtifactHeader(Schema):
     format: Literal[1, 2]
     kind: str
     model: str
-    num_layers: count(1, 10_000)  # type: ignore[valid-type]
-    num_experts: count(1, 100_000)  # type: ignore[valid-type]
-    top_k: count(1, 100_000)  # type: ignore[valid-type]
+    num_layers: Annotated[int, count(1, 10_000)]
+    num_experts: Annotated[int, count(1, 100_000)]
+    top_k: Annotated[int, count(1, 100_000)]
     router_digest: Annotated[str, Field(pattern="^[0-9a-f]*$")]
     made_from: dict[str, Any]
     versions: dict[str, str]
@@ -37,6 +37,5 @@ class MadeBuddies(OpenSchema):
     """What the lists of a buddy artifact rest on, beside its data."""
 
     alpha: Annotated[Any, BeforeValidator(_alpha)]
-    k_max: count(1, 100_000)  # type: ignore[valid-type]
-    smoothing: number(least=0)  # type: ignore[valid-type]
-
+    k_max: Annotated[int, count(1, 100_000)]
+    smoothing: Annotated[float, number(least=0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -45,15 +45,15 @@ class OpenSchema(BaseModel):
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def number(**bounds: float) -> Any:
-    """A finite number within these bounds of `read_number`."""
-    return Annotated[float, BeforeValidator(_refusing(read_number, (int, float), **bounds))]
+def number(**bounds: float) -> BeforeValidator:
+    """For `Annotated[float, ...]`: a finite number within these bounds of `read_number`."""
+    return BeforeValidator(_refusing(read_number, (int, float), **bounds))
 
 
-def count(least: int = 0, most: int | None = None) -> Any:
-    """A whole number within these bounds."""
+def count(least: int = 0, most: int | None = None) -> BeforeValidator:
+    """For `Annotated[int, ...]`: a whole number within these bounds."""
     bounds = {"least": least} if most is None else {"least": least, "most": most}
-    return Annotated[int, BeforeValidator(_refusing(read_count, (int,), **bounds))]
+    return BeforeValidator(_refusing(read_count, (int,), **bounds))
 
 
 def _refusing(
@@ -100,7 +100,8 @@ def told(error: ValidationError, what: str, fields: Any) -> ValueError:
     """Build our error from the first of pydantic's."""
     errors = error.errors(include_url=False)
     missing = [e for e in errors if e["type"] == "missing"]
-    first = errors[0]
+    # A field that is misspelt is also one that lacks: its name says more.
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     # Of the kinds that a field may have, the last is the one that was meant: the mapping's.
     path = [str(part) for part in first["loc"] if not _is_kind(part)]
     if first["type"] == "missing":

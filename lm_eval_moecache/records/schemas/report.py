@@ -36,7 +36,7 @@ class Pick(Schema):
 
     best: str
     score: str
-    loss: number(least=0)  # type: ignore[valid-type]
+    loss: Annotated[float, number(least=0)]
     relative_to: Settings
 
 

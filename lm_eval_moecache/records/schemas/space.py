@@ -1,4 +1,4 @@
-"""The form of a search space: for each axis its algorithms, for each parameter what to draw from."""
+"""The form of a search space: for each axis its algorithms, for each parameter its range."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def _values(value: object) -> object:
         return value
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "log"}:
         ends = [value["low"], value["high"]]
-        numbers = [end for end in ends if not isinstance(end, str) and plain_number(end) is not None]
+        numbers = [
+            end for end in ends if not isinstance(end, str) and plain_number(end) is not None
+        ]
         names = [end for end in ends if end in SIZES]
         log = value.get("log", False)
         fits = len(numbers) + len(names) == 2 and (len(numbers) < 2 or numbers[0] <= numbers[1])

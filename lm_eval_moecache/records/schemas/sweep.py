@@ -38,6 +38,10 @@ def _mappings(value: object) -> object:
     return list(listed)
 
 
+def _one_empty() -> list[dict[str, Any]]:
+    return [{}]
+
+
 Mappings = Annotated[list[dict[str, Any]], BeforeValidator(_mappings)]
 Limit = Annotated[Any, BeforeValidator(_limit)]
 
@@ -46,7 +50,7 @@ class Options(Schema):
     """What of a cell goes to lm-eval's `simple_evaluate`."""
 
     limit: Limit = None
-    num_fewshot: count(0, MOST_FEWSHOT) | None = None  # type: ignore[valid-type]
+    num_fewshot: Annotated[int, count(0, MOST_FEWSHOT)] | None = None
     gen_kwargs: Annotated[Any, BeforeValidator(_gen_kwargs)] = None
     apply_chat_template: bool | str | None = None
     system_instruction: str | None = None
@@ -60,14 +64,14 @@ class SweepSchema(Schema):
     model: str = "moecache"
     tasks: Names = Field(default_factory=list)
     limit: Limit = None
-    num_fewshot: count(0, MOST_FEWSHOT) | None = None  # type: ignore[valid-type]
+    num_fewshot: Annotated[int, count(0, MOST_FEWSHOT)] | None = None
     include_path: Names = Field(default_factory=list)
     base: dict[str, Any] = Field(default_factory=dict)
-    grid: Mappings = Field(default_factory=lambda: [{}])
-    runs: Mappings = Field(default_factory=lambda: [{}])
+    grid: Mappings = Field(default_factory=_one_empty)
+    runs: Mappings = Field(default_factory=_one_empty)
     exclude: Mappings = Field(default_factory=list)
     executor: Literal["local", "ray", "submitit"] = "local"
     executor_options: dict[str, Any] = Field(default_factory=dict)
-    jobs: count(1, 1024) = 1  # type: ignore[valid-type]
+    jobs: Annotated[int, count(1, 1024)] = 1
     views: list[View] = Field(default_factory=list)
     figures: list[Figure] = Field(default_factory=list)

@@ -12,7 +12,7 @@ from lm_eval_moecache.records.schemas.base import Schema, count, number
 MOST_BYTES = 2**53
 MOST_LAYERS, MOST_EXPERTS = 10_000, 32_767
 """Experts are int16 in the file."""
-Sizes = list[count(1, MOST_BYTES)]  # type: ignore[misc]
+Sizes = list[Annotated[int, count(1, MOST_BYTES)]]
 
 
 class TraceHeader(Schema):
@@ -20,15 +20,15 @@ class TraceHeader(Schema):
 
     version: Literal[1]
     model: str
-    num_layers: count(1, MOST_LAYERS)  # type: ignore[valid-type]
-    num_experts: count(1, MOST_EXPERTS)  # type: ignore[valid-type]
-    top_k: count(1, MOST_EXPERTS)  # type: ignore[valid-type]
+    num_layers: Annotated[int, count(1, MOST_LAYERS)]
+    num_experts: Annotated[int, count(1, MOST_EXPERTS)]
+    top_k: Annotated[int, count(1, MOST_EXPERTS)]
     expert_bytes: Sizes
-    dense_bytes: list[count(0, MOST_BYTES)]  # type: ignore[misc]
+    dense_bytes: list[Annotated[int, count(0, MOST_BYTES)]]
     precision: str
-    seed: count(0, 2**63 - 1)  # type: ignore[valid-type]
-    element_bytes: number(above=0, most=16) | None = None  # type: ignore[valid-type]
+    seed: Annotated[int, count(0, 2**63 - 1)]
+    element_bytes: Annotated[float, number(above=0, most=16)] | None = None
     levels: Annotated[list[Sizes], Field(min_length=1)] | None = None
     compute_bytes: Sizes = Field(default_factory=list)
-    predicted_depth: count(0, MOST_LAYERS) = 0  # type: ignore[valid-type]
+    predicted_depth: Annotated[int, count(0, MOST_LAYERS)] = 0
     predicted_by: str = ""

@@ -1,0 +1,174 @@
+"""The one YAML loader, the one JSON loader and the one reader of numbers: what they refuse."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm_eval_moecache.records.files import MOST_YAML_BYTES, parse_json, parse_yaml, read_yaml
+from lm_eval_moecache.records.numbers import finite, plain_number, read_count, read_number, shown
+
+PACKAGE = Path(__file__).resolve().parents[2] / "lm_eval_moecache"
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n"
+    for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' stands twice"),
+        ("a: {x: 1, x: 2}\n", "line 1: the key 'x' stands twice"),
+        (LAUGHS, "more than 100000 values"),
+        ("&a [*a]", "inside of what it names"),
+        ("a: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
+        ("{" * 3000, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply"),
+        ("a: 2020-13-45\n", "month must be in"),
+        ("? [1, 2]\n: 3\n", "a key is no plain value"),
+        ("a: 1" + "0" * 5000, "Exceeds the limit"),
+        ("a: b: c", "mapping values are not allowed"),
+        ("\0", "special characters are not allowed"),
+    ],
+)
+def test_yaml_that_lies_or_explodes_is_refused_at_once(text: str, said: str) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=said) as caught:
+        parse_yaml(text, "the file")
+    assert str(caught.value).startswith("the file is not readable YAML: ")
+    assert len(str(caught.value)) < 1000
+    assert time.perf_counter() - begin < 5
+
+
+def test_anchors_and_merged_keys_are_still_yaml() -> None:
+    text = "base: &base {a: 1, b: [x, y]}\nmine: {<<: *base, a: 2}\nagain: *base\n"
+    data = parse_yaml(text, "x")
+    assert data["mine"] == {"a": 2, "b": ["x", "y"]}
+    assert data["again"] == data["base"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"\xff\xfe", "is not text in UTF-8"), (b"a" * (MOST_YAML_BYTES + 1), "bytes, more than")],
+)
+def test_a_file_that_is_no_text_or_too_long_is_refused(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        read_yaml(tmp_path / "x.yaml", "policy='x'")
+
+
+@pytest.mark.parametrize("name", ["none.yaml", "n" * 300 + ".yaml", "a\0b", "."])
+def test_a_name_that_no_file_has_is_a_value_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="policy="):
+        read_yaml(tmp_path / name, f"policy={name!r}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("[" * 200_000, "nested too deeply"),
+        ("", "Expecting value"),
+        ("1" * 5000, "Exceeds the limit"),
+    ],
+)
+def test_json_that_lies_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_json(text, "x")
+
+
+def test_what_is_no_number_is_none_in_json_both_ways() -> None:
+    assert parse_json('{"a": NaN, "b": [Infinity, -Infinity, 1e999, 1e3]}', "x") == {
+        "a": None,
+        "b": [None, None, None, 1000.0],
+    }
+    assert finite({"a": math.nan, "b": (math.inf, 1, "x", None, True)}) == {
+        "a": None,
+        "b": [None, 1, "x", None, True],
+    }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "1_0",
+            "١٢",
+            "\uff11\uff12",
+            "0x10",
+            "1e9999",
+            "inf",
+            "nan",
+            "",
+            " ",
+            "1e",
+            "--1",
+            "1,0",
+            "9" * 50,
+        ),
+        *(True, False, None, [1], {}, math.inf, -math.inf, math.nan, 10**400),
+    ],
+)
+def test_what_is_no_finite_plain_number_is_refused_by_key_and_value(value: Any) -> None:
+    assert plain_number(value) is None
+    for read in (read_number, read_count):
+        with pytest.raises(ValueError, match="budget=") as caught:
+            read("budget", value)
+        assert shown(value) in str(caught.value)
+        assert "finite, in plain digits" in str(caught.value)
+
+
+@given(number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**30), 10**30))
+def test_a_finite_number_is_read_as_itself_typed_or_not(number: float) -> None:
+    assert plain_number(number) == number
+    if len(repr(number)) <= 40:
+        assert plain_number(repr(number)) == number
+
+
+@given(st.integers(-10, 10))
+def test_bounds_are_kept_and_told(number: int) -> None:
+    if 0 <= number <= 5:
+        assert read_count("jobs", number, most=5) == number
+    else:
+        with pytest.raises(ValueError, match=rf"jobs={number} must be.*0 or more and at most 5"):
+            read_count("jobs", number, most=5)
+
+
+def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
+    """One loader: nobody else may call yaml's or json's own on what a user gave."""
+    allowed = {
+        "records/files.py",
+        "records/artifact.py",  # a second look at text that has been parsed
+        "model/predictor/make.py",  # its own collection in a temporary folder
+        "profiling/predictor.py",
+    }
+    words = ("yaml.safe_load(", "yaml.load(", "json.load(", "json.loads(", "torch.load(", "pickle.")
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(word in path.read_text() for word in words)
+    }
+    assert found - allowed - {"tiny/train.py", "model/wall/tiers.py", "trace/importers.py"} == set()
+
+
+def test_the_overview_needs_no_heavy_import() -> None:
+    script = (
+        "import sys\nfrom lm_eval_moecache.cli.main import main\nmain(['--help'])\n"
+        "sys.exit(bool({'torch', 'pydantic', 'lm_eval'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sweep" in done.stdout
