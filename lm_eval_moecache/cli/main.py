@@ -80,7 +80,7 @@ def _run(name: str, argv: list[str]) -> int:
 
 def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Parse the options of a command. ValueError names a number or a file that none can be."""
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
         # Looked at before jsonargparse reads it, to whom a file with exploding aliases is a file.
         file = after if word == "--config" else word.partition("--config=")[2]
         if file and not file.startswith("-"):

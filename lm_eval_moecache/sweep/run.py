@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.executors import execute
 from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
 from lm_eval_moecache.sweep.identity import Planned
@@ -94,6 +94,6 @@ def _with_progress(
 
 def _relabel(folder: Path, path: Path, planned: Planned) -> None:
     """A label is not part of the configuration: a new one is written into the finished run."""
-    record = json.loads(path.read_text())
+    record = read_json(path, str(path))
     if record["label"] != planned.cell.label:
         write_record(folder, {**record, "label": planned.cell.label})
