@@ -1,0 +1,202 @@
+"""A language model as judge of free text, beside a task's own scores.
+
+    - task: nq_open
+      class: !function lm_eval_moecache.harness.judge.JudgedTask
+
+adds `judged` (the share of documents whose answer the judge calls correct) and, where the task has
+an exact match, `judge_agreement` (how often both say the same). SpecMD section 5.1 has GPT-5 judge
+TruthfulQA and NaturalQuestions. Who judges is said on the command line:
+
+    --metadata '{"judge_model": "Qwen/Qwen3-8B"}'                        a transformers model, here
+    --metadata '{"judge_url": "http://localhost:8000/v1", "judge_model": "gpt-oss-120b"}'
+
+The second form speaks to any OpenAI-compatible endpoint; its key is read from OPENAI_API_KEY, as
+lm-eval's own API models do. Verdicts are kept in `judge_cache` (a JSON-lines file) under a digest
+of judge, prompt and answer, so that a rerun asks nothing twice and gives the same scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
+
+from lm_eval_moecache.harness.tasks import FILTER as SPEED
+from lm_eval_moecache.harness.tasks import SpeedTask
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.paths import task_configs_dir
+
+FILTER = "judge"
+PROMPT_FILE = "judge_prompt.txt"
+VERDICTS = {"CORRECT": 1.0, "INCORRECT": 0.0}
+KEYS = ("judge_model", "judge_url", "judge_cache")
+DEFAULT_CACHE = Path("~/.cache/lm-eval-moecache/verdicts.jsonl")
+_EXACT = ("exact_match", "acc", "em")
+_TIMEOUT_S = 120
+
+
+class Judge:
+    """Says whether an answer is correct, and remembers what it said."""
+
+    def __init__(self, model: str, url: str | None, cache: Path) -> None:
+        self.name = f"{url or 'transformers'}:{model}"
+        self._model, self._url, self._cache = model, url, cache.expanduser()
+        self._prompt = (task_configs_dir() / PROMPT_FILE).read_text()
+        self._known = self._read()
+        self._local: Any = None
+
+    def verdict(self, question: str, references: str, answer: str) -> float:
+        """Return 1.0 for correct and 0.0 for incorrect. ValueError where the judge says neither."""
+        prompt = self._prompt.format(question=question, reference=references, answer=answer)
+        key = hashlib.sha256(f"{self.name}\n{prompt}".encode()).hexdigest()
+        if key not in self._known:
+            said = self._ask_endpoint(prompt) if self._url else self._ask_local(prompt)
+            self._known[key] = VERDICTS[said]
+            self._keep({"key": key, "judge": self.name, "verdict": said})
+        return self._known[key]
+
+    def _ask_endpoint(self, prompt: str) -> str:
+        key = os.environ.get("OPENAI_API_KEY")
+        reply = requests.post(
+            f"{str(self._url).rstrip('/')}/chat/completions",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            json={
+                "model": self._model,
+                "messages": [{"role": "user", "content": prompt}],
+                "temperature": 0,
+                "seed": 0,
+            },
+            timeout=_TIMEOUT_S,
+        )
+        if reply.status_code != requests.codes.ok:
+            raise ValueError(
+                f"judge_url={self._url!r} answered {reply.status_code}: {reply.text[:200]}"
+            )
+        text = str(reply.json()["choices"][0]["message"]["content"])
+        words = [word.strip(".!*\"'`:").upper() for word in text.split()]
+        # The last of the two words: some models reason before they say it.
+        said = next((word for word in reversed(words) if word in VERDICTS), None)
+        if said is None:
+            raise ValueError(
+                f"judge_model={self._model!r} said neither {' nor '.join(VERDICTS)}: "
+                f"{text[:200]!r}."
+            )
+        return said
+
+    def _ask_local(self, prompt: str) -> str:
+        """Return the word that the model finds likelier as the prompt's continuation."""
+        import torch
+
+        if self._local is None:
+            import transformers
+
+            from lm_eval_moecache.model.checkpoint import model_path
+
+            path = model_path(self._model)
+            self._local = (
+                transformers.AutoModelForCausalLM.from_pretrained(path).eval(),
+                transformers.AutoTokenizer.from_pretrained(path),
+            )
+        model, tokenizer = self._local
+        start = tokenizer(prompt).input_ids
+        scores: dict[str, float] = {}
+        for word in VERDICTS:
+            tail = tokenizer(f" {word}", add_special_tokens=False).input_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([start + tail], device=model.device)).logits[0]
+            chances = logits[len(start) - 1 : -1].float().log_softmax(-1)
+            scores[word] = float(chances[range(len(tail)), tail].mean())
+        return max(VERDICTS, key=lambda word: scores[word])
+
+    def _read(self) -> dict[str, float]:
+        if not self._cache.is_file():
+            return {}
+        found = {}
+        for line in self._cache.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+                found[entry["key"]] = VERDICTS[entry["verdict"]]
+            except (ValueError, KeyError, TypeError):
+                continue  # the last line of a run that was killed: it is asked again
+        return found
+
+    def _keep(self, entry: Mapping[str, str]) -> None:
+        self._cache.parent.mkdir(parents=True, exist_ok=True)
+        with self._cache.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, and what the task's first filter made of it, where lm-eval has responses."""
+
+    text: str
+    filtered: Any
+
+
+class JudgedTask(SpeedTask):
+    """Any generating YAML task of lm-eval, with a judge's verdict beside its scores and speed.
+
+    The verdicts stand under a filter of their own, `judge`: the judge reads the whole answer.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        given = {k: v for k, v in (self.config.metadata or {}).items() if k.startswith("judge_")}
+        for key in given:
+            if key not in KEYS:
+                raise unknown("metadata", key, KEYS)
+        if self.OUTPUT_TYPE != "generate_until":
+            raise ValueError(
+                f"task {self.config.task!r}: output_type={self.OUTPUT_TYPE!r} gives no text to "
+                "judge. Allowed with JudgedTask: generate_until."
+            )
+        if not given.get("judge_model"):
+            raise ValueError(
+                f"task {self.config.task!r} is judged by a model, and none is named. Give "
+                "--metadata '{\"judge_model\": NAME}' (a transformers model, or with judge_url one "
+                "of an OpenAI-compatible endpoint)."
+            )
+        cache = Path(str(given.get("judge_cache", DEFAULT_CACHE)))
+        self._judge = Judge(str(given["judge_model"]), given.get("judge_url"), cache)
+        self._agrees = False
+
+    def apply_filters(self) -> list[Instance] | None:
+        unfiltered = super().apply_filters()
+        for instance in self.instances:
+            name = next(name for name in instance.filtered_resps if name != SPEED)
+            answer = Answer(str(instance.resps[0]), instance.filtered_resps[name])
+            instance.filtered_resps[FILTER] = answer
+        return unfiltered
+
+    def process_results(self, doc: Any, results: list[Any]) -> dict[str, Any]:
+        if not (results and isinstance(results[0], Answer)):
+            return super().process_results(doc, results)
+        answer = results[0]
+        target = self.doc_to_target(doc)
+        references = "; ".join(map(str, target)) if isinstance(target, list) else str(target)
+        verdict = self._judge.verdict(str(self.doc_to_text(doc)), references, answer.text)
+        scores = super().process_results(doc, [answer.filtered])
+        exact = next((name for name in _EXACT if name in scores), None)
+        if exact is None:
+            return {"judged": verdict}
+        self._agrees = True
+        agreement = float(verdict == float(scores[exact] > 0.5))
+        return {"judged": verdict, "judge_agreement": agreement}
+
+    def aggregation(self) -> dict[str, Any]:
+        return {**super().aggregation(), **dict.fromkeys(self._own(), mean)}
+
+    def higher_is_better(self) -> dict[str, Any]:
+        return {**super().higher_is_better(), **dict.fromkeys(self._own(), True)}
+
+    def _own(self) -> tuple[str, ...]:
+        return ("judged", "judge_agreement") if self._agrees else ("judged",)
