@@ -21,7 +21,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--executor", choices=EXECUTORS, help="ray and submitit are extras; default: the file's"
     )
     parser.add_argument("--rerun", action="store_true", help="run finished cells again as well")
-    parser.add_argument("--dry-run", action="store_true", help="check and list the cells only")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="run the model for every cell; default: once for all with the same outputs",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check, list and estimate only")
 
 
 def run(arguments: Namespace) -> int:
@@ -34,8 +39,8 @@ def run(arguments: Namespace) -> int:
         # The file's options are for the file's executor.
         sweep = dataclasses.replace(sweep, executor=arguments.executor, executor_options={})
     if arguments.dry_run:
-        return _list(sweep, path.parent, arguments.json)
-    report = run_sweep(sweep, path.parent, rerun=arguments.rerun)
+        return _list(sweep, path.parent, arguments)
+    report = run_sweep(sweep, path.parent, rerun=arguments.rerun, live=arguments.live)
     if arguments.json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:
@@ -43,24 +48,15 @@ def run(arguments: Namespace) -> int:
     return 1 if report.failed else 0
 
 
-def _list(sweep: SweepFile, folder: Path, as_json: bool) -> int:
-    from lm_eval_moecache.sweep.files import finished
-    from lm_eval_moecache.sweep.validation import check_cells
+def _list(sweep: SweepFile, folder: Path, arguments: Namespace) -> int:
+    from lm_eval_moecache.sweep.estimate import estimate
 
-    done = finished(folder)
-    rows = [
-        {
-            "run_id": each.run_id,
-            "state": "finished" if each.configuration_hash in done else "to run",
-            "model_args": dict(each.cell.model_args),
-            "tasks": list(each.cell.tasks),
-        }
-        for each in check_cells(sweep.cells())
-    ]
-    if as_json:
-        sys.stdout.write(json.dumps({"experiment": sweep.name, "runs": rows}, indent=2) + "\n")
+    found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
+    if arguments.json:
+        sys.stdout.write(json.dumps({"experiment": sweep.name, **found.as_dict()}, indent=2) + "\n")
     else:
-        sys.stdout.writelines(f"{row['state']:9s} {row['run_id']}\n" for row in rows)
+        sys.stdout.writelines(f"{row['state']:9s} {row['run_id']}\n" for row in found.rows)
+        sys.stdout.write(found.as_text() + "\n")
     return 0
 
 
@@ -71,6 +67,10 @@ def _as_text(report: Report, folder: Path) -> str:
     ]
     if report.merged:
         lines.append(f"{report.merged} cells equal another cell's configuration and ran once")
+    by_replay = len(report.done) - report.by_model
+    if by_replay:
+        saved = f"; saved about {report.saved_seconds:.0f} s" if report.saved_seconds > 0 else ""
+        lines.append(f"{report.by_model} ran the model, {by_replay} were replayed{saved}")
     for outcome in report.failed:
         lines += [f"  failed: {outcome.run_id}: {outcome.error}"]
     if report.failed:

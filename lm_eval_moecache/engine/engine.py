@@ -177,6 +177,10 @@ class Engine:
         """Show every event to `observer` once its experts are known and before anything moves."""
         self._step.observer = observer
 
+    def propose_by(self, source: Callable[[Event], Sequence[int]]) -> None:
+        """Take the prefetcher's proposals from `source`: a replay of what it proposed live."""
+        self._step.queue.propose = source
+
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"
         self.clock.synchronize()

@@ -29,7 +29,8 @@ class PrefetchQueue:
         self._num_experts = geometry.num_experts
         self._caches = caches
         self._link = link
-        self._algorithm = algorithm
+        self.propose: Callable[[Event], Sequence[int]] = algorithm.propose
+        """Where the keys to prefetch come from: a replay may know them from the recorded run."""
         self._levels: dict[int, int] = {}
         """Key -> level to prefetch it at, where that is not the best."""
         self._predictions: dict[int, set[int]] = {}
@@ -53,7 +54,7 @@ class PrefetchQueue:
         `choose` says at which level; what is near or on its way stays at the level it has.
         """
         num_experts, link = self._num_experts, self._link
-        proposed = self._algorithm.propose(event)
+        proposed = self.propose(event)
         levels = {} if choose is None else self._choose(event, proposed, choose)
         layer = -1
         for key in proposed:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.event import PHASES, Event
+from lm_eval_moecache.records.event import PHASES, PREFILL, Event
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.predictor import target_of
+from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Halves, Trace
 
 _CHUNK_PASSES = 256
+_NOTHING: FloatArray = np.zeros((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class Needs:
     depth: int
     predicted_by: str
     """Digest of the predictor that predictions have to be of; empty for the gates."""
+    recorded: bool = False
+    """Whether the prefetcher's own proposals were recorded, so that it need not see a thing."""
 
 
 def replay(
@@ -43,23 +49,77 @@ def replay(
     lacks what an algorithm of the policy has to see.
     """
     engine = Engine(trace.geometry, setting, future)
-    needs = Needs(engine.wants_weights, engine.wants_logits, engine.depth, engine.predictor_digest)
+    needs = _needs_of(trace, engine, setting)
     _check_needs(trace, needs)
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers
     cold = _cold_passes(trace, waiting) if cache_reset == "request" else frozenset()
-    for first in range(0, trace.num_passes, _CHUNK_PASSES):
-        last = min(first + _CHUNK_PASSES, trace.num_passes)
-        events = _events(trace, needs, first * num_layers, last * num_layers)
-        for pass_index in range(first, last):
+    for first, last, is_scan in _segments(trace):
+        events = (
+            iter(()) if is_scan else _events(trace, needs, first * num_layers, last * num_layers)
+        )
+        for pass_index in range(first, first + 1 if is_scan else last):
             if pass_index in cold:
                 engine.reset_cache()
             engine.ledger.serve(waiting[pass_index])
-            _run_pass(engine, events, num_layers)
+            if is_scan:
+                _run_scan(engine, trace, needs, first, last - first)
+            else:
+                _run_pass(engine, events, num_layers)
         if on_progress is not None:
             on_progress(last - first)
     engine.ledger.serve([])
     return engine
+
+
+def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Needs:
+    """Return what the policy wants to see, and let recorded proposals stand for its prefetcher."""
+    digest = engine.predictor_digest
+    choice: Any = setting.policy.prefetch
+    recorded = None
+    if trace.proposed:
+        recorded = trace.proposed.get(identity(choice, setting.seed, digest))
+    if recorded is None:
+        return Needs(engine.wants_weights, engine.wants_logits, engine.depth, digest)
+    keys, bounds = recorded.keys, recorded.bounds
+    num_layers = trace.geometry.num_layers
+
+    def proposed_at(event: Event) -> Sequence[int]:
+        index = event.pass_index * num_layers + event.layer
+        found: list[int] = keys[bounds[index] : bounds[index + 1]].tolist()
+        return found
+
+    engine.propose_by(proposed_at)
+    routing, miss = engine.algorithms.routing, engine.algorithms.miss
+    logits = routing.uses_logits or miss.uses_logits
+    weights = logits or engine.pools[0].eviction.uses_weights
+    return Needs(weights, logits, engine.depth, digest, recorded=True)
+
+
+def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
+    """Divide the passes into chunks, and texts that were routed layer by layer."""
+    at = 0
+    for first, count in (*trace.scans, (trace.num_passes, 0)):
+        for start in range(at, first, _CHUNK_PASSES):
+            yield start, min(start + _CHUNK_PASSES, first), False
+        if count:
+            yield first, first + count, True
+        at = first + count
+
+
+def _run_scan(engine: Engine, trace: Trace, needs: Needs, first: int, count: int) -> None:
+    """Serve the passes of a scanned text layer by layer, as the live run did."""
+    num_layers, columns = trace.geometry.num_layers, trace.columns
+    engine.begin_scan(count)
+    for layer in range(num_layers):
+        rows = trace.row_bounds[(first + np.arange(count)) * num_layers + layer]
+        event = Event(-1, layer, PREFILL, count, [], experts=columns.experts[rows].astype(np.int64))
+        if columns.weights is not None:
+            event.weights = columns.weights[rows]
+        if needs.logits and trace.logits is not None:
+            event.logits = trace.logits[rows].astype(np.float32)
+        engine.scan(event)
+    engine.end_scan()
 
 
 def _run_pass(engine: Engine, events: Iterator[Event], num_layers: int) -> None:
@@ -83,7 +143,7 @@ def _check_needs(trace: Trace, needs: Needs) -> None:
         raise lacks("a row has no weights")
     if needs.logits and trace.logits is None:
         raise lacks("there is no column 'logits'")
-    if needs.depth:
+    if needs.depth and not needs.recorded:
         if trace.predicted is None:
             raise lacks("there is no column 'predicted'")
         by, wanted = trace.predicted.by, needs.predicted_by
@@ -102,7 +162,9 @@ def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
     """Enter the requests into the ledger; return for each pass those it serves."""
     waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
     for traced in trace.requests:
-        record = engine.ledger.new_request(traced.task, traced.kind, traced.prompt_tokens)
+        record = engine.ledger.new_request(
+            traced.task, traced.kind, traced.prompt_tokens, traced.document, traced.place
+        )
         record.output_tokens = traced.output_tokens
         for pass_index in traced.passes:
             waiting[pass_index].append(record)
@@ -137,7 +199,7 @@ def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event
     base = bounds[0]
     phases: list[int] = columns.phase[np.asarray(rows[:-1])].tolist()
     offsets: list[int] = []
-    if needs.depth and trace.predicted is not None:
+    if needs.depth and trace.predicted is not None and not needs.recorded:
         offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
     for place in range(last - first):
         row, stop = rows[place], rows[place + 1]
@@ -158,7 +220,18 @@ def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event
         if offsets and trace.predicted is not None:
             values = trace.predicted.values[offsets[place] : offsets[place + 1]]
             event.predicted = _predictions(values, event, needs.depth, num_experts, num_layers)
+        elif needs.recorded:
+            event.predicted = _unseen(event, needs, num_layers)
         yield event
+
+
+def _unseen(event: Event, needs: Needs, num_layers: int) -> dict[int, FloatArray]:
+    """Say which layers a live run predicted, which costs time; what it saw is not needed."""
+    if needs.predicted_by:
+        target = target_of(event.layer, num_layers, event.phase)
+        return {} if target is None else {target: _NOTHING}
+    last = min(event.layer + needs.depth, num_layers - 1)
+    return dict.fromkeys(range(event.layer + 1, last + 1), _NOTHING)
 
 
 def _predictions(

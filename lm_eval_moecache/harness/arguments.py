@@ -21,6 +21,7 @@ from lm_eval_moecache.records.sizes import (
     parse_bandwidth,
     parse_capacity,
 )
+from lm_eval_moecache.trace.detail import FULL, Detail
 from lm_eval_moecache.trace.writer import prepare_folder
 
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
@@ -66,7 +67,8 @@ class Config:
     cache_reset: str
     seed: int
     trace: str | None = None
-    """Folder to record a routing trace into."""
+    """Folder to record a routing trace into, with what `detail` says."""
+    detail: Detail = FULL
     draft: str | None = None
     """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
     draft_tokens: int | None = None

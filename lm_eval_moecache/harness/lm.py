@@ -24,6 +24,7 @@ from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.harness.precision_hosting import LadderHost
 from lm_eval_moecache.harness.preflight import preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
+from lm_eval_moecache.harness.recording import recorder_of
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
 from lm_eval_moecache.model.ended import EndedRows
@@ -33,7 +34,6 @@ from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.speed_table import speed_table
-from lm_eval_moecache.trace.recorder import Recorder
 from lm_eval_moecache.trace.trace import NO_REQUEST
 
 Checked = tuple[Config, dict[str, Any]]
@@ -94,15 +94,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
         parts = self.build_engine(self.model, self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.engine = parts[0]
-        if config.trace is not None:
-            self.wrapped.recorder = Recorder(
-                config.trace,
-                f"{config.policy.name}-{config.capacity}",
-                self.geometry,
-                seed=config.seed,
-                depth=self.engine.algorithms.prefetch.depth,
-                predicted_by=self.engine.predictor_digest,
-            )
+        self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers)
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
 
@@ -121,9 +113,10 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
 
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
         ledger, count = self.engine.ledger, self.without_padding(requests)
-        records = [ledger.new_request(str(r.task_name), r.request_type) for r in requests]
-        for request, record in zip(requests, records, strict=True):
-            record.document = request.doc_id
+        records = [
+            ledger.new_request(str(r.task_name), r.request_type, document=r.doc_id, place=r.idx)
+            for r in requests
+        ]
         ledger.forget(records[count:])
         self.has_run = True
         return records

@@ -217,7 +217,9 @@ class WrappedModel:
             for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
                 event.predicted[ahead] = self._predict(ahead, hidden)
         if self.recorder is not None:
-            self.recorder.add(event, output[0], self._rows, lambda a: self._predict(a, hidden))
+            self.recorder.add(
+                event, hidden, output[0], self._rows, lambda a: self._predict(a, hidden)
+            )
         return event
 
     def _experts_of_one_token(self, layer: int, output: Any) -> list[int]:

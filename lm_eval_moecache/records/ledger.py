@@ -75,6 +75,8 @@ class RequestRecord:
     passes: list[PassRecord] = field(default_factory=list)
     document: int | None = None
     """The document of the task that it asks about, where the harness says so."""
+    place: int = 0
+    """Its place among the requests of that document."""
 
 
 class Ledger:
@@ -87,8 +89,17 @@ class Ledger:
         self._num_seen = 0
         """Requests, those forgotten included: no two have had the same index."""
 
-    def new_request(self, task: str, kind: str, prompt_tokens: int = 0) -> RequestRecord:
-        record = RequestRecord(self._num_seen, task, kind, prompt_tokens)
+    def new_request(
+        self,
+        task: str,
+        kind: str,
+        prompt_tokens: int = 0,
+        document: int | None = None,
+        place: int = 0,
+    ) -> RequestRecord:
+        record = RequestRecord(
+            self._num_seen, task, kind, prompt_tokens, document=document, place=place
+        )
         self._num_seen += 1
         self.requests.append(record)
         return record

@@ -23,7 +23,7 @@ from lm_eval_moecache.sweep.worker import Outcome, run_cell, run_cells
 
 
 def execute(
-    planned: Sequence[Planned],
+    stages: Sequence[Sequence[Planned]],
     folder: Path,
     experiment: str,
     *,
@@ -31,8 +31,11 @@ def execute(
     jobs: int = 1,
     options: Mapping[str, Any],
 ) -> Iterator[Outcome]:
-    """Run the cells; those that share a loaded model follow each other."""
-    ordered = sorted(planned, key=lambda each: each.load_key)
+    """Run the cells, stage after stage: a replay needs the trace of a run before it.
+
+    In a stage, cells that share a loaded model or a trace follow each other.
+    """
+    ordered = [sorted(stage, key=_neighbours) for stage in stages if stage]
     where = str(folder.resolve())
     if executor == "ray":
         return _ray(ordered, where, experiment, jobs, options)
@@ -41,22 +44,28 @@ def execute(
     if options:
         raise unknown("executor_options", next(iter(options)), ("none with executor=local",))
     if jobs == 1:
-        return (run_cell(each, where, experiment) for each in ordered)
+        return (run_cell(each, where, experiment) for stage in ordered for each in stage)
     return _processes(ordered, where, experiment, jobs)
 
 
+def _neighbours(planned: Planned) -> tuple[str, ...]:
+    share = planned.share
+    return (*planned.load_key, "" if share is None else share.name)
+
+
 def _processes(
-    planned: Sequence[Planned], folder: str, experiment: str, jobs: int
+    stages: Sequence[Sequence[Planned]], folder: str, experiment: str, jobs: int
 ) -> Iterator[Outcome]:
     with local_pool(jobs) as pool:
-        futures = {pool.submit(run_cell, each, folder, experiment): each for each in planned}
-        for future in as_completed(futures):
-            error = future.exception()
-            if error is None:
-                yield future.result()
-            else:
-                # The process died (memory, a kill): the run is reported, and retried next time.
-                yield Outcome(futures[future].run_id, f"{type(error).__name__}: {error}")
+        for stage in stages:
+            futures = {pool.submit(run_cell, each, folder, experiment): each for each in stage}
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is None:
+                    yield future.result()
+                else:
+                    # The process died (memory, a kill): the run is reported, and retried next time.
+                    yield Outcome(futures[future].run_id, f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -90,7 +99,11 @@ def _cores() -> int:
 
 
 def _ray(
-    planned: Sequence[Planned], folder: str, experiment: str, jobs: int, options: Mapping[str, Any]
+    stages: Sequence[Sequence[Planned]],
+    folder: str,
+    experiment: str,
+    jobs: int,
+    options: Mapping[str, Any],
 ) -> Iterator[Outcome]:
     ray = _extra("ray")
     ours = not ray.is_initialized()
@@ -100,21 +113,26 @@ def _ray(
     # A worker process serves many tasks of one function, so a loaded model is shared there too.
     task = ray.remote(num_cpus=cores, max_retries=0)(run_cell)
     try:
-        waiting = {task.remote(each, folder, experiment): each for each in planned}
-        while waiting:
-            [done], _ = ray.wait(list(waiting), num_returns=1)
-            each = waiting.pop(done)
-            try:
-                yield ray.get(done)
-            except ray.exceptions.RayError as error:
-                yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
+        for stage in stages:
+            waiting = {task.remote(each, folder, experiment): each for each in stage}
+            while waiting:
+                [done], _ = ray.wait(list(waiting), num_returns=1)
+                each = waiting.pop(done)
+                try:
+                    yield ray.get(done)
+                except ray.exceptions.RayError as error:
+                    yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
     finally:
         if ours:
             ray.shutdown()
 
 
 def _submitit(
-    planned: Sequence[Planned], folder: str, experiment: str, jobs: int, options: Mapping[str, Any]
+    stages: Sequence[Sequence[Planned]],
+    folder: str,
+    experiment: str,
+    jobs: int,
+    options: Mapping[str, Any],
 ) -> Iterator[Outcome]:
     submitit = _extra("submitit")
     parameters = dict(options)
@@ -122,18 +140,19 @@ def _submitit(
     executor = submitit.AutoExecutor(folder=f"{folder}/submitit", cluster=cluster)
     parameters.setdefault("timeout_min", 24 * 60)
     executor.update_parameters(**parameters)
-    # Neighbours share a loaded model: consecutive runs go into one job.
-    size = -(-len(planned) // jobs)
-    chunks = [planned[start : start + size] for start in range(0, len(planned), size)]
-    submitted = executor.map_array(
-        run_cells, chunks, [folder] * len(chunks), [experiment] * len(chunks)
-    )
-    for job, chunk in zip(submitted, chunks, strict=True):
-        try:
-            yield from job.result()
-        except Exception as error:  # submitit raises several kinds, the job's own included
-            for each in chunk:
-                yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
+    for stage in stages:
+        # Neighbours share a loaded model: consecutive runs go into one job.
+        size = -(-len(stage) // jobs)
+        chunks = [stage[start : start + size] for start in range(0, len(stage), size)]
+        submitted = executor.map_array(
+            run_cells, chunks, [folder] * len(chunks), [experiment] * len(chunks)
+        )
+        for job, chunk in zip(submitted, chunks, strict=True):
+            try:
+                yield from job.result()
+            except Exception as error:  # submitit raises several kinds, the job's own included
+                for each in chunk:
+                    yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
 
 
 def _extra(name: str) -> Any:

@@ -21,14 +21,24 @@ _ESSENTIAL = ("policy", "capacity", "hardware")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A cell's part in sharing one run of the model: it records the trace, or replays it."""
+
+    name: str
+    """Stem of the files in the experiment's `traces/`."""
+    records: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A checked cell with its identity."""
+    """A checked cell with its identity; `share` is None for a cell that runs the model alone."""
 
     cell: Cell
     config: Config
     host_arguments: Mapping[str, Any]
     configuration_hash: str
     run_id: str
+    share: Share | None = None
 
     @property
     def load_key(self) -> tuple[str, ...]:

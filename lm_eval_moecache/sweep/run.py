@@ -15,9 +15,10 @@ from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.executors import execute
 from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
 from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.sharing import Division, divide, remove_leftovers
 from lm_eval_moecache.sweep.spec import SweepFile
 from lm_eval_moecache.sweep.validation import check_cells
-from lm_eval_moecache.sweep.worker import Outcome
+from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, Outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,11 @@ class Report:
     done: tuple[str, ...]
     failed: tuple[Outcome, ...]
     seconds: float
+    by_model: int = 0
+    """Cells that ran the model; the other ones done were replayed from the traces of those."""
+    saved_seconds: float = 0.0
+    """What the replays would have taken as runs, by the mean of this sweep's runs, less what they
+    took; 0 where no run of this sweep says how long one takes."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -42,11 +48,17 @@ class Report:
             "done": list(self.done),
             "failed": [{"run_id": o.run_id, "error": o.error} for o in self.failed],
             "seconds": round(self.seconds, 1),
+            "by_model": self.by_model,
+            "by_replay": len(self.done) - self.by_model,
+            "saved_seconds": round(self.saved_seconds, 1),
         }
 
 
-def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False) -> Report:
-    """Run what is not finished. Raises ValueError before the first run if any cell cannot start."""
+def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False) -> Report:
+    """Run what is not finished. Raises ValueError before the first run if any cell cannot start.
+
+    Cells with equal outputs run the model once and are replayed, unless they are to be run `live`.
+    """
     started = time.monotonic()
     cells = sweep.cells()
     planned = check_cells(cells)
@@ -56,7 +68,11 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False) -> Report:
         waiting = [p for p in planned if p.configuration_hash not in done_before]
         for each in skipped:
             _relabel(folder, done_before[each.configuration_hash], each)
-        outcomes = list(_with_progress(sweep, folder, waiting, len(skipped)))
+        remove_leftovers(folder)
+        division = Division(tuple(waiting), ()) if live else divide(waiting, folder)
+        outcomes = _with_progress(sweep, folder, division, len(skipped))
+    runs = [o for o in outcomes if o.error is None and o.by == BY_MODEL]
+    replays = [o for o in outcomes if o.error is None and o.by == BY_REPLAY]
     return Report(
         experiment=sweep.name,
         runs=len(planned),
@@ -65,24 +81,34 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False) -> Report:
         done=tuple(o.run_id for o in outcomes if o.error is None),
         failed=tuple(o for o in outcomes if o.error is not None),
         seconds=time.monotonic() - started,
+        by_model=len(runs),
+        saved_seconds=_saved(runs, replays),
     )
 
 
+def _saved(runs: Sequence[Outcome], replays: Sequence[Outcome]) -> float:
+    if not runs:
+        return 0.0
+    run_s = sum(o.seconds for o in runs) / len(runs)
+    return len(replays) * run_s - sum(o.seconds for o in replays)
+
+
 def _with_progress(
-    sweep: SweepFile, folder: Path, waiting: Sequence[Planned], num_skipped: int
+    sweep: SweepFile, folder: Path, division: Division, num_skipped: int
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    if not waiting:
+    num_waiting = len(division.runs) + len(division.replays)
+    if not num_waiting:
         return outcomes
     results = execute(
-        waiting,
+        (division.runs, division.replays),
         folder,
         sweep.name,
         executor=sweep.executor,
         jobs=sweep.jobs,
         options=sweep.executor_options,
     )
-    total = num_skipped + len(waiting)
+    total = num_skipped + num_waiting
     with tqdm(total=total, initial=num_skipped, unit="run", desc=sweep.name, smoothing=0) as bar:
         for outcome in results:
             outcomes.append(outcome)

@@ -14,9 +14,12 @@ from lm_eval_moecache.sweep.evaluation import evaluate, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import Planned
 from lm_eval_moecache.sweep.provenance import environment
+from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed
+from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.validation import model_parts
 
 RECORD_FORMAT = 1
+BY_MODEL, BY_REPLAY = "model", "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Outcome:
 
     run_id: str
     error: str | None = None
+    by: str = BY_MODEL
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -56,7 +61,9 @@ def _holder() -> Holder:
 
 
 def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
-    """Run one cell and write its record. Never raises for what a run can do wrong."""
+    """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
+    if planned.share is not None and not planned.share.records:
+        return _replay_cell(planned, Path(folder), experiment)
     started_s = time.time()
     begin = time.perf_counter()
     with quiet() as said:
@@ -64,6 +71,10 @@ def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
             lm = _holder().get(planned)
             loaded = time.perf_counter()
             kept = evaluate(planned.cell, lm)
+            if planned.share is not None:
+                # Before the record: a kill in between leaves a trace that serves this cell, too.
+                shared = SharedRun(Path(folder), planned.share.name)
+                shared.keep(planned.run_id, planned.config.detail, kept)
         except Exception as error:
             # A model that failed half way may hold broken hooks: the next run loads its own.
             _holder.cache_clear()
@@ -71,15 +82,25 @@ def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
             write_failure(Path(folder), planned.run_id, text)
             return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
     seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
-    write_record(
-        Path(folder),
-        {
-            **head(planned, experiment),
-            **kept,
-            "environment": environment(started_s, seconds),
-        },
-    )
-    return Outcome(planned.run_id)
+    made_by = {**environment(started_s, seconds), "made_by": {"run": planned.run_id}}
+    write_record(Path(folder), {**head(planned, experiment), **kept, "environment": made_by})
+    return Outcome(planned.run_id, seconds=seconds["evaluate"])
+
+
+def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
+    started_s, begin = time.time(), time.perf_counter()
+    try:
+        with quiet():
+            kept, source = replayed(planned, folder)
+    except NoSharedRunError as error:
+        return Outcome(planned.run_id, str(error), BY_REPLAY)
+    except Exception as error:
+        write_failure(folder, planned.run_id, traceback.format_exc())
+        return Outcome(planned.run_id, f"{type(error).__name__}: {error}", BY_REPLAY)
+    seconds = {"replay": time.perf_counter() - begin}
+    made_by = {**environment(started_s, seconds), "made_by": {"replay_of": source}}
+    write_record(folder, {**head(planned, experiment), **kept, "environment": made_by})
+    return Outcome(planned.run_id, None, BY_REPLAY, seconds["replay"])
 
 
 def run_cells(planned: Sequence[Planned], folder: str, experiment: str) -> list[Outcome]:

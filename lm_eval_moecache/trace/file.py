@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.trace.header import Header, read_header, read_requests
+from lm_eval_moecache.trace.detail import Proposed
+from lm_eval_moecache.trace.header import Header, read_header, read_requests, read_scans
 from lm_eval_moecache.trace.trace import (
     Columns,
     Halves,
@@ -32,10 +34,19 @@ COLUMNS = {
     "experts": pa.list_(pa.int16()),
     "weights": pa.list_(pa.float32()),
 }
+_PROPOSED_STEM = "proposed_"
 OPTIONAL_COLUMNS = {
     "logits": pa.list_(pa.float16()),
     "predicted": pa.list_(pa.float16()),
 }
+
+
+PROPOSED = pa.list_(pa.int32())
+
+
+def proposed_column(place: int) -> str:
+    """Name the column of a recorded prefetcher: an event's keys, in the event's first row."""
+    return f"proposed_{place}"
 
 
 def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> Trace:
@@ -64,7 +75,7 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
         trace_logits = _rectangle(name, table, "logits", geometry.num_experts)
         _check_numbers(name, "logits", trace_logits)
     num_passes = int(numbers["pass"].max(initial=-1)) + 1
-    return build_trace(
+    trace = build_trace(
         name,
         geometry,
         columns,
@@ -72,6 +83,11 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
         requests=read_requests(name, metadata, num_passes),
         logits=trace_logits,
         predicted=_predicted(name, table, header, columns),
+    )
+    return dataclasses.replace(
+        trace,
+        proposed=_proposed(name, table, header, trace),
+        scans=read_scans(name, metadata, num_passes),
     )
 
 
@@ -87,6 +103,7 @@ def _read_table(
                 wanted.append("logits")
             if predicted and "predicted" in schema.names:
                 wanted.append("predicted")
+            wanted += [column for column in schema.names if column.startswith(_PROPOSED_STEM)]
             table = file.read(columns=wanted, use_threads=False)
             table.validate(full=True)
             return table.combine_chunks(), file.metadata.metadata
@@ -110,6 +127,8 @@ def _check_schema(name: str, schema: Any) -> None:
         if not same:
             raise ValueError(f"trace {name}: column {column!r} is {found}, must be {kind}.")
     for column in schema.names:
+        if column.startswith(_PROPOSED_STEM) and schema.field(column).type == PROPOSED:
+            continue
         if column not in COLUMNS and column not in OPTIONAL_COLUMNS:
             raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
 
@@ -192,6 +211,25 @@ def _predicted(name: str, table: Any, header: Header, columns: Columns) -> Predi
     return Predicted(
         depth=header.predicted_depth, values=values, offsets=offsets, by=header.predicted_by
     )
+
+
+def _proposed(name: str, table: Any, header: Header, trace: Trace) -> dict[str, Proposed]:
+    """Return what was proposed at each event, by prefetcher."""
+    found = {}
+    num_keys = trace.geometry.num_layers * trace.geometry.num_experts
+    for place, identity in enumerate(header.proposals):
+        column = proposed_column(place)
+        if column not in table.column_names:
+            raise ValueError(f"trace {name} lacks the column {column!r} that its metadata names.")
+        array = _column(name, table, column)
+        offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
+        keys: Ints = array.flatten().to_numpy(zero_copy_only=False).astype(np.int32)
+        if ((keys < 0) | (keys >= num_keys)).any():
+            raise ValueError(
+                f"trace {name}: column {column!r}: keys must lie in 0..{num_keys - 1}."
+            )
+        found[identity] = Proposed(keys=keys, bounds=(offsets - offsets[0])[trace.row_bounds])
+    return found
 
 
 def _check_numbers(name: str, column: str, values: Halves) -> None:

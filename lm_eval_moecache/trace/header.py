@@ -20,6 +20,8 @@ VERSION = 1
 HEADER_KEY = b"moecache"
 REQUESTS_KEY = b"moecache_requests"
 """Optional second key, written when a recording ends: one list per request of the ledger."""
+SCANS_KEY = b"moecache_scans"
+"""Optional third key: [first pass, passes] of each text that was routed token after token."""
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
@@ -32,6 +34,10 @@ class Header:
     seed: int
     predicted_depth: int = 0
     predicted_by: str = ""
+    proposals: tuple[str, ...] = ()
+    """The prefetchers whose proposals it holds: column `proposed_0` has the first one's, ..."""
+    has_logits: bool = True
+    """Whether a file to be written gets the column `logits` (a reader looks at the columns)."""
 
 
 def write_header(header: Header) -> bytes:
@@ -62,6 +68,8 @@ def write_header(header: Header) -> bytes:
         fields["predicted_depth"] = header.predicted_depth
     if header.predicted_by:
         fields["predicted_by"] = header.predicted_by
+    if header.proposals:
+        fields["proposals"] = list(header.proposals)
     return json.dumps(fields).encode()
 
 
@@ -80,7 +88,11 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     if by and depth != 1:
         raise _bad(name, "predicted_by", by, "needs predicted_depth 1 with it")
     return Header(
-        geometry=_geometry(name, fields), seed=fields.seed, predicted_depth=depth, predicted_by=by
+        geometry=_geometry(name, fields),
+        seed=fields.seed,
+        predicted_depth=depth,
+        predicted_by=by,
+        proposals=tuple(fields.proposals),
     )
 
 
@@ -114,10 +126,41 @@ def _geometry(name: str, fields: TraceHeader) -> Geometry:
 def write_requests(requests: Sequence[RequestRecord]) -> bytes:
     """Return the JSON of the metadata key `moecache_requests`."""
     rows = [
-        [r.task, r.kind, r.prompt_tokens, r.output_tokens, [p.index for p in r.passes]]
+        [
+            *(r.task, r.kind, r.prompt_tokens, r.output_tokens, [p.index for p in r.passes]),
+            *([] if r.document is None else [r.document, r.place]),
+        ]
         for r in requests
     ]
     return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def write_scans(scans: Sequence[tuple[int, int]]) -> bytes:
+    """Return the JSON of the metadata key `moecache_scans`."""
+    return json.dumps(list(scans), separators=(",", ":")).encode()
+
+
+def read_scans(
+    name: str, metadata: Mapping[bytes, bytes] | None, num_passes: int
+) -> tuple[tuple[int, int], ...]:
+    """Read the metadata key `moecache_scans`; none where the file has none."""
+    if metadata is None or SCANS_KEY not in metadata:
+        return ()
+    found: list[tuple[int, int]] = []
+    before = 0
+    for scan in _parse(name, metadata[SCANS_KEY], "moecache_scans"):
+        match scan:
+            case [int(first), int(count)] if (
+                before <= first and count > 0 and first + count <= num_passes
+            ):
+                found.append((first, count))
+                before = first + count
+            case _:
+                raise ValueError(
+                    f"trace {name}: metadata 'moecache_scans': {scan!r} must be [first pass, "
+                    f"passes], in order and below {num_passes}."
+                )
+    return tuple(found)
 
 
 def read_requests(
@@ -132,11 +175,17 @@ def read_requests(
     found = []
     for index, row in enumerate(rows):
         match row:
-            case [str(task), str(kind), int(prompt), int() | None as output, list(passes)] if (
-                prompt >= 0
-                and (output is None or output >= 0)
-                and all(type(p) is int and 0 <= p < num_passes for p in passes)
+            case [
+                str(task),
+                str(kind),
+                int(prompt),
+                int() | None as output,
+                list(passes),
+                *rest,
+            ] if all(isinstance(p, int) and 0 <= p < num_passes for p in passes) and (
+                not rest or (len(rest) == 2 and all(isinstance(n, int) for n in rest))
             ):
+                document, place = rest or (None, 0)
                 found.append(
                     TracedRequest(
                         task=task,
@@ -144,12 +193,15 @@ def read_requests(
                         prompt_tokens=prompt,
                         output_tokens=output,
                         passes=tuple(passes),
+                        document=document,
+                        place=place,
                     )
                 )
             case _:
                 raise ValueError(
                     f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
-                    f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}]."
+                    f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}], "
+                    "with the document and the place in it after them or not."
                 )
     return tuple(found)
 

@@ -5,9 +5,11 @@ Shapes: T valid tokens of a pass, E experts, K experts per token.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +18,20 @@ from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.detail import FULL, Detail
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.trace import NO_REQUEST
 from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Rows = Callable[[Any], Any]
+Predict = Callable[[int], FloatArray]
+Propose = Callable[[Event, Any, Rows, Predict], Sequence[int]]
+"""(event with logits, hidden states, picks the valid tokens, a later gate's prediction) -> keys."""
+_NONE: Mapping[str, Propose] = MappingProxyType({})
 
 
 class Recorder:
@@ -41,16 +51,22 @@ class Recorder:
         seed: int,
         depth: int,
         predicted_by: str = "",
+        detail: Detail = FULL,
+        onlookers: Mapping[str, Propose] = _NONE,
     ) -> None:
-        self.depth = min(max(depth, 1), geometry.num_layers - 1)
+        self.depth = min(max(depth, 1), geometry.num_layers - 1) if detail.predictions else 0
         self.row_requests: list[int] = []
         self._geometry = geometry
         self._by_gates = not predicted_by
+        self._detail = detail
+        self._onlookers = tuple(onlookers.values())
         header = Header(
             geometry=geometry,
             seed=seed,
             predicted_depth=self.depth,
             predicted_by=predicted_by if self.depth else "",
+            proposals=tuple(onlookers),
+            has_logits=detail.logits,
         )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
         self._writer = TraceWriter(prepare_folder(folder), name, header)
@@ -88,9 +104,10 @@ class Recorder:
     def add(
         self,
         event: Event,
+        hidden: Tensor,
         logits: Tensor,
-        rows: Callable[[Tensor], Any],
-        predict: Callable[[int], FloatArray],
+        rows: Rows,
+        predict: Predict,
     ) -> None:
         """Record one event before the policy sees it; `rows` picks the valid tokens."""
         assert event.experts is not None and event.weights is not None
@@ -100,14 +117,20 @@ class Recorder:
             for layer in ahead
             if layer < self._geometry.num_layers
         ]
-        if not self._by_gates:
+        if self.depth and not self._by_gates:
             predicted = list(event.predicted.values())
+        seen: Any = rows(logits.half()) if self._detail.logits or self._onlookers else None
+        proposed = []
+        if self._onlookers:
+            looked = dataclasses.replace(event, logits=seen.astype(np.float32))
+            proposed = [propose(looked, hidden, rows, predict) for propose in self._onlookers]
         self._writer.add(
             event.layer,
             event.experts,
-            event.weights,
-            rows(logits.half()),
+            event.weights if self._detail.weights else None,
+            seen if self._detail.logits else None,
             predicted,
+            proposed,
         )
 
     def close(self, requests: Sequence[RequestRecord]) -> Path | None:

@@ -6,14 +6,16 @@ Rows are (pass, layer, token) in execution order. The files they come from are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as made
 
 import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.detail import Proposed
 
 Ints = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.float16]
@@ -44,6 +46,8 @@ class TracedRequest:
     prompt_tokens: int
     output_tokens: int | None
     passes: tuple[int, ...]
+    document: int | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +83,11 @@ class Trace:
     requests: tuple[TracedRequest, ...]
     logits: Halves | None = None
     predicted: Predicted | None = None
+    proposed: Mapping[str, Proposed] = made(default_factory=dict)
+    """By prefetcher, as `detail.identity` names it: proposals that were recorded."""
+    scans: tuple[tuple[int, int], ...] = ()
+    """(First pass, number of passes) of each text that was routed layer by layer and token after
+    token in each (`scoring=scan`): a replay keeps that order."""
     has_sizes: bool = True
     """False where the file does not say how large an expert is, so that bytes mean nothing."""
 

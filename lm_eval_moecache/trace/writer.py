@@ -16,17 +16,21 @@ import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.trace.file import COLUMNS, OPTIONAL_COLUMNS
+from lm_eval_moecache.trace.file import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 from lm_eval_moecache.trace.header import (
     HEADER_KEY,
     REQUESTS_KEY,
+    SCANS_KEY,
     Header,
     write_header,
     write_requests,
+    write_scans,
 )
 
 logger = logging.getLogger(__name__)
 _ROW_GROUP = 32768
+_LEVEL = 9
+"""Of zstd: beyond it the last percent costs more than all before."""
 
 
 def prepare_folder(folder: str) -> Path:
@@ -54,13 +58,24 @@ class TraceWriter:
         kinds = COLUMNS | OPTIONAL_COLUMNS
         if not header.predicted_depth:
             del kinds["predicted"]
+        if not header.has_logits:
+            del kinds["logits"]
+        self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
+        kinds |= dict.fromkeys(self._proposed, PROPOSED)
         self._schema = pa.schema(list(kinds.items()), metadata={HEADER_KEY: write_header(header)})
         handle, partial = tempfile.mkstemp(prefix=f"{stem}-", suffix=".partial", dir=folder)
         os.close(handle)
         self._partial = Path(partial)
         self._file: Any = pq.ParquetWriter(
-            partial, self._schema, compression="zstd", write_page_checksum=True
+            partial,
+            self._schema,
+            compression="zstd",
+            compression_level=_LEVEL,
+            write_page_checksum=True,
+            use_dictionary=["phase"],
+            column_encoding=_encodings(self._schema),
         )
+        self._scans: list[tuple[int, int]] = []
         self._rows: list[Mapping[str, Any]] = []
         self._num_rows = 0
         self._total_rows = 0
@@ -85,28 +100,35 @@ class TraceWriter:
 
     def begin_scan(self) -> None:
         """Make each token of the pass begun a pass of its own; its layers still come in order."""
-        self._pass["pass"] = self._pass["pass"] + np.arange(len(self._pass["pass"]), dtype=np.int32)
+        passes = self._pass["pass"] + np.arange(len(self._pass["pass"]), dtype=np.int32)
+        self._pass["pass"] = passes
+        self._scans.append((int(passes[0]), len(passes)))
         self._scan = []
 
     def add(
         self,
         layer: int,
         experts: IntArray,
-        weights: FloatArray,
-        logits: FloatArray,
+        weights: FloatArray | None,
+        logits: FloatArray | None,
         predicted: Sequence[FloatArray],
+        proposed: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Record one event: [tokens, top_k] as the router chose, before any policy changed it."""
+        """Record one event: [tokens, top_k] as the router chose, before any policy changed it.
+
+        `proposed` are the keys that each prefetcher of the header proposes at it.
+        """
         num_tokens = len(experts)
         rows = {
             **self._pass,
             "layer": np.full(num_tokens, layer, dtype=np.int16),
             "experts": experts.astype(np.int16),
-            "weights": weights.astype(np.float32),
-            "logits": logits.astype(np.float16),
+            "weights": None if weights is None else weights.astype(np.float32),
+            "logits": None if logits is None else logits.astype(np.float16),
             "predicted": np.concatenate(
                 [np.empty((num_tokens, 0), dtype=np.float16), *predicted], axis=1, dtype=np.float16
             ),
+            **dict(zip(self._proposed, proposed, strict=True)),
         }
         self._num_rows += num_tokens
         (self._rows if self._scan is None else self._scan).append(rows)
@@ -126,6 +148,8 @@ class TraceWriter:
         if self._file is None:
             return None
         self._flush()
+        if self._scans:
+            self._file.add_key_value_metadata({SCANS_KEY: write_scans(self._scans)})
         if requests is not None:
             self._file.add_key_value_metadata({REQUESTS_KEY: write_requests(requests)})
         self._file.close()
@@ -155,14 +179,37 @@ class TraceWriter:
             return pa.array(np.repeat(np.asarray(parts, dtype=object), sizes), kind)
         if not pa.types.is_list(kind):
             return pa.array(np.concatenate(parts), kind)
+        if column in self._proposed:
+            return self._event_lists(parts, kind)
+        if any(part is None for part in parts):
+            return pa.nulls(self._num_rows, kind)
         widths = np.concatenate([np.full(len(part), part.shape[1]) for part in parts])
         offsets: npt.NDArray[np.int32] = np.zeros(len(widths) + 1, dtype=np.int32)
         np.cumsum(widths, out=offsets[1:])
         values = np.concatenate([part.ravel() for part in parts])
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
 
+    def _event_lists(self, parts: Sequence[Sequence[int]], kind: Any) -> Any:
+        """Return a column whose event's values stand in the event's first row."""
+        lengths = np.zeros(self._num_rows, dtype=np.int64)
+        sizes = np.asarray([len(row["layer"]) for row in self._rows])
+        lengths[np.cumsum(sizes) - sizes] = [len(part) for part in parts]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        values = np.asarray([key for part in parts for key in part], dtype=np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
+
+
+def _encodings(schema: Any) -> dict[str, str]:
+    """Split numbers into streams of first, second, ... bytes: those of small numbers vanish."""
+    chosen = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
+    for field in schema:
+        if pa.types.is_list(field.type):
+            chosen[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
+    return chosen
+
 
 def _row(rows: Mapping[str, Any], token: int) -> Mapping[str, Any]:
     """Return one token of a block of rows."""
     one = slice(token, token + 1)
-    return {name: v if name == "phase" else v[one] for name, v in rows.items()}
+    whole = ("phase",)
+    return {n: v if n in whole or v is None else v[one] for n, v in rows.items()}

@@ -54,7 +54,8 @@ def test_a_sweep_writes_every_cell_and_a_second_one_runs_none(
     for record in found.values():
         assert record["config"]["moecache"]["tasks"]["toy_choice"]["requests"] == 12
         assert set(record["scores"]["toy_choice"]["acc,none"]) == {"0", "1", "2", "3"}
-        assert {"date", "seconds", "machine", "versions", "revision"} == set(record["environment"])
+        told = {"date", "seconds", "machine", "versions", "revision", "made_by"}
+        assert told == set(record["environment"])
         assert "samples" not in record
     before = {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
     assert run(path, "--json") == 0

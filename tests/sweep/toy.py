@@ -39,6 +39,18 @@ doc_to_target: "{{choices[0]}}"
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 generation_kwargs: {until: ["@@"], max_gen_toks: 4, do_sample: false}
 """
+_SPEED = """
+group: toy_speed
+task:
+  - task: toy_choice
+    class: !function lm_eval_moecache.harness.tasks.SpeedTask
+  - task: toy_answer
+    class: !function lm_eval_moecache.harness.tasks.SpeedTask
+aggregate_metric_list:
+  - metric: ttft_ms
+  - metric: miss_rate
+    weight_by_size: false
+"""
 
 
 def write_tasks(folder: Path) -> Path:
@@ -51,6 +63,7 @@ def write_tasks(folder: Path) -> Path:
     (folder / "toy_docs.py").write_text(_LOADER)
     (folder / "toy_choice.yaml").write_text(_CHOICE + _HEAD)
     (folder / "toy_answer.yaml").write_text(_ANSWER + _HEAD)
+    (folder / "toy_speed.yaml").write_text(_SPEED)
     return folder
 
 

@@ -1,0 +1,62 @@
+"""Prefetchers that look on while a run is recorded: what each would propose at every event."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.model.predictor.network import network_of
+from lm_eval_moecache.records.artifact import check_router_digest
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.predictor import digest_of, target_of
+from lm_eval_moecache.trace.detail import Detail, identity
+from lm_eval_moecache.trace.recorder import Predict, Propose, Rows
+
+
+class Onlooker:
+    """One prefetcher, shown the events of a run that another policy governs.
+
+    It sees what it would see in a run of its own: the events and predictions are the model's, and
+    no prefetcher sees the cache.
+    """
+
+    def __init__(self, prefetch: PrefetchAlgorithm, layers: Sequence[MoELayer]) -> None:
+        self._prefetch = prefetch
+        self._num_layers = len(layers)
+        self._network = network_of(prefetch, layers[0].router)
+
+    def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> list[int]:
+        """Return the keys it proposes at the event."""
+        if event.layer == 0:
+            self._prefetch.on_pass(event.pass_index)
+        predicted = {}
+        if self._network is not None:
+            target = target_of(event.layer, self._num_layers, event.phase)
+            if target is not None:
+                logits = self._network(event.layer, hidden)
+                predicted[target] = rows(logits.to(torch.float16).float())
+        elif self._prefetch.depth:
+            last = min(event.layer + self._prefetch.depth, self._num_layers - 1)
+            predicted = {ahead: predict(ahead) for ahead in range(event.layer + 1, last + 1)}
+        return list(self._prefetch.propose(dataclasses.replace(event, predicted=predicted)))
+
+
+def onlookers_of(
+    detail: Detail, geometry: Geometry, layers: Sequence[MoELayer]
+) -> dict[str, Propose]:
+    """Build the prefetchers that a recording asks for; ValueError for another model's artifact."""
+    found: dict[str, Propose] = {}
+    for choice, seed in detail.onlookers:
+        prefetch: PrefetchAlgorithm = choice.build(geometry, seed)
+        digest = ""
+        if prefetch.artifact is not None:
+            check_router_digest(prefetch.artifact, router_digest(list(layers)), geometry.model)
+            digest = digest_of(prefetch.artifact)
+        found[identity(choice, seed, digest)] = Onlooker(prefetch, layers)
+    return found

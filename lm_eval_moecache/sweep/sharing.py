@@ -1,0 +1,209 @@
+"""Which cells share one run of the model, and the files they share it by.
+
+Outputs do not depend on the cache where nothing is lost: one cell of a group runs the model and
+records what the others have to see, and these are replayed. A replay's figures are a live run's.
+
+<experiment>/traces/<name>.parquet    the routing, and what the cells' prefetchers proposed
+<experiment>/traces/<name>.json       the results that all cells of the group have in common
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.records.paths import TINY
+from lm_eval_moecache.sweep.files import FAILED, write_atomically
+from lm_eval_moecache.sweep.identity import Planned, Share
+from lm_eval_moecache.trace.detail import Detail, identity
+
+TRACES = "traces"
+_FORMAT = 1
+# What of a setting changes no output of a lossless policy, and nothing that the model computes.
+# A setting that is not listed keeps cells apart.
+_FREE = ("policy", "capacity", "hardware", "cache_reset", "seed", "trace", "detail")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Cells that run the model (those that record among them), and cells that are replayed."""
+
+    runs: tuple[Planned, ...]
+    replays: tuple[Planned, ...]
+
+
+def divide(waiting: Sequence[Planned], folder: Path) -> Division:
+    """Choose for each group of cells which one runs the model, if any has to."""
+    runs: list[Planned] = []
+    replays: list[Planned] = []
+    groups: dict[str, list[Planned]] = {}
+    for each in waiting:
+        name = share_name(each)
+        if name is None:
+            runs.append(each)
+        else:
+            groups.setdefault(name, []).append(each)
+    for name, group in groups.items():
+        wanted = detail_of(group)
+        if SharedRun(folder, name).serves(wanted):
+            replays += _shared(group, name)
+        elif len(group) == 1:
+            runs += group
+        else:
+            # A cell that has failed before may fail again: another one is tried first.
+            first = min(group, key=lambda each: _has_failed(folder, each))
+            runs.append(_recording(first, name, wanted, folder))
+            replays += _shared([each for each in group if each is not first], name)
+    return Division(tuple(runs), tuple(replays))
+
+
+def share_name(planned: Planned) -> str | None:
+    """Name the group of a cell, or return None where it has to run the model by itself.
+
+    A lossy policy changes the outputs, a wall clock is measured, drafts have no place in a trace,
+    and who asks for a trace wants a run.
+    """
+    config = planned.config
+    if not config.policy.is_lossless or config.clock != "virtual":
+        return None
+    if config.draft is not None or config.trace is not None:
+        return None
+    default = read_config({})
+    cell = planned.cell
+    same = {
+        "format": _FORMAT,
+        "model": cell.model,
+        "pretrained": cell.pretrained,
+        "files": _fingerprint(cell.pretrained),
+        "host_arguments": dict(planned.host_arguments),
+        "tasks": list(cell.tasks),
+        "options": dict(cell.options),
+        "include_path": list(cell.include_path),
+        "moecache": {
+            field.name: value
+            for field in dataclasses.fields(config)
+            if field.name not in _FREE
+            and (value := getattr(config, field.name)) != getattr(default, field.name)
+        },
+    }
+    text = json.dumps(same, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:
+    """Tell a folder's state: a trace that is kept must not outlive the weights it was made of."""
+    if pretrained == TINY:
+        import lm_eval_moecache.tiny as tiny
+
+        folder = Path(str(tiny.__file__)).parent / "model"
+    else:
+        folder = Path(pretrained)
+    if not folder.is_dir():
+        return []
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def detail_of(group: Iterable[Planned]) -> Detail:
+    """Return what a trace has to keep for all these cells to be replayed."""
+    onlookers: dict[str, tuple[Any, int]] = {}
+    weights = logits = False
+    for each in group:
+        policy, seed = each.config.policy, each.config.seed
+        weights |= policy.eviction.algorithm.uses_weights
+        logits |= policy.routing.algorithm.uses_logits or policy.miss.algorithm.uses_logits
+        if _looks_on(policy.prefetch):
+            onlookers[_name_of(policy.prefetch, seed)] = (policy.prefetch, seed)
+    return Detail(
+        weights=weights or logits,
+        logits=logits,
+        predictions=False,
+        onlookers=tuple(onlookers.values()),
+    )
+
+
+def _looks_on(prefetch: Any) -> bool:
+    """Whether a prefetcher's proposals have to be recorded: it sees more than the experts."""
+    algorithm = prefetch.algorithm
+    if not algorithm.is_active:
+        return False
+    # An instance may look further ahead than its class says. Of an outside class nothing is known.
+    depth = algorithm.depth or prefetch.parameters.get("depth", 0)
+    sees_more = depth or algorithm.uses_predictor or algorithm.uses_logits
+    return bool(sees_more or "." in prefetch.name)
+
+
+def _name_of(prefetch: Any, seed: int) -> str:
+    return identity(prefetch, seed, "")
+
+
+def _has_failed(folder: Path, planned: Planned) -> bool:
+    return (folder / FAILED / f"{planned.run_id}.txt").exists()
+
+
+def _shared(group: Iterable[Planned], name: str) -> list[Planned]:
+    share = Share(name=name, records=False)
+    return [dataclasses.replace(each, share=share) for each in group]
+
+
+def _recording(planned: Planned, name: str, detail: Detail, folder: Path) -> Planned:
+    partial = SharedRun(folder, name).partial
+    config = dataclasses.replace(planned.config, trace=str(partial), detail=detail)
+    return dataclasses.replace(planned, config=config, share=Share(name=name, records=True))
+
+
+class SharedRun:
+    """The files of one group. The results are written last: where they are, the trace is whole."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.trace = folder / TRACES / f"{name}.parquet"
+        self.results = folder / TRACES / f"{name}.json"
+        self.partial = folder / TRACES / f".{name}.part"
+
+    def serves(self, wanted: Detail) -> bool:
+        """Whether the trace is there and holds all that is wanted."""
+        try:
+            found = json.loads(self.results.read_text())
+            same = found["format"] == _FORMAT and self.trace.is_file()
+            names = {_name_of(choice, seed) for choice, seed in wanted.onlookers}
+            return bool(
+                same
+                and (found["weights"] or not wanted.weights)
+                and (found["logits"] or not wanted.logits)
+                and names <= set(found["prefetchers"])
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def keep(self, run_id: str, detail: Detail, kept: Mapping[str, Any]) -> None:
+        """Give the recorded trace its name and write the results beside it."""
+        [recorded] = self.partial.glob("*.parquet")
+        self.results.unlink(missing_ok=True)
+        os.replace(recorded, self.trace)
+        shutil.rmtree(self.partial, ignore_errors=True)
+        content = {
+            "format": _FORMAT,
+            "run_id": run_id,
+            "weights": detail.weights,
+            "logits": detail.logits,
+            "prefetchers": [_name_of(choice, seed) for choice, seed in detail.onlookers],
+            "kept": {**kept, "config": {**kept["config"], "moecache": None}},
+        }
+        write_atomically(self.results, json.dumps(content, ensure_ascii=False, default=str))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed recordings have left; call it while no other sweep is at work."""
+    for leftover in (folder / TRACES).glob(".*.part"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)

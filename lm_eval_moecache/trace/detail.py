@@ -1,0 +1,61 @@
+"""How much of a run a trace keeps, and the proposals of prefetchers that looked on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class Onlooker(Protocol):
+    """A prefetch algorithm's choice, which can be built for a model."""
+
+    @property
+    def algorithm(self) -> Any: ...
+    def build(self, geometry: Geometry, seed: int) -> Any: ...
+    def as_dict(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detail:
+    """What a recording keeps beside the experts. The default serves any replay that a trace can.
+
+    A prefetcher sees the events alone, never the cache: where only what some prefetchers propose is
+    wanted, their proposals replace the predictions they were made from, at a tenth of the size.
+    """
+
+    weights: bool = True
+    logits: bool = True
+    predictions: bool = True
+    """Whether to keep predictions of the gates (or the policy's predictor), for every expert."""
+    onlookers: tuple[tuple[Onlooker, int], ...] = ()
+    """Prefetchers whose proposals are kept, each with its seed."""
+
+
+FULL = Detail()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposed:
+    """What one prefetcher proposed at each event of the recorded run, most wanted first.
+
+    Event e's keys are `keys[bounds[e]:bounds[e + 1]]`.
+    """
+
+    keys: npt.NDArray[np.int32]
+    bounds: IntArray
+
+
+def identity(choice: Onlooker, seed: int, predictor: str) -> str:
+    """Name a prefetcher by all that its proposals follow from beside the run itself."""
+    named: dict[str, Any] = {**choice.as_dict(), "predictor": predictor}
+    if choice.algorithm.draws:
+        named["seed"] = seed
+    return json.dumps(named, sort_keys=True)

@@ -1,0 +1,207 @@
+"""Sweeps that run the model once: records equal to those of live runs, and what is not shared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.sweep import worker
+from tests.conftest import Checkpoint
+from tests.sweep.toy import records, write_sweep
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def base(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_process() -> Iterator[None]:
+    yield
+    worker._holder.cache_clear()
+
+
+def both_ways(folder: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a sweep sharing its runs, and live; assert that records are equal to the byte."""
+    shared = write_sweep(folder / "shared", name="x", **fields)
+    assert main(["sweep", str(shared)]) == 0
+    live = write_sweep(folder / "live", name="x", **fields)
+    assert main(["sweep", str(live), "--live"]) == 0
+    found, expected = records(shared.parent), records(live.parent)
+    assert found.keys() == expected.keys()
+    for key, record in expected.items():
+        texts = [json.dumps({**r, "environment": None}) for r in (found[key], record)]
+        assert texts[0] == texts[1], record["run_id"]
+    return found, expected
+
+
+def made_by(found: dict[str, Any]) -> list[str]:
+    return sorted(next(iter(r["environment"]["made_by"])) for r in found.values())
+
+
+def lossless_policies(with_predictor: bool) -> list[str]:
+    policies = [load_policy(name) for name in policy_names()]
+    return [
+        policy.name
+        for policy in policies
+        if policy.is_lossless
+        and not policy.prefetch.algorithm.needs_draft
+        and bool(policy.prefetch.algorithm.uses_predictor) is with_predictor
+    ]
+
+
+def test_every_lossless_composition_is_replayed_to_the_byte(
+    tmp_path: Path, base: dict[str, Any]
+) -> None:
+    names = lossless_policies(with_predictor=False)
+    assert {"on_demand", "specmd", "mixtral_offloading", "moe_infinity"} <= set(names)
+    grid = [
+        {"policy": names, "capacity": ["25%"]},
+        {"policy": ["specmd", "on_demand"], "capacity": ["4/layer", "9"], "bandwidth": ["1GB/s"]},
+        {"policy": ["specmd"], "cache_reset": ["request"], "seed": [3]},
+        {"policy": ["on_demand"], "hardware": ["h200"]},
+        {"policy": ["on_demand"], "eviction": ["random", "score", "lfu"]},
+    ]
+    tasks = ["toy_speed"]
+    found, _ = both_ways(tmp_path, base=base, grid=grid, tasks=tasks, limit=3)
+    assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
+
+
+@pytest.mark.parametrize("setting", [{"batch_size": 3}, {"batch_size": 2, "logits_cache": False}])
+def test_batches_are_replayed_to_the_byte(
+    tmp_path: Path, base: dict[str, Any], setting: dict[str, Any]
+) -> None:
+    grid = {"policy": ["on_demand", "specmd", "moe_infinity"], "cache_reset": ["never", "request"]}
+    tasks = ["toy_choice", "toy_answer"]
+    both_ways(tmp_path, base={**base, **setting}, grid=grid, tasks=tasks)
+
+
+def test_texts_routed_token_after_token_are_replayed_to_the_byte(
+    tmp_path: Path, base: dict[str, Any]
+) -> None:
+    grid = {
+        "policy": ["on_demand"],
+        "eviction": ["lru", "lfu", "score"],
+        "capacity": ["3/layer", "5/layer"],
+        "cache_reset": ["never", "request"],
+    }
+    given = {**base, "scoring": "scan"}
+    found, _ = both_ways(tmp_path, base=given, grid=grid, tasks=["toy_choice", "toy_answer"])
+    assert made_by(found) == ["replay_of"] * 11 + ["run"]
+
+
+def test_prefetchers_with_predictors_of_their_own_share_the_run(tmp_path: Path) -> None:
+    """On the shipped model, whose predictors ship with it."""
+    names = [*lossless_policies(with_predictor=True), "specmd", "on_demand"]
+    assert {"promoe", "commitmoe_prefetch"} <= set(names)
+    found, _ = both_ways(
+        tmp_path,
+        base={"pretrained": "tiny", "device": "cpu"},
+        grid={"policy": names, "capacity": ["25%"]},
+        tasks=["tiny_mmlu", "tiny_gsm8k"],
+        include_path=[],
+        limit=1,
+    )
+    assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
+
+
+def test_what_changes_outputs_or_is_measured_is_not_shared(
+    tmp_path: Path, base: dict[str, Any]
+) -> None:
+    runs = [
+        {"policy": "on_demand"},
+        {"policy": "on_demand", "miss": "drop"},
+        {"policy": "on_demand", "routing": "pruning"},
+        {"policy": "on_demand", "precision": "int8"},
+        {"policy": "on_demand", "limit": 1},
+    ]
+    path = write_sweep(tmp_path / "x", base=base, runs=runs)
+    assert main(["sweep", str(path)]) == 0
+    assert made_by(records(path.parent)) == ["run"] * 5
+    assert not (path.parent / "traces").exists()
+
+
+def test_cells_that_are_added_later_use_the_trace_that_is_there(
+    tmp_path: Path, base: dict[str, Any], capsys: Captured
+) -> None:
+    grid = {"policy": ["on_demand"], "capacity": ["25%", "50%"]}
+    path = write_sweep(tmp_path / "x", base=base, grid=grid)
+    assert main(["sweep", str(path)]) == 0
+    before = set(records(path.parent))
+    write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "50%", "75%"]})
+    capsys.readouterr()
+    assert main(["sweep", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (len(report["done"]), report["by_model"], report["by_replay"]) == (1, 0, 1)
+    # A prefetcher that was not there to look on needs a run of its own.
+    write_sweep(tmp_path / "x", base=base, grid={**grid, "policy": ["on_demand", "specmd"]})
+    assert main(["sweep", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["by_model"], report["by_replay"]) == (1, 1)
+    assert before < set(records(path.parent))
+
+
+def test_a_trace_is_made_again_when_the_model_has_changed(
+    tmp_path: Path, base: dict[str, Any], capsys: Captured
+) -> None:
+    path = write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%"]})
+    assert main(["sweep", str(path)]) == 0
+    weights = next(Path(base["pretrained"]).glob("*.safetensors"))
+    stat = weights.stat()
+    try:
+        import os
+
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+        write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%", "75%", "90%"]})
+        capsys.readouterr()
+        assert main(["sweep", str(path), "--json"]) == 0
+    finally:
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    report = json.loads(capsys.readouterr().out)
+    assert (report["by_model"], report["by_replay"]) == (1, 1)
+
+
+def test_a_failed_run_fails_its_replays_and_another_cell_is_tried_next(
+    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    path = write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%", "75%"]})
+    real = worker.evaluate
+
+    def frail(cell: Any, lm: Any) -> dict[str, Any]:
+        if cell.model_args["capacity"] == "25%":
+            raise RuntimeError("the disk is full")
+        return real(cell, lm)
+
+    monkeypatch.setattr(worker, "evaluate", frail)
+    assert main(["sweep", str(path)]) == 1
+    assert "has failed; the same command tries another one" in capsys.readouterr().out
+    assert records(path.parent) == {}
+    assert main(["sweep", str(path)]) == 0
+    assert made_by(records(path.parent)) == ["replay_of", "replay_of", "run"]
+    assert not list((path.parent / "traces").glob(".*"))
+
+
+def test_a_dry_run_counts_runs_and_replays(
+    tmp_path: Path, base: dict[str, Any], capsys: Captured
+) -> None:
+    grid = {"capacity": ["25%", "50%", "75%"], "miss": ["fetch", "drop"]}
+    path = write_sweep(tmp_path / "x", base=base, grid=grid)
+    assert main(["sweep", str(path), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model_runs"], found["replays"]) == (4, 2)
+    assert main(["sweep", str(path), "--dry-run", "--live", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model_runs"] == 6
+    assert main(["sweep", str(path)]) == 0
+    capsys.readouterr()
+    write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "60%", "70%"]})
+    assert main(["sweep", str(path), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs of the model" in said and "2 replays" in said and "about" in said
