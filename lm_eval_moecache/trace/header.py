@@ -174,36 +174,35 @@ def read_requests(
         raise ValueError(f"trace {name}: metadata 'moecache_requests' must hold a list.")
     found = []
     for index, row in enumerate(rows):
-        match row:
-            case [
-                str(task),
-                str(kind),
-                int(prompt),
-                int() | None as output,
-                list(passes),
-                *rest,
-            ] if all(isinstance(p, int) and 0 <= p < num_passes for p in passes) and (
-                not rest or (len(rest) == 2 and all(isinstance(n, int) for n in rest))
-            ):
-                document, place = rest or (None, 0)
-                found.append(
-                    TracedRequest(
-                        task=task,
-                        kind=kind,
-                        prompt_tokens=prompt,
-                        output_tokens=output,
-                        passes=tuple(passes),
-                        document=document,
-                        place=place,
-                    )
-                )
-            case _:
-                raise ValueError(
-                    f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
-                    f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}], "
-                    "with the document and the place in it after them or not."
-                )
+        request = _read_request(row, num_passes)
+        if request is None:
+            raise ValueError(
+                f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
+                f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}], "
+                "with the document and the place in it after them or not."
+            )
+        found.append(request)
     return tuple(found)
+
+
+def _read_request(row: Any, num_passes: int) -> TracedRequest | None:
+    match row:
+        case [str(task), str(kind), int(prompt), int() | None as output, list(passes), *rest]:
+            document, place = rest if len(rest) == 2 else (None, 0)
+        case _:
+            return None
+    whole = all(isinstance(p, int) and 0 <= p < num_passes for p in passes)
+    if not whole or len(rest) not in (0, 2) or not all(isinstance(n, int) for n in rest):
+        return None
+    return TracedRequest(
+        task=task,
+        kind=kind,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        passes=tuple(passes),
+        document=document,
+        place=place,
+    )
 
 
 def _parse(name: str, text: bytes, key: str) -> Any:
