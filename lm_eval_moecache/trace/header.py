@@ -191,8 +191,10 @@ def _read_request(row: Any, num_passes: int) -> TracedRequest | None:
             document, place = rest if len(rest) == 2 else (None, 0)
         case _:
             return None
-    whole = all(isinstance(p, int) and 0 <= p < num_passes for p in passes)
-    if not whole or len(rest) not in (0, 2) or not all(isinstance(n, int) for n in rest):
+    whole = all(type(p) is int and 0 <= p < num_passes for p in passes)
+    if not whole or len(rest) not in (0, 2) or not all(type(n) is int for n in rest):
+        return None
+    if prompt < 0 or (output is not None and output < 0):
         return None
     return TracedRequest(
         task=task,

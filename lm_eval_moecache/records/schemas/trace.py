@@ -32,3 +32,4 @@ class TraceHeader(Schema):
     compute_bytes: Sizes = Field(default_factory=list)
     predicted_depth: Annotated[int, count(0, MOST_LAYERS)] = 0
     predicted_by: str = ""
+    proposals: list[str] = Field(default_factory=list)
