@@ -1,4 +1,6 @@
-"""Run routing traces through the emulated cache without a model: any policy, any capacity.
+"""Run routing traces through the emulated cache without a model: any policies, any capacities.
+
+Policies, axes, capacities, hardware and bandwidth may be lists (a,b,c): every combination is run.
 
 The policy is `on_demand` unless another is chosen, and not `specmd` as in a live run: any trace can
 be replayed with it, while specmd's prefetcher needs predictions, which only .parquet traces hold;
@@ -7,15 +9,17 @@ and it is what the two bounds, LRU and Belady, are made of.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
@@ -30,9 +34,13 @@ def run_raw(argv: list[str]) -> int:
     """Replay; `--AXIS.PARAMETER=VALUE` is taken out first, as no parser knows all parameters."""
     arguments, overrides = _read_options(argv)
     setting = SweepSetting(
-        policy=load_policy(arguments.policy, overrides),
-        capacities=[c.strip() for c in str(arguments.capacity).split(",")],
-        hardware=load_hardware(arguments.hardware, arguments.bandwidth),
+        policies=_policies(arguments.policy, overrides),
+        capacities=_split(arguments.capacity),
+        hardwares=[
+            load_hardware(name, bandwidth)
+            for name in _split(arguments.hardware)
+            for bandwidth in _split(arguments.bandwidth)
+        ],
         cache_reset=arguments.cache_reset,
         seed=None if arguments.seed is None else read_count("seed", arguments.seed),
         expert_bytes=_expert_bytes(arguments.expert_bytes),
@@ -44,9 +52,26 @@ def run_raw(argv: list[str]) -> int:
         from lm_eval_moecache.report.replay_plot import plot_miss_rates
 
         plot_miss_rates(rows, arguments.plot)
-    output = json.dumps(as_json(rows), indent=2) if arguments.json else as_table(rows, setting)
+    output = json.dumps(as_json(rows), indent=2) if arguments.json else as_table(rows)
     sys.stdout.write(output + "\n")
     return 0
+
+
+def _split(text: Any) -> list[Any]:
+    """Divide a list at its commas, those within brackets (`[12,10]/layer`) left out."""
+    if text is None:
+        return [None]
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", str(text))]
+
+
+def _policies(names: str, overrides: Mapping[str, Any]) -> list[Policy]:
+    """Return every combination of the listed policies and algorithms, those alike once."""
+    lists = {key: _split(overrides[key]) for key in AXES if key in overrides}
+    found: dict[str, Policy] = {}
+    for name, *chosen in itertools.product(_split(names), *lists.values()):
+        policy = load_policy(name, {**overrides, **dict(zip(lists, chosen, strict=True))})
+        found.setdefault(str(policy.as_dict()), policy)
+    return list(found.values())
 
 
 def _parser(needs_traces: bool = True) -> ArgumentParser:
@@ -63,7 +88,9 @@ def _parser(needs_traces: bool = True) -> ArgumentParser:
         "--policy", type=str, default="on_demand", help="composition, or YAML (default: on_demand)"
     )
     for axis in AXES:
-        parser.add_argument(f"--{axis}", type=str | None, help=f"replace the policy's {axis}")
+        parser.add_argument(
+            f"--{axis}", type=str | None, help=f"replace the policy's {axis}; a,b,c"
+        )
     parser.add_argument("--phases", type=str | None, help="all, or decode, for lossy algorithms")
     parser.add_argument(
         "--capacity",
@@ -72,7 +99,7 @@ def _parser(needs_traces: bool = True) -> ArgumentParser:
         help="'5%%', '2GiB', '51', '30/layer'; a,b,c for many",
     )
     parser.add_argument("--hardware", type=str, default="a100-5gbps", help="profile, or YAML")
-    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'")
+    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
     parser.add_argument("--cache_reset", choices=["never", "request"], default="never")
     parser.add_argument("--seed", type=int | None, help="default: the recorded run's")
     parser.add_argument(

@@ -20,22 +20,34 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
             f"{', '.join(_SUFFIXES)}."
         )
     figure, (axes,) = new_figure()
-    for trace in dict.fromkeys(row.trace for row in rows):
-        own = [row for row in rows if row.trace == trace]
+    drawn: set[str] = set()
+    for trace, named, machine in dict.fromkeys(map(_series, rows)):
+        own = [row for row in rows if _series(row) == (trace, named, machine)]
         own.sort(key=lambda row: row.capacity.total_bytes)
         # Where a trace says no sizes, a byte stands for one expert.
         unit = 2**20 if own[0].has_sizes else 1
         sizes = [row.capacity.total_bytes / unit for row in own]
         name = Path(trace).name
         policy = own[0].policy
-        label = f"{name}: {policy.name} ({policy.eviction.name})"
+        label = f"{name}: {named} ({policy.eviction.name})"
+        label += f", {machine}" if len({_series(row)[2] for row in rows}) > 1 else ""
         axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=label)
         for bound, style in ((LRU, ":"), (BELADY, "--")):
-            if own[0].bounds and not (bound == LRU and policy.eviction.name == LRU):
+            if (
+                trace not in drawn
+                and own[0].bounds
+                and not (bound == LRU and policy.eviction.name == LRU)
+            ):
                 rates = [row.bounds[bound] for row in own]
                 axes.plot(sizes, rates, style, color="black", label=f"{name}: {bound}, on demand")
+        drawn.add(trace)
     axes.set_xlabel("capacity [MiB]" if rows[0].has_sizes else "capacity [experts]")
     axes.set_ylabel("miss rate")
     axes.set_ylim(0, 1)
     axes.legend(fontsize="small")
     save(figure, path)
+
+
+def _series(row: Row) -> tuple[str, str, str]:
+    link = f"{row.hardware.link_bytes_per_s / 1e9:g} GB/s"
+    return row.trace, row.policy.name, f"{row.hardware.name} at {link}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from tqdm import tqdm
@@ -29,9 +30,9 @@ _PATIENCE_S = 2.0
 class SweepSetting:
     """What `moecache replay` was asked for, checked. `seed` None takes each trace's own."""
 
-    policy: Policy
+    policies: Sequence[Policy]
     capacities: Sequence[str]
-    hardware: Hardware
+    hardwares: Sequence[Hardware]
     cache_reset: str = "never"
     seed: int | None = None
     expert_bytes: int | None = None
@@ -40,12 +41,13 @@ class SweepSetting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One replay: a trace at one capacity."""
+    """One replay: a trace under one policy, at one capacity, on one machine."""
 
     trace: str
     has_sizes: bool
     policy: Policy
     capacity: Capacity
+    hardware: Hardware
     metrics: dict[str, Any]
     bounds: dict[str, float]
     """Miss rate of on-demand LRU and of Belady at this capacity; empty where not asked for."""
@@ -60,7 +62,7 @@ class Row:
 def run_sweep(
     files: Sequence[str], setting: SweepSetting, *, show_progress: bool = False
 ) -> list[Row]:
-    """Replay each trace at each capacity, in the order given.
+    """Replay each trace under each policy, on each machine, at each capacity, in the order given.
 
     Raises ValueError for a setting that a live run refuses, too, before any trace is read.
     """
@@ -69,22 +71,23 @@ def run_sweep(
     for file in files:
         trace = load_trace(
             file,
-            logits=_uses_logits(setting.policy),
-            predicted=_uses_predictions(setting.policy),
+            logits=any(map(_uses_logits, setting.policies)),
+            predicted=any(map(_uses_predictions, setting.policies)),
             expert_bytes=setting.expert_bytes,
         )
         capacities = [_capacity(text, trace) for text in setting.capacities]
-        future = Future(trace) if setting.bound or _is_offline(setting.policy) else None
-        runs = len(capacities) * (3 if setting.bound else 1)
+        foresees = setting.bound or any(map(_is_offline, setting.policies))
+        settings = len(setting.policies) * len(setting.hardwares) + (2 if setting.bound else 0)
         with tqdm(
-            total=trace.num_passes * runs,
+            total=trace.num_passes * len(capacities) * settings,
             desc=trace.name,
             unit="pass",
             delay=_PATIENCE_S,
             disable=not show_progress,
         ) as bar:
-            for capacity in capacities:
-                rows.append(_run(file, trace, capacity, setting, future, bar))
+            replays = _Replays(trace, setting, Future(trace) if foresees else None, bar)
+            for policy, hardware in product(setting.policies, setting.hardwares):
+                rows += [_row(file, replays, policy, hardware, each) for each in capacities]
                 bar.refresh()
     return rows
 
@@ -94,47 +97,64 @@ def closeness(lru: float, policy: float, belady: float) -> float | None:
     return None if lru == belady else (lru - policy) / (lru - belady)
 
 
-def _run(
-    file: str,
-    trace: Trace,
-    capacity: Capacity,
-    setting: SweepSetting,
-    future: Future | None,
-    bar: Any,
-) -> Row:
-    def run(policy: Policy) -> tuple[dict[str, Any], int]:
-        seed = trace.seed if setting.seed is None else setting.seed
+class _Replays:
+    """The replays of one trace, each setting once: a bound may be what was asked for."""
+
+    def __init__(
+        self, trace: Trace, setting: SweepSetting, future: Future | None, bar: Any
+    ) -> None:
+        self.trace, self.setting = trace, setting
+        self._future, self._bar = future, bar
+        self._done: dict[str, tuple[dict[str, Any], int]] = {}
+
+    def run(
+        self, policy: Policy, capacity: Capacity, hardware: Hardware
+    ) -> tuple[dict[str, Any], int]:
+        """Return the metrics, and the number of late and absent requests."""
+        seed = self.trace.seed if self.setting.seed is None else self.setting.seed
+        key = repr((_axes(policy), policy.phases, capacity, hardware))
+        if key in self._done:
+            self._bar.update(self.trace.num_passes)
+            return self._done[key]
         engine = replay(
-            trace,
-            Setting(policy=policy, capacity=capacity, hardware=setting.hardware, seed=seed),
-            future=future,
-            cache_reset=setting.cache_reset,
-            on_progress=bar.update,
+            self.trace,
+            Setting(policy=policy, capacity=capacity, hardware=hardware, seed=seed),
+            future=self._future,
+            cache_reset=self.setting.cache_reset,
+            on_progress=self._bar.update,
         )
         engine.check_integrity()
         misses = sum(p.late + p.misses for p in engine.ledger.passes)
-        return task_metrics(engine.ledger.requests, engine.peak_cache_bytes), misses
+        found = task_metrics(engine.ledger.requests, engine.peak_cache_bytes), misses
+        return self._done.setdefault(key, found)
 
-    own = run(setting.policy)
+
+def _row(
+    file: str, replays: _Replays, policy: Policy, hardware: Hardware, capacity: Capacity
+) -> Row:
+    own, misses = replays.run(policy, capacity, hardware)
     found: dict[str, tuple[dict[str, Any], int]] = {}
-    for name in (LRU, BELADY) if setting.bound else ():
-        policy = load_policy("on_demand", _ON_DEMAND | {"eviction": name})
-        found[name] = own if _axes(policy) == _axes(setting.policy) else run(policy)
+    for name in (LRU, BELADY) if replays.setting.bound else ():
+        bound = load_policy("on_demand", _ON_DEMAND | {"eviction": name})
+        # Nothing is prefetched, so the machine says when and not what.
+        found[name] = replays.run(bound, capacity, replays.setting.hardwares[0])
     return Row(
         trace=file,
-        has_sizes=trace.has_sizes,
-        policy=setting.policy,
+        has_sizes=replays.trace.has_sizes,
+        policy=policy,
         capacity=capacity,
-        metrics=own[0],
+        hardware=hardware,
+        metrics=own,
         bounds={name: metrics["miss_rate"] for name, (metrics, _) in found.items()},
-        closeness=closeness(found[LRU][1], own[1], found[BELADY][1]) if found else None,
+        closeness=closeness(found[LRU][1], misses, found[BELADY][1]) if found else None,
     )
 
 
 def _check(setting: SweepSetting) -> None:
     for text in setting.capacities:
         check_capacity(text)
-        check_cache_form(setting.policy, is_per_layer(text))
+        for policy in setting.policies:
+            check_cache_form(policy, is_per_layer(text))
     if setting.seed is not None and setting.seed < 0:
         raise ValueError(f"seed={setting.seed} must be a whole number of 0 or more.")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
-from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row, SweepSetting
+from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -23,6 +23,8 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "open_loop": row.open_loop,
                 "capacity": row.capacity.text,
                 "capacity_bytes": row.capacity.total_bytes,
+                "hardware": row.hardware.name,
+                "link_bytes_per_s": row.hardware.link_bytes_per_s,
                 # Where the trace says no sizes, each expert counts one byte.
                 "has_sizes": row.has_sizes,
                 "metrics": row.metrics,
@@ -35,11 +37,15 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def as_table(rows: Sequence[Row], setting: SweepSetting) -> str:
-    """Return a Markdown table, one row per trace and capacity."""
+def as_table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table, one row per replay; what all rows share stands above it."""
+    by_policy = len({_policy(row) for row in rows}) > 1
+    by_hardware = len({_hardware(row) for row in rows}) > 1
     writer = MarkdownTableWriter()
     writer.headers = [
         "Trace",
+        *(["Policy"] if by_policy else []),
+        *(["Hardware"] if by_hardware else []),
         "Capacity",
         "MiB",
         "Hit",
@@ -52,19 +58,34 @@ def as_table(rows: Sequence[Row], setting: SweepSetting) -> str:
         "TPOT ms",
         "Stall ms/tok",
     ]
-    writer.value_matrix = [_cells(row) for row in rows]
-    policy, hardware = setting.policy, setting.hardware
-    axes = (policy.routing, policy.prefetch, policy.eviction, policy.miss)
-    title = (
-        f"moecache replay ({policy.name}: {' + '.join(axis.name for axis in axes)}), "
-        f"hardware: {hardware.name} at {hardware.link_bytes_per_s / 1e9:g} GB/s"
-    )
+    writer.value_matrix = [
+        [
+            Path(row.trace).name,
+            *([row.policy.name] if by_policy else []),
+            *([_hardware(row)] if by_hardware else []),
+            *_cells(row),
+        ]
+        for row in rows
+    ]
+    title = "moecache replay"
+    title += "" if by_policy else f" ({_policy(rows[0])})"
+    title += "" if by_hardware else f", hardware: {_hardware(rows[0])}"
     notes = []
-    if not policy.is_lossless:
+    if any(row.open_loop for row in rows):
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
     if not all(row.has_sizes for row in rows):
         notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
     return "\n".join([title, writer.dumps(), *notes])
+
+
+def _policy(row: Row) -> str:
+    policy = row.policy
+    axes = (policy.routing, policy.prefetch, policy.eviction, policy.miss)
+    return f"{policy.name}: {' + '.join(axis.name for axis in axes)}"
+
+
+def _hardware(row: Row) -> str:
+    return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
 
 
 def _cells(row: Row) -> list[str]:
@@ -72,7 +93,6 @@ def _cells(row: Row) -> list[str]:
     tpot = metrics.get("tpot_ms")
     sized = row.has_sizes
     return [
-        Path(row.trace).name,
         row.capacity.text,
         _number(row.capacity.total_bytes / 2**20 if sized else None, "{:.1f}"),
         _number(metrics["hit_rate"], "{:.4f}"),

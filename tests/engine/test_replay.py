@@ -178,7 +178,8 @@ def test_the_command_prints_one_run_per_trace_and_capacity(
         (str(t), c) for t in (first, second) for c in ("25%", "50%")
     ]
     for run in runs:
-        assert run["eviction"] == "least_stale" and run["policy"] == "on_demand"
+        assert run["eviction"] == "least_stale"
+        assert run["policy"] == "on_demand + eviction=least_stale"
         assert run["composition"]["eviction"]["order"] == "fifo"
         assert run["capacity_bytes"] == int(28000 * float(run["capacity"][:-1]) / 100)
         assert run["belady_miss_rate"] <= run["lru_miss_rate"]
