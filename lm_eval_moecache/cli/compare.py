@@ -1,4 +1,8 @@
-"""Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable."""
+"""Compare two sets of results: exit 0 if nothing got worse, 1 on a regression, 2 if unusable.
+
+Scores are tested over their samples, so that chance alone fails a whole comparison at most in
+`--alpha` of the cases; on the baseline's own machine figures of the virtual clock must repeat.
+"""
 
 from __future__ import annotations
 
@@ -7,73 +11,89 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.numbers import plain_number, read_number
-from lm_eval_moecache.report.compare import (
-    SPEED_METRICS,
-    Rules,
-    as_json,
-    as_markdown,
-    as_text,
-    compare,
-)
+from lm_eval_moecache.records.numbers import plain_number
+from lm_eval_moecache.report.compare import compare
+from lm_eval_moecache.report.compare_forms import FORMS
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.rules import DEFAULT_ALPHA, SPEED_METRICS, Rules
+
+_SAME_MACHINE = {"auto": None, "yes": True, "no": False}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("baseline", help="a folder of results, or one results JSON")
+    parser.add_argument("baseline", help="a folder of results, or one results file")
     parser.add_argument("new", help="the same for the change under test")
     parser.add_argument(
         "--tolerance",
         type=str | None,
-        help="relative, for speed: 0.05, or tok_per_s=0.05,miss_rate=0.01, or both; "
-        "default: 0 (exactly) with the virtual clock, 0.1 with the wall clock",
+        help="relative, for speed: 5%%, or tok_per_s=5%%,miss_rate=1%%, or both; default: 0 "
+        "(exactly) on the baseline's machine, 2%% on others, 10%% with the wall clock",
     )
     parser.add_argument(
-        "--sigmas", type=float, default=1.0, help="standard errors that accuracy may fall by"
+        "--floor",
+        type=str | None,
+        help="losses of a score that are too small to matter: 0.5%% is half a point of accuracy, "
+        "half a percent of a perplexity; default: 0 on the baseline's machine, else 0.5%%",
     )
     parser.add_argument(
-        "--metrics", default=",".join(SPEED_METRICS), help="figures of speed to judge"
+        "--alpha",
+        type=str,
+        default=f"{DEFAULT_ALPHA:g}",
+        help="chance of a false alarm over all tested scores together; default: 0.05",
+    )
+    parser.add_argument(
+        "--same_machine",
+        choices=sorted(_SAME_MACHINE),
+        default="auto",
+        help="whether both were made on machines that round alike; auto: as the records say",
+    )
+    parser.add_argument(
+        "--metrics",
+        default=",".join(SPEED_METRICS),
+        help="figures of speed to judge, as `table --columns` names them",
     )
     parser.add_argument(
         "--ignore", default="", help="settings to leave out of the join, as pretrained,device"
     )
-    parser.add_argument("--format", choices=("text", "md", "json"), default="text")
+    parser.add_argument("--format", choices=tuple(FORMS), default="text")
     parser.add_argument("--all", action="store_true", help="list unchanged figures as well")
 
 
 def run(arguments: Namespace) -> int:
     whole, single = _tolerances(arguments.tolerance)
     rules = Rules(
-        sigmas=read_number("--sigmas", arguments.sigmas, least=0),
+        alpha=_share("--alpha", arguments.alpha),
+        floor=None if arguments.floor is None else _share("--floor", arguments.floor),
         tolerance=whole,
         tolerances=single,
         metrics=_names(arguments.metrics),
         ignore=_names(arguments.ignore),
+        same_machine=_SAME_MACHINE[arguments.same_machine],
     )
-    rows = compare(load_runs(Path(arguments.baseline)), load_runs(Path(arguments.new)), rules)
-    if arguments.json or arguments.format == "json":
-        sys.stdout.write(as_json(rows))
-    elif arguments.format == "md":
-        sys.stdout.write(as_markdown(rows, everything=arguments.all))
-    else:
-        sys.stdout.write(as_text(rows, everything=arguments.all))
-    return 1 if any(row.is_regression for row in rows) else 0
+    found = compare(load_runs(Path(arguments.baseline)), load_runs(Path(arguments.new)), rules)
+    form = FORMS["json" if arguments.json else arguments.format]
+    sys.stdout.write(form(found, everything=arguments.all))
+    return 1 if found.is_regression else 0
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _share(option: str, text: str) -> float:
+    """Read `5%` or `0.05`."""
+    number = text.strip()
+    value = plain_number(number.removesuffix("%"))
+    if value is None or value < 0:
+        raise ValueError(f"{option}={text!r} is not a number of 0 or more: 0.05, or 5%.")
+    return value / (100 if number.endswith("%") else 1)
+
+
 def _tolerances(text: str | None) -> tuple[float | None, dict[str, float]]:
     whole, single = None, {}
     for item in _names(text or ""):
         metric, equals, number = item.rpartition("=")
-        value = plain_number(number)
-        if value is None or value < 0:
-            raise ValueError(
-                f"--tolerance={text!r}: {number!r} is not a number of 0 or more. "
-                "Allowed: 0.05, or METRIC=0.05, separated by commas."
-            )
+        value = _share("--tolerance", number)
         if equals:
             single[metric] = value
         else:

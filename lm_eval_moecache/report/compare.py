@@ -1,51 +1,38 @@
-"""Joins two sets of runs by configuration and judges every figure: the regression gate."""
+"""Joins two sets of runs by configuration and judges every figure: the regression gate.
+
+The chance of an alarm without a real change is at most `alpha` for the whole comparison: each
+score is tested over its samples, and the tests are corrected for their number (Holm, over the
+tests that could tell anything: Tarone).
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.report.columns import METRICS, metric_value
+from lm_eval_moecache.report.columns import metric_column, metric_value
 from lm_eval_moecache.report.judgement import (
+    EXACTLY,
     MISSING,
     NEW,
-    WORSE,
+    REGRESSIONS,
+    Figure,
     Judgement,
-    judge_score,
-    judge_speed,
+    Test,
+    changes,
+    floor_of,
+    mcnemar,
+    presence,
+    score_test,
 )
-from lm_eval_moecache.report.results import Run
+from lm_eval_moecache.report.results import Run, Score
+from lm_eval_moecache.report.rules import Rules
+from lm_eval_moecache.report.statistics import holm, tarone
 
-SPEED_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate")
-# The virtual clock repeats itself to the last digit; a measured one does not.
-DEFAULT_TOLERANCE = {"virtual": 0.0, "wall": 0.1}
+ALL_TASKS = "(all)"
 # A perplexity in its other forms: one of them is enough to judge.
 _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """How much worse a figure may get. `tolerances` hold a metric's own, relative to baseline."""
-
-    sigmas: float = 1.0
-    tolerance: float | None = None
-    tolerances: Mapping[str, float] = field(default_factory=dict)
-    metrics: tuple[str, ...] = SPEED_METRICS
-    ignore: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in (*self.metrics, *self.tolerances):
-            base = name.removeprefix("prefill_").removeprefix("decode_").partition(".")[0]
-            if base not in METRICS or METRICS[base][2] is None:
-                allowed = [n for n, (_, _, higher) in METRICS.items() if higher is not None]
-                raise unknown("metric", name, allowed)
-
-    def tolerance_of(self, metric: str, clock: str) -> float:
-        whole = DEFAULT_TOLERANCE.get(clock, 0.0) if self.tolerance is None else self.tolerance
-        return self.tolerances.get(metric, whole)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,51 +50,81 @@ class Row:
 
     @property
     def is_regression(self) -> bool:
-        return self.verdict in (WORSE, MISSING)
-
-    def as_dict(self) -> dict[str, Any]:
-        judged = self.judgement
-        return {
-            "run": self.run,
-            "task": self.task,
-            "metric": self.metric,
-            "baseline": judged.baseline,
-            "new": judged.new,
-            "change": judged.change,
-            "allowed": judged.allowed,
-            "judged_by": judged.judged_by,
-            "verdict": judged.verdict,
-        }
+        return self.verdict in REGRESSIONS
 
 
-def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> list[Row]:
-    """Return every judged figure. Raises ValueError where the two have no run in common."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Every judged figure, and what the verdict means."""
+
+    rows: tuple[Row, ...]
+    alpha: float
+    differing: Mapping[str, tuple[str, str]]
+    """Arguments of two single runs that were compared nonetheless: name -> (baseline, new)."""
+    exact_runs: int
+    """Runs that were made on the baseline's machine, and had to repeat it to the digit."""
+    tests: int
+    weak_tests: tuple[str, ...]
+    """Tests on too few samples: not even the loss of all would fail."""
+
+    @property
+    def is_regression(self) -> bool:
+        return any(row.is_regression for row in self.rows)
+
+
+Units = dict[str, dict[str, Run]]
+Pending = tuple[str, str | None, str | None, "Figure | Judgement"]
+
+
+def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Comparison:
+    """Judge every figure of BASELINE. Raises ValueError where the two have no run in common.
+
+    Two sides of one run each are compared whatever their arguments.
+    """
     old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
-    if not old_units.keys() & new_units.keys():
-        ours, theirs = next(iter(old_units)), next(iter(new_units))
-        raise ValueError(
-            f"BASELINE and NEW have no configuration in common: {ours!r} is not {theirs!r}. "
-            "`--ignore KEY,...` leaves settings out of the join."
-        )
-    rows: list[Row] = []
+    new_units, differing = _joined(old_units, new_units)
+    pending: list[Pending] = []
+    exact = 0
     for key, tasks in old_units.items():
         found = new_units.get(key)
         if found is None:
-            rows.append(_absent(key, None, MISSING))
+            pending.append(_absent(key, None, MISSING))
             continue
-        for task, run in tasks.items():
-            if task in found:
-                rows += _compare_task(key, task, run, found[task], rules)
-            else:
-                rows.append(_absent(key, task, MISSING))
-        rows += [_absent(key, task, NEW) for task in found if task not in tasks]
-    rows += [_absent(key, None, NEW) for key in new_units if key not in old_units]
-    return rows
+        shared = [(run, found[task]) for task, run in tasks.items() if task in found]
+        exact += bool(shared) and all(rules.is_exact(*pair) for pair in shared)
+        pending += _compare_unit(key, tasks, found, rules)
+    pending += [_absent(key, None, NEW) for key in new_units if key not in old_units]
+    return _judged(pending, rules, differing, exact)
 
 
-def _units(runs: Sequence[Run], rules: Rules, side: str) -> dict[str, dict[str, Run]]:
+def _judged(
+    pending: Sequence[Pending], rules: Rules, differing: Mapping[str, tuple[str, str]], exact: int
+) -> Comparison:
+    """Correct the tests for their number and give the verdicts."""
+    tests = [f.test for *_, f in pending if isinstance(f, Figure) and f.test is not None]
+    able = tarone([test.least_p for test in tests], rules.alpha)
+    adjusted = iter(holm([test.p for test, one in zip(tests, able, strict=True) if one]))
+    corrected = iter([next(adjusted) if one else 1.0 for one in able])
+    rows, weak = [], []
+    for run, task, metric, figure in pending:
+        if isinstance(figure, Figure):
+            if figure.test is not None and figure.test.least_possible > rules.alpha:
+                weak.append(f"{task} {metric}")
+            figure = figure.judge(None if figure.test is None else next(corrected), rules.alpha)
+        rows.append(Row(run=run, task=task, metric=metric, judgement=figure))
+    return Comparison(
+        rows=tuple(rows),
+        alpha=rules.alpha,
+        differing=differing,
+        exact_runs=exact,
+        tests=len(tests),
+        weak_tests=tuple(dict.fromkeys(weak)),
+    )
+
+
+def _units(runs: Sequence[Run], rules: Rules, side: str) -> Units:
     """Return configuration as given -> task -> run. Tasks may be spread over several runs."""
-    units: dict[str, dict[str, Run]] = {}
+    units: Units = {}
     for run in runs:
         given = {**run.model_args, **run.options}
         kept = {k: v for k, v in sorted(given.items()) if k not in rules.ignore}
@@ -116,100 +133,142 @@ def _units(runs: Sequence[Run], rules: Rules, side: str) -> dict[str, dict[str, 
         for task in run.tasks:
             if task in tasks:
                 raise ValueError(
-                    f"{side} has two runs of {key!r} on {task!r}: {tasks[task].path.name} and "
-                    f"{run.path.name}. Compare folders with one run a configuration."
+                    f"{side} has two runs of {key!r} on {task!r}: {tasks[task].run_id} and "
+                    f"{run.run_id}. Compare folders with one run a configuration."
                 )
             tasks[task] = run
     return units
 
 
-def _compare_task(key: str, task: str, old: Run, new: Run, rules: Rules) -> list[Row]:
-    rows: list[Row] = []
+def _joined(old: Units, new: Units) -> tuple[Units, dict[str, tuple[str, str]]]:
+    """Give a single new run the key of the single old one; return the arguments that differ."""
+    if old.keys() & new.keys():
+        return new, {}
+    (ours, theirs) = next(iter(old)), next(iter(new))
+    if len(old) != 1 or len(new) != 1:
+        raise ValueError(
+            f"BASELINE and NEW have no configuration in common: {ours!r} is not {theirs!r}. "
+            "`--ignore KEY,...` leaves settings out of the join."
+        )
+    before, after = (_arguments(next(iter(units.values()))) for units in (old[ours], new[theirs]))
+    names = dict.fromkeys([*before, *after])
+    differing = {
+        name: (before.get(name, "(not given)"), after.get(name, "(not given)"))
+        for name in names
+        if before.get(name) != after.get(name)
+    }
+    return {ours: new[theirs]}, differing
+
+
+def _arguments(run: Run) -> dict[str, str]:
+    given = {"model": run.model, **run.model_args, **run.options}
+    return {name: str(value) for name, value in given.items()}
+
+
+def _compare_unit(
+    key: str, tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
+) -> list[Pending]:
+    pending: list[Pending] = []
+    for task, run in tasks.items():
+        if task in found:
+            pending += _compare_scores(key, task, run, found[task], rules)
+            pending += _compare_speed(key, task, run, found[task], rules)
+        else:
+            pending.append(_absent(key, task, MISSING))
+    pooled = _all_tasks(tasks, found, rules)
+    if pooled is not None:
+        pending.append((key, ALL_TASKS, "accuracy", pooled))
+    return pending + [_absent(key, task, NEW) for task in found if task not in tasks]
+
+
+def _compare_scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Pending]:
+    exact = rules.is_exact(old, new)
     new_scores = {score.key: score for score in new.scores(task)}
     for score in old.scores(task):
         if score.metric in _SAME_AS_PERPLEXITY:
             continue
         if score.key not in new_scores:
-            rows.append(_absent(key, task, MISSING, score.key))
+            yield _absent(key, task, MISSING, score.key)
             continue
-        samples = tuple(run.samples.get(task, {}).get(score.key) for run in (old, new))
-        judged = judge_score(score, new_scores[score.key], (samples[0], samples[1]), rules.sigmas)
-        rows.append(Row(run=key, task=task, metric=score.key, judgement=judged))
-    clock = str(old.moecache["clock"])
+        samples = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
+        figure = _score_figure(score, new_scores[score.key], samples, rules, exact)
+        yield (key, task, score.key, figure)
+
+
+def _score_figure(
+    score: Score, new: Score, samples: Sequence[Mapping[str, Any]], rules: Rules, exact: bool
+) -> Figure:
+    test = None if exact else score_test(score, new, *samples)
+    floor = rules.floor_of(exact)
+    return Figure(
+        baseline=score.value,
+        new=new.value,
+        higher_is_better=score.higher_is_better,
+        allowed=floor_of(score, floor),
+        judged_by=EXACTLY if exact and not floor else f"floor {floor:g}",
+        test=test,
+    )
+
+
+def _all_tasks(tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules) -> Figure | None:
+    """Judge the answers to all tasks' documents together: many small losses are one large one."""
+    counts, exact = [], True
+    documents = 0
+    for task, run in tasks.items():
+        score = run.score(task)
+        if task not in found or score is None or not score.higher_is_better:
+            continue
+        sides = [r.samples.get(task, {}).get(score.key, {}) for r in (run, found[task])]
+        counted = changes(*sides)
+        if counted is not None:
+            counts.append(counted)
+            documents += len(sides[0])
+            exact &= rules.is_exact(run, found[task])
+    if len(counts) < 2:
+        return None
+    before, after, won, lost = (sum(column) for column in zip(*counts, strict=True))
+    test: Test | None = None if exact else mcnemar(won, lost, documents)
+    floor = rules.floor_of(exact)
+    return Figure(
+        baseline=before / documents,
+        new=after / documents,
+        higher_is_better=True,
+        allowed=floor,
+        judged_by=EXACTLY if exact and not floor else f"floor {floor:g}",
+        test=test,
+    )
+
+
+def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Pending]:
     if task not in old.moecache["tasks"]:
-        return rows
-    for metric in rules.metrics:
-        before, after = (metric_value(run, f"{metric}@{task}").number for run in (old, new))
-        if before is None and after is None:
+        return
+    exact, clock = rules.is_exact(old, new), str(old.moecache["clock"])
+    for name in rules.metrics:
+        metric, at, wanted = name.partition("@")
+        if at and wanted != task:
             continue
-        higher = METRICS[_plain(metric)][2] is True
-        judged = judge_speed(before, after, higher, rules.tolerance_of(metric, clock))
-        rows.append(Row(run=key, task=task, metric=metric, judgement=judged))
-    return rows
-
-
-def _plain(metric: str) -> str:
-    return metric.removeprefix("prefill_").removeprefix("decode_").partition(".")[0]
-
-
-def _absent(key: str, task: str | None, verdict: str, metric: str | None = None) -> Row:
-    judged = Judgement(baseline=None, new=None, allowed=0.0, judged_by="presence", verdict=verdict)
-    return Row(run=key, task=task, metric=metric, judgement=judged)
-
-
-def as_json(rows: Sequence[Row]) -> str:
-    verdict = "regression" if any(row.is_regression for row in rows) else "pass"
-    return json.dumps({"verdict": verdict, "rows": [r.as_dict() for r in rows]}, indent=2) + "\n"
-
-
-def as_text(rows: Sequence[Row], *, everything: bool = False) -> str:
-    """One line a figure that changed (or all), and the verdict last, where a log is read first."""
-    lines = [_line(row) for row in rows if everything or row.verdict != "same"]
-    return "\n".join([*lines, _summary(rows)]) + "\n"
-
-
-def as_markdown(rows: Sequence[Row], *, everything: bool = False) -> str:
-    """A pull-request comment: verdict first, then a table of what changed."""
-    lines = [f"### moecache: {_summary(rows)}", ""]
-    chosen = [row for row in rows if everything or row.verdict != "same"]
-    if chosen:
-        lines += ["| | Run | Task | Metric | Baseline | New | Change | Allowed | Judged by |"]
-        lines += ["| --- | --- | --- | --- | --: | --: | --: | --: | --- |"]
-    for row in chosen:
-        judged = row.judgement
-        cells = [
-            f"**{row.verdict}**" if row.is_regression else row.verdict,
-            f"`{row.run}`",
-            row.task or "(whole run)",
-            row.metric or "",
-            *map(_number, (judged.baseline, judged.new, judged.change)),
-            _number(judged.allowed) if judged.baseline is not None else "",
-            judged.judged_by,
-        ]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _line(row: Row) -> str:
-    judged = row.judgement
-    place = " ".join(filter(None, (row.task or "(whole run)", row.metric)))
-    text = f"{row.verdict:8s} {place}"
-    if judged.change is not None:
-        text += (
-            f": {_number(judged.baseline)} -> {_number(judged.new)} "
-            f"(change {judged.change:+.4g}, allowed {judged.allowed:.4g}, {judged.judged_by})"
+        before, after = (metric_value(run, f"{metric}@{task}").number for run in (old, new))
+        if before is None or after is None:
+            if before is not after:
+                yield (key, task, metric, presence(before, after))
+            continue
+        column = metric_column(metric)
+        assert column is not None, metric
+        tolerance = rules.tolerance_of(name, clock, exact)
+        yield (
+            key,
+            task,
+            metric,
+            Figure(
+                baseline=before,
+                new=after,
+                higher_is_better=column.higher_is_better,
+                allowed=tolerance * abs(before),
+                judged_by=f"tolerance {tolerance:g}" if tolerance else EXACTLY,
+            ),
         )
-    return f"{text}  [{row.run}]"
 
 
-def _summary(rows: Sequence[Row]) -> str:
-    bad = sum(row.is_regression for row in rows)
-    counts = {verdict: 0 for verdict in dict.fromkeys(row.verdict for row in rows)}
-    for row in rows:
-        counts[row.verdict] += 1
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{'REGRESSION' if bad else 'pass'}: {len(rows)} figures: {told}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+def _absent(key: str, task: str | None, verdict: str, metric: str | None = None) -> Pending:
+    judged = Judgement(baseline=None, new=None, allowed=0.0, judged_by="presence", verdict=verdict)
+    return (key, task, metric, judged)

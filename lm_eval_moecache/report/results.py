@@ -52,6 +52,8 @@ class Run:
     subtasks: Mapping[str, list[str]]
     samples: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """Task -> `metric,filter` -> doc_id -> score; empty for lm-eval's own files."""
+    environment: Mapping[str, Any]
+    """When, how long and on what machine; empty for lm-eval's own files."""
 
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
@@ -154,6 +156,7 @@ def _load(path: Path) -> Run | None:
         higher_is_better={k: v or {} for k, v in found.higher_is_better.items()},
         subtasks={k: v for k, v in found.group_subtasks.items() if v},
         samples=data.get("scores", {}),
+        environment=data.get("environment", {}),
     )
 
 

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# Settings of the mathematics libraries that change what a sum is rounded to.
+_ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
 
 
@@ -20,7 +22,12 @@ def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "date": datetime.fromtimestamp(started_s, tz=timezone.utc).isoformat(timespec="seconds"),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "gpu": _gpu()},
+        "machine": {
+            "cpu": platform.machine(),
+            "cores": os.cpu_count(),
+            "gpu": _gpu(),
+            **_rounding(),
+        },
         "versions": {"python": platform.python_version(), **_versions()},
         "revision": code_revision(),
     }
@@ -34,6 +41,34 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _rounding() -> dict[str, Any]:
+    """Return what decides how this machine rounds: two runs that agree in it repeat exactly."""
+    torch = sys.modules.get("torch")
+    return {
+        "cpu_model": _cpu_model(),
+        "instructions": None if torch is None else torch.backends.cpu.get_cpu_capability(),
+        "threads": None if torch is None else torch.get_num_threads(),
+        "rounding": {name: os.environ[name] for name in _ROUNDING if name in os.environ},
+    }
+
+
+@cache
+def _cpu_model() -> str:
+    """Return the CPU's name; on Linux with family, model and stepping, as names are shared."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    facts = dict(_halves(line) for line in lines if ":" in line)
+    parts = (facts.get(name, "") for name in ("model name", "cpu family", "model", "stepping"))
+    return " ".join(part for part in parts if part) or platform.processor()
+
+
+def _halves(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()
 
 
 def _gpu() -> str | None:

@@ -6,14 +6,17 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.judgement import judge_score
+from lm_eval_moecache.report.columns import METRICS, metric_column
+from lm_eval_moecache.report.judgement import score_test
 from lm_eval_moecache.report.results import Score
 from tests.report.runs import record, write
 
+Captured = pytest.CaptureFixture[str]
 ANSWERS = (1.0,) * 9 + (0.0,)
 
 
@@ -23,36 +26,105 @@ def gate(tmp_path: Path, new: dict[str, Any], *options: str, **old: Any) -> int:
     return main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options])
 
 
-def test_a_rerun_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rerun_passes(tmp_path: Path, capsys: Captured) -> None:
     assert gate(tmp_path, {}) == 0
-    assert capsys.readouterr().out == "pass: 4 figures: 4 same\n"
+    assert capsys.readouterr().out.splitlines()[-1] == "pass: 4 figures: 4 same"
 
 
-def test_lower_accuracy_fails_naming_task_and_metric(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gate(tmp_path, {"answers": (1.0,) * 5 + (0.0,) * 5}) == 1
+def test_lower_accuracy_fails_naming_task_metric_and_test(tmp_path: Path, capsys: Captured) -> None:
+    assert gate(tmp_path, {"answers": (1.0,) * 4 + (0.0,) * 6}) == 1
     out = capsys.readouterr().out
-    assert "worse    quiz acc,none: 0.9 -> 0.5" in out
-    assert "paired samples" in out
+    assert "worse    quiz acc,none: 0.9 -> 0.4" in out
+    assert "McNemar: 5 lost, 0 won of 10 documents, p 0.031, corrected 0.031" in out
+    assert "1 scores are tested; the chance that chance alone fails" in out
+    assert "at most 5% (Holm, Tarone)" in out
 
 
-def test_one_changed_answer_is_within_the_standard_error(tmp_path: Path) -> None:
-    assert gate(tmp_path, {"answers": (1.0,) * 8 + (0.0,) * 2}) == 0
-
-
-def test_two_lost_answers_fail_unless_more_standard_errors_are_allowed(tmp_path: Path) -> None:
+def test_what_chance_does_passes_and_alpha_decides(tmp_path: Path) -> None:
     lower = {"answers": (1.0,) * 7 + (0.0,) * 3}
-    assert gate(tmp_path, lower) == 1
-    assert gate(tmp_path, lower, "--sigmas=2") == 0
+    assert gate(tmp_path, lower) == 0
+    assert gate(tmp_path, lower, "--alpha=25%") == 1
+    assert gate(tmp_path, lower, "--alpha=25%", "--floor=20%") == 0
+    assert gate(tmp_path, lower, "--alpha=0") == 2
 
 
-def test_a_higher_miss_rate_fails_exactly_and_passes_by_tolerance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_tests_are_corrected_for_their_number(tmp_path: Path, capsys: Captured) -> None:
+    """Five lost answers are news in one task, but not in one of two (and of all together)."""
+    old = record("a", answers=(1.0,) * 9 + (0.0,), tasks=("quiz", "exam"))
+    new = record("a", answers=(1.0,) * 9 + (0.0,), tasks=("quiz", "exam"))
+    lower = record("a", answers=(1.0,) * 4 + (0.0,) * 6)
+    new["results"]["quiz"], new["scores"]["quiz"] = (
+        lower["results"]["quiz"],
+        lower["scores"]["quiz"],
+    )
+    write(tmp_path / "old", old)
+    write(tmp_path / "new", new)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert "within   quiz acc,none" in capsys.readouterr().out
+
+
+def test_small_losses_in_every_task_are_one_loss(tmp_path: Path, capsys: Captured) -> None:
+    tasks = tuple(f"quiz{i}" for i in range(5))
+    lower = {"answers": (1.0,) * 7 + (0.0,) * 3, "tasks": tasks}
+    assert gate(tmp_path, lower, tasks=tasks) == 1
+    worse = [s for s in capsys.readouterr().out.splitlines() if s.startswith("worse")]
+    assert len(worse) == 1
+    assert worse[0].startswith("worse    (all) accuracy: 0.9 -> 0.7 ")
+    assert "10 lost, 0 won of 50 documents" in worse[0]
+
+
+def test_tests_on_too_few_documents_are_named(tmp_path: Path, capsys: Captured) -> None:
+    assert gate(tmp_path, {"answers": (0.0,) * 4}, answers=(1.0,) * 4) == 0
+    assert "1 of them have too few documents to ever fail: quiz acc,none" in (
+        capsys.readouterr().out
+    )
+
+
+MACHINE = {
+    "machine": {"cpu": "x86_64", "cpu_model": "Some 6 85 7", "instructions": "AVX2", "threads": 1},
+    "versions": {"torch": "2.9", "transformers": "5.1", "numpy": "2.4"},
+}
+
+
+def test_on_the_baselines_machine_figures_repeat_to_the_digit(
+    tmp_path: Path, capsys: Captured
 ) -> None:
+    one_lost = (1.0,) * 8 + (0.0,) * 2
+
+    def judged(new: dict[str, Any], *options: str, **figures: Any) -> int:
+        old = record("a", answers=ANSWERS, **figures) | {"environment": MACHINE}
+        later = record("a", answers=one_lost, **figures) | {"environment": new}
+        write(tmp_path / "old", old)
+        write(tmp_path / "new", later)
+        return main(["compare", str(tmp_path / "old"), str(tmp_path / "new"), *options])
+
+    assert judged(MACHINE) == 1
+    out = capsys.readouterr().out
+    assert "1 runs were made on the baseline's machine" in out
+    assert "allowed 0, exactly" in out
+    assert judged(MACHINE, "--same_machine=no") == 0
+    assert judged(MACHINE, "--floor=20%") == 0
+    for part, change in (
+        ("machine", {"cpu_model": "Other 6 85 7"}),
+        ("machine", {"instructions": "AVX512"}),
+        ("machine", {"cores": 64}),
+        ("versions", {"torch": "3.0"}),
+    ):
+        other = MACHINE | {part: {**MACHINE[part], **change}}
+        assert judged(other) == ("cores" in change)
+        assert judged(other, "--same_machine=yes") == 1
+    # A measured clock never repeats, and a lossy policy depends on it.
+    assert judged(MACHINE, clock="wall") == 0
+
+
+def test_a_higher_miss_rate_fails_and_passes_by_tolerance(tmp_path: Path, capsys: Captured) -> None:
     assert gate(tmp_path, {"miss_rate": 0.26}) == 1
     assert "worse    quiz miss_rate: 0.25 -> 0.26" in capsys.readouterr().out
+    assert gate(tmp_path, {"miss_rate": 0.2525}) == 0
+    assert gate(tmp_path, {"miss_rate": 0.2525}, "--same_machine=yes") == 1
     assert gate(tmp_path, {"miss_rate": 0.26}, "--tolerance=0.05") == 0
+    assert gate(tmp_path, {"miss_rate": 0.26}, "--tolerance=5%") == 0
+    assert gate(tmp_path, {"miss_rate": 0.26}, "--tolerance=3%") == 1
     assert gate(tmp_path, {"miss_rate": 0.26}, "--tolerance=miss_rate=0.05") == 0
     assert gate(tmp_path, {"miss_rate": 0.26}, "--tolerance=tok_per_s=0.05") == 1
     assert gate(tmp_path, {"miss_rate": 0.24, "tok_per_s": 101}) == 0
@@ -64,34 +136,68 @@ def test_the_wall_clock_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_missing_task_fails_by_name_and_a_new_one_passes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     assert gate(tmp_path, {"tasks": ("quiz",)}, tasks=("quiz", "exam")) == 1
     assert "missing  exam" in capsys.readouterr().out
     assert gate(tmp_path, {"tasks": ("quiz", "exam")}) == 0
 
 
-def test_a_missing_run_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_fails(tmp_path: Path, capsys: Captured) -> None:
     write(tmp_path / "old", record("b", capacity="50%"))
     assert gate(tmp_path, {}) == 1
     assert "capacity=50%" in capsys.readouterr().out
 
 
-def test_unusable_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_input_exits_with_2(tmp_path: Path, capsys: Captured) -> None:
+    write(tmp_path / "old", record("b", capacity="50%"))
     assert gate(tmp_path, {"capacity": "7%"}) == 2
     assert "no configuration in common" in capsys.readouterr().err
-    assert gate(tmp_path, {"capacity": "7%"}, "--ignore=capacity") == 0
     assert gate(tmp_path, {}, "--metrics=mis_rate") == 2
     assert gate(tmp_path, {}, "--tolerance=much") == 2
+    assert gate(tmp_path, {}, "--floor=nan") == 2
     write(tmp_path / "new", record("b"))
     assert gate(tmp_path, {}) == 2
     assert "two runs" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "old"), str(tmp_path / "nothing")]) == 2
 
 
-def test_machine_readable_and_markdown_forms(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_two_single_runs_are_compared_whatever_their_arguments(
+    tmp_path: Path, capsys: Captured
 ) -> None:
+    assert gate(tmp_path, {"capacity": "7%", "miss_rate": 0.5, "seed": "1"}) == 1
+    out = capsys.readouterr().out
+    assert "argument differs: capacity: 25% -> 7%" in out
+    assert "argument differs: seed: (not given) -> 1" in out
+    assert "policy" not in out.partition("worse")[0]
+    assert "worse    quiz miss_rate: 0.25 -> 0.5" in out
+
+
+@pytest.mark.parametrize(
+    "metric", [*METRICS, "decode_miss_rate", "prefill_hit_rate", "ttft_ms.p99", "tok_per_s@quiz"]
+)
+def test_every_metric_that_tables_know_is_compared(
+    tmp_path: Path, capsys: Captured, metric: str
+) -> None:
+    def with_figure(value: float) -> dict[str, Any]:
+        made = record("a", answers=ANSWERS)
+        name, _, percentile = metric.partition("@")[0].partition(".")
+        figures = made["config"]["moecache"]["tasks"]["quiz"]
+        figures[name] = {percentile: value} if percentile else value
+        return made
+
+    write(tmp_path / "old", with_figure(100.0))
+    write(tmp_path / "new", with_figure(150.0))
+    places = [str(tmp_path / "old"), str(tmp_path / "new"), f"--metrics={metric}"]
+    direction = metric_column(metric).higher_is_better
+    assert main(["compare", *places]) == (direction is not True)
+    verdict = {True: "better", False: "worse", None: "changed"}[direction]
+    assert f"{verdict:8s} quiz {metric.partition('@')[0]}: 100 -> 150" in capsys.readouterr().out
+    assert main(["compare", *places[1::-1], places[2]]) == (direction is not False)
+    assert main(["compare", *places, "--tolerance=50%"]) == 0
+
+
+def test_machine_readable_and_markdown_forms(tmp_path: Path, capsys: Captured) -> None:
     assert gate(tmp_path, {"miss_rate": 0.5}, "--format=json") == 1
     data = json.loads(capsys.readouterr().out)
     assert data["verdict"] == "regression"
@@ -103,6 +209,20 @@ def test_machine_readable_and_markdown_forms(
     out = capsys.readouterr().out
     assert out.startswith("### moecache: REGRESSION: 4 figures: 3 same, 1 worse")
     assert "| **worse** | `moecache,capacity=25%,policy=specmd` | quiz | miss_rate |" in out
+    assert gate(tmp_path, {"miss_rate": 0.5}, "--format=junit") == 1
+    root = ElementTree.fromstring(capsys.readouterr().out.encode())
+    assert root.attrib == {
+        "name": "moecache compare",
+        "tests": "4",
+        "failures": "1",
+        "errors": "0",
+    }
+    [suite] = root
+    assert suite.get("name") == "moecache,capacity=25%,policy=specmd"
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == [
+        "quiz miss_rate"
+    ]
+    assert "0.25 -> 0.5" in suite.find("testcase/failure").get("message")
 
 
 def test_perplexity_is_judged_by_its_log_likelihoods() -> None:
@@ -115,14 +235,26 @@ def test_perplexity_is_judged_by_its_log_likelihoods() -> None:
             higher_is_better=False,
         )
 
-    words = (10.0, 20.0, 30.0)
+    words = (10.0, 20.0, 30.0, 40.0, 50.0)
     old = {str(i): [-2.0 * w, w] for i, w in enumerate(words)}
-    # Every document loses the same per word: no doubt about the difference.
+    # Every document loses the same per word: of 32 patterns of signs, this is the worst.
     new = {str(i): [-2.1 * w, w] for i, w in enumerate(words)}
-    judged = judge_score(score(math.exp(2)), score(math.exp(2.1)), (old, new), 1.0)
-    assert judged.verdict == "worse"
-    assert judged.allowed == pytest.approx(0, abs=1e-9)
-    mixed = {"0": [-19.0, 10.0], "1": [-45.0, 20.0], "2": [-59.0, 30.0]}
-    later = math.exp(123 / 60)
-    judged = judge_score(score(math.exp(2)), score(later), (old, mixed), 1.0)
-    assert judged.verdict == "within"
+    test = score_test(score(math.exp(2)), score(math.exp(2.1)), old, new)
+    assert test is not None
+    assert (test.p, test.least_p, test.least_possible) == (1 / 32, 1 / 32, 1 / 32)
+    # +1, -5, +1, +1, +1 is a sum of -1: 16 patterns have +5, and one with -5 comes as high.
+    losses = (1, -5, 1, 1, 1)
+    mixed = {str(i): [-2.0 * w - d, w] for i, (w, d) in enumerate(zip(words, losses, strict=True))}
+    test = score_test(score(math.exp(2)), score(2.0), old, mixed)
+    assert test is not None
+    assert test.p == 17 / 32
+
+
+def test_without_samples_the_standard_errors_decide() -> None:
+    def score(value: float, stderr: float | None) -> Score:
+        return Score(metric="acc", filter="none", value=value, stderr=stderr, higher_is_better=True)
+
+    test = score_test(score(0.8, 0.03), score(0.7, 0.04), {}, {})
+    assert test is not None
+    assert test.p == pytest.approx(0.02275, abs=1e-5)  # two standard errors of 0.05
+    assert score_test(score(0.8, None), score(0.7, 0.04), {}, {}) is None

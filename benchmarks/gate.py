@@ -1,0 +1,154 @@
+"""How often the regression gate alarms without reason, and how often it finds a planted loss.
+
+Takes the runs of a folder as the baseline and makes reruns of them "on another CPU": near ties
+fall the other way, log-likelihoods and figures of speed move a little. How much was measured by
+rerunning `results/baseline` with ATEN_CPU_CAPABILITY=default, avx2 and avx512: no answer of 432
+changed, a document's log-likelihood moved by 0.3% to 1.0% (standard deviation), a figure of
+speed by 0.02% to 0.5%; the upper ends are taken here, and one changed answer in 200.
+
+    python benchmarks/gate.py --documents 0 8 25 50 100 200 500
+
+Prints, per number of documents in each task (0: as many as the runs have): alarms in 100 such
+reruns, and in how many of 100 reruns a loss of two points was found that was planted in all tasks
+of the longest run, and in one task alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.report.compare import compare
+from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.rules import Rules
+
+FLIPS, LOG_LIKELIHOOD, SPEED = 0.005, 0.01, 0.005
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def resized(run: Run, documents: int, accuracy: float, random: np.random.Generator) -> Run:
+    """Return the run with this many documents a task, and this accuracy in each of them.
+
+    With 0 it keeps its number of documents.
+    """
+    samples: dict[str, dict[str, dict[str, Any]]] = {}
+    for task, metrics in run.samples.items():
+        for metric, docs in metrics.items():
+            values, size = list(docs.values()), documents or len(docs)
+            if isinstance(values[0], list):
+                chosen = [values[i] for i in random.integers(0, len(values), size)]
+            else:
+                chosen = [int(x) for x in random.random(size) < accuracy]
+            samples.setdefault(task, {})[metric] = dict(enumerate(chosen))  # type: ignore[arg-type]
+    return scored(run, samples)
+
+
+def scored(run: Run, samples: Any) -> Run:
+    """Return the run with these samples, and the scores that follow from them."""
+    results = {task: dict(figures) for task, figures in run.results.items()}
+    for task, metrics in samples.items():
+        for key, docs in metrics.items():
+            values = list(docs.values())
+            if not isinstance(values[0], list):
+                results[task][key] = sum(values) / len(values)
+            elif key.startswith("word"):
+                total, words = (sum(column) for column in zip(*values, strict=True))
+                results[task][key] = math.exp(-total / words)
+    return dataclasses.replace(run, results=results, samples=samples, environment={})
+
+
+def rerun(run: Run, random: np.random.Generator) -> Run:
+    """Return the run as another CPU makes it: a near tie is right or wrong by a coin on each."""
+    samples: dict[str, dict[str, dict[str, Any]]] = {}
+    for task, metrics in run.samples.items():
+        for metric, docs in metrics.items():
+            new = dict(docs)
+            for doc, value in docs.items():
+                if isinstance(value, list):
+                    new[doc] = [value[0] * (1 + random.normal(0, LOG_LIKELIHOOD)), value[1]]
+            changed = [d for d, v in new.items() if not isinstance(v, list)]
+            # As many turn right as wrong, whatever the accuracy: both lie as near to the tie.
+            for answer in (0, 1):
+                able = [d for d in changed if docs[d] == answer]
+                count = min(len(able), random.binomial(len(changed), FLIPS / 2))
+                for place in random.choice(len(able), count, replace=False) if able else ():
+                    new[able[place]] = 1 - answer
+            samples.setdefault(task, {})[metric] = new
+    return dataclasses.replace(scored(run, samples), moecache=_other_speed(run, random))
+
+
+def _other_speed(run: Run, random: np.random.Generator) -> dict[str, Any]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: moved(inner) for name, inner in value.items()}
+        return value * (1 + random.normal(0, SPEED)) if isinstance(value, float) else value
+
+    tasks = {task: moved(figures) for task, figures in run.moecache["tasks"].items()}
+    return {**run.moecache, "tasks": tasks}
+
+
+def worse(run: Run, tasks: Sequence[str], points: float, random: np.random.Generator) -> Run:
+    """Return the run with so many points of right answers turned wrong in these tasks."""
+    samples = {task: dict(metrics) for task, metrics in run.samples.items()}
+    for task in tasks:
+        for key, docs in samples[task].items():
+            right = [doc for doc, value in docs.items() if value == 1]
+            lost = min(len(right), round(points / 100 * len(docs) + random.random() - 0.5))
+            turned = {right[i]: 0 for i in random.choice(len(right), lost, replace=False)}
+            samples[task][key] = {**docs, **turned}
+    return scored(run, samples)
+
+
+def rates(arguments: argparse.Namespace, documents: int) -> tuple[int, int, int, int]:
+    """Return false alarms, losses found in all tasks, in one task, and the number of figures."""
+    random = np.random.default_rng(arguments.seed)
+    loaded = load_runs(Path(arguments.baseline))
+    # A mistake in one policy: the run with the most documents, the others stay as they are.
+    loaded.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))
+    rules = Rules(alpha=arguments.alpha)
+    counts = np.zeros(3, dtype=int)
+    figures = 0
+    for _ in range(arguments.reruns):
+        base = [resized(run, documents, arguments.accuracy, random) for run in loaded]
+        new = [rerun(run, random) for run in base]
+        judged = compare(base, new, rules)
+        figures = len(judged.rows)
+        tasks = [t for t in base[0].tasks if (s := base[0].score(t)) and s.higher_is_better]
+        hits = [judged.is_regression]
+        for chosen in (tasks, tasks[:1]):
+            planted = [worse(new[0], chosen, arguments.points, random), *new[1:]]
+            hits.append(compare(base, planted, rules).is_regression)
+        counts += hits
+    alarms, found_all, found_one = counts
+    return int(alarms), int(found_all), int(found_one), figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--baseline", default=str(RESULTS / "baseline"))
+    parser.add_argument("--documents", type=int, nargs="+", default=[0, 8, 25, 50, 100, 200, 500])
+    parser.add_argument("--accuracy", type=float, default=0.8)
+    parser.add_argument("--points", type=float, default=2.0)
+    parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument("--reruns", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(
+        f"alpha {arguments.alpha:g} for the whole comparison, {arguments.reruns} reruns, "
+        f"a loss of {arguments.points:g} points planted in one run, accuracy {arguments.accuracy:g}"
+    )
+    print("| Documents | Figures | False alarms | Found, all tasks | Found, one task |")
+    print("| --: | --: | --: | --: | --: |")
+    for documents in arguments.documents:
+        alarms, found_all, found_one, figures = rates(arguments, documents)
+        print(f"| {documents} | {figures} | {alarms} | {found_all} | {found_one} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Each test and interval against scipy, a slow obvious version, or values worked by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.report.statistics import (
+    bootstrap_interval,
+    holm,
+    sign_flip_test,
+    sign_test,
+    tarone,
+    wilson_interval,
+    z_test,
+)
+
+stats = pytest.importorskip("scipy.stats")
+
+
+def slow_sign_flip(losses: list[float]) -> float:
+    """Look at every pattern of signs, in exact arithmetic."""
+    whole = [round(x * 1024) for x in losses]
+    sums = [
+        sum(s * x for s, x in zip(signs, whole, strict=True))
+        for signs in itertools.product((-1, 1), repeat=len(whole))
+    ]
+    return sum(s >= sum(whole) for s in sums) / len(sums)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_the_sign_test_is_the_binomial_test(better: int, worse: int) -> None:
+    expected = (
+        stats.binomtest(worse, better + worse, 0.5, alternative="greater").pvalue
+        if better + worse
+        else 1.0
+    )
+    assert sign_test(better, worse) == pytest.approx(expected, rel=1e-9)
+
+
+def test_mcnemars_values_by_hand() -> None:
+    assert sign_test(0, 8) == 1 / 256
+    assert sign_test(2, 8) == (45 + 10 + 1) / 1024
+    assert sign_test(0, 0) == 1
+    with pytest.raises(ValueError, match="worse=-1"):
+        sign_test(3, -1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-9, 9).map(lambda n: n / 8), max_size=9))
+def test_the_sign_flip_test_looks_at_every_pattern(losses: list[float]) -> None:
+    assert sign_flip_test(losses) == pytest.approx(slow_sign_flip(losses), abs=1e-12)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 8), st.integers(0, 6))
+def test_on_equal_sizes_it_is_the_sign_test(better: int, worse: int) -> None:
+    assert sign_flip_test([1.0] * worse + [-1.0] * better) == pytest.approx(
+        sign_test(better, worse)
+    )
+
+
+def test_many_samples_are_drawn_and_repeat() -> None:
+    random = np.random.default_rng(3)
+    losses = (random.normal(0.1, 1, 200)).tolist()
+    p = sign_flip_test(losses)
+    assert p == sign_flip_test(losses)
+    expected = stats.ttest_1samp(losses, 0, alternative="greater").pvalue
+    assert p == pytest.approx(expected, abs=0.02)
+    assert sign_flip_test([1.0] * 100) == 1 / 20_001
+    with pytest.raises(ValueError, match="finite"):
+        sign_flip_test([math.nan])
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=12))
+def test_holm_is_the_step_down_rule(p_values: list[float]) -> None:
+    """The rule as Holm states it: the smallest against alpha/m, the next against alpha/(m-1) ..."""
+    adjusted = holm(p_values)
+    for alpha in (0.01, 0.05, 0.3):
+        order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+        rejected = set()
+        for rank, index in enumerate(order):
+            if (len(p_values) - rank) * p_values[index] > alpha:
+                break
+            rejected.add(index)
+        assert {i for i, p in enumerate(adjusted) if p <= alpha} == rejected
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == []
+    with pytest.raises(ValueError, match="p=2"):
+        holm([2.0])
+
+
+def test_tarones_rule_by_hand() -> None:
+    # Two can reach 0.05 / 2; the third not even 0.05, so that it takes no part.
+    assert tarone([1 / 64, 0.02, 0.5], 0.05) == [True, True, False]
+    # One alone could be tested at 0.05, but the second then could, too, and at 0.025 only one.
+    assert tarone([1 / 64, 0.04], 0.05) == [True, False]
+    assert tarone([1.0, 0.5], 0.05) == [False, False]
+    assert tarone([], 0.05) == []
+    assert tarone([0.0] * 5, 0.05) == [True] * 5
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_tarone_and_holm_keep_the_error_rate_exactly(changed: list[int]) -> None:
+    """Over every outcome of fair coins: the chance of any rejection is at most alpha."""
+    alpha = 0.05
+    able = tarone([0.5**n for n in changed], alpha)
+    chosen = [n for n, one in zip(changed, able, strict=True) if one]
+    chance = 0.0
+    for lost in itertools.product(*(range(n + 1) for n in chosen)):
+        weight = math.prod(math.comb(n, k) / 2**n for n, k in zip(chosen, lost, strict=True))
+        p_values = [sign_test(n - k, k) for n, k in zip(chosen, lost, strict=True)]
+        if any(p <= alpha for p in holm(p_values)):
+            chance += weight
+    assert chance <= alpha + 1e-12
+
+
+def test_the_normal_test_is_scipys() -> None:
+    assert z_test(1.7, 1.0) == pytest.approx(stats.norm.sf(1.7))
+    assert (z_test(0.0, 0.0), z_test(0.1, 0.0)) == (1.0, 0.0)
+
+
+def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
+    random = np.random.default_rng(5)
+    inside = 0
+    for trial in range(200):
+        low, high = bootstrap_interval(random.normal(2, 1, 40).tolist(), draws=400, seed=trial)
+        inside += low <= 2 <= high
+    assert 180 <= inside <= 198
+
+
+def test_the_bootstrap_agrees_with_scipys_percentile_method() -> None:
+    values = np.random.default_rng(1).exponential(size=60)
+    expected = stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=4000, rng=np.random.default_rng(0)
+    ).confidence_interval
+    assert bootstrap_interval(values.tolist(), draws=4000) == pytest.approx(
+        (expected.low, expected.high), rel=0.03
+    )
+    with pytest.raises(ValueError, match="two samples"):
+        bootstrap_interval([1.0])
+    with pytest.raises(ValueError, match="level=95"):
+        bootstrap_interval([1.0, 2.0], level=95)
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (7, 10), (10, 10), (80, 100)])
+def test_wilsons_interval_is_scipys(successes: int, trials: int) -> None:
+    expected = stats.binomtest(successes, trials).proportion_ci(method="wilson")
+    assert wilson_interval(successes, trials) == pytest.approx(
+        (expected.low, expected.high), abs=1e-6
+    )
