@@ -48,6 +48,10 @@ READINGS: list[tuple[str, dict[str, Any]]] = [
     ("shallow_first", {}),
     ("frequency_layer", {}),
     ("frequency_layer", {"layer": "index"}),
+    ("layered_lru", {}),
+    ("lfru", {}),
+    ("hazard", {"memory": 1}),
+    ("hazard", {"memory": 1, "nearness": 0.5}),
     ("least_stale", {}),
     ("least_stale", {"order": "fifo"}),
     ("least_stale", {"protect": "none"}),
@@ -63,7 +67,7 @@ class Witness:
         self.eviction = find_algorithm("eviction", name)(GEOMETRY, **parameters)
         self.oracle, self.parameters = oracles.EVICTIONS[name], parameters
         self.size, self.log, self.resident = size, [Entry("pass")], set[int]()
-        self.pass_index = 0
+        self.pass_index = self.num_events = 0
         self.eviction.on_pass(0)
 
     def play(self, steps: Sequence[Any]) -> None:
@@ -92,7 +96,18 @@ class Witness:
         for key in event.keys:
             mine = event.experts == key % GEOMETRY.num_experts
             served = tuple(event.weights[mine].tolist())
-            self.log.append(Entry("use", key, served, event.levels[key]))
+            self.log.append(
+                Entry(
+                    "use",
+                    key,
+                    served,
+                    event.levels[key],
+                    event=self.num_events,
+                    tokens=tuple(mine.any(axis=1).nonzero()[0].tolist()),
+                    num_tokens=event.num_tokens,
+                )
+            )
+        self.num_events += 1
 
     def event(self, layer: int, tokens: list[list[int]], weights: list[int]) -> Event:
         experts = np.array(tokens)

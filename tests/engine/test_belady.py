@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -45,9 +46,15 @@ def decode_trace(experts: np.ndarray, num_experts: int) -> Trace:
     )
 
 
-def misses(trace: Trace, eviction: str, capacity: int, seed: int = 0) -> int:
+def misses(
+    trace: Trace,
+    eviction: str,
+    capacity: int,
+    seed: int = 0,
+    parameters: Mapping[str, object] | None = None,
+) -> int:
     setting = Setting(
-        policy=load_policy("on_demand", {"eviction": eviction}),
+        policy=load_policy("on_demand", {"eviction": eviction, **(parameters or {})}),
         capacity=parse_capacity(str(capacity), trace.geometry),
         hardware=traces.HARDWARE,
         seed=seed,

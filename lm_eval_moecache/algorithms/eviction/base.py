@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.records.event import Event
@@ -173,3 +173,53 @@ class LayerQueues:
             if key not in pinned:
                 return key
         return None
+
+
+class Duels:
+    """Which of two rules names better victims: where they differ, the one needed first was wrong.
+
+    One duel per key at a time; one that both keys leave in the same event is a draw. O(1) a call.
+    """
+
+    def __init__(self, memory: int, slack: int = 5) -> None:
+        self._keep = 1 - 1 / memory
+        self._slack = slack
+        self._balance = 0.0
+        self._rival: dict[int, int] = {}
+        self._bets: set[int] = set()
+        """Keys that the first rule would have let go."""
+        self._offer: tuple[int, int] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the first rule has lost more than it won, the latest duels counting most.
+
+        By more than a few: the first duels of a run say little.
+        """
+        return self._balance < -self._slack
+
+    def offer(self, first: int, second: int) -> None:
+        """Note whom each rule would let go now; nothing is decided by it."""
+        self._offer = None if first == second else (first, second)
+
+    def begin(self, evicted: int) -> None:
+        """Let the last offer become a duel, if its victim is the one that was evicted."""
+        offer, self._offer = self._offer, None
+        if offer is None or evicted not in offer:
+            return
+        first, second = offer
+        if first not in self._rival and second not in self._rival:
+            self._rival[first], self._rival[second] = second, first
+            self._bets.add(first)
+
+    def settle(self, needed: Sequence[int]) -> None:
+        """End the duels of the keys that an event needs."""
+        for key in needed:
+            rival = self._rival.pop(key, None)
+            if rival is None:
+                continue
+            del self._rival[rival]
+            right = key not in self._bets
+            self._bets -= {key, rival}
+            if rival not in needed:
+                self._balance = self._keep * self._balance + (1 if right else -1)
