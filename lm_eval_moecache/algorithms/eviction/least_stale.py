@@ -1,4 +1,4 @@
-"""Least-Stale: experts of earlier passes leave first, those of layers already served before all."""
+"""Least-Stale: stale experts leave first, those of layers already served before all others."""
 
 from __future__ import annotations
 
