@@ -1,4 +1,4 @@
-"""Hazard: the expert whose expected next use is furthest leaves first, or LRU's where that fails."""
+"""Hazard: the expert with the longest expected wait leaves first, or LRU's if that fails."""
 
 from __future__ import annotations
 
