@@ -140,6 +140,8 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
         self.engine.ledger.serve(records)
         try:
             yield
+            if self.wrapped.recorder is not None:
+                self.wrapped.recorder.keep(self.engine.ledger.requests)
         finally:
             self.engine.ledger.serve([])
             self.wrapped.forget_batch()

@@ -15,6 +15,7 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.trace.detail import Proposed
 from lm_eval_moecache.trace.header import Header, read_header, read_requests, read_scans
+from lm_eval_moecache.trace.partial import SUFFIX, read_partial
 from lm_eval_moecache.trace.trace import (
     Columns,
     Halves,
@@ -94,6 +95,8 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
 def _read_table(
     path: Path, name: str, logits: bool, predicted: bool
 ) -> tuple[Any, Mapping[bytes, bytes] | None]:
+    if path.suffix == SUFFIX:
+        return _read_stream(path, name)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
@@ -110,6 +113,19 @@ def _read_table(
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).split("\n")[0].rstrip(".")
         raise ValueError(f"trace {name} is not a readable Parquet file: {reason}.") from error
+
+
+def _read_stream(path: Path, name: str) -> tuple[Any, Mapping[bytes, bytes] | None]:
+    """Read what a killed run had finished."""
+    try:
+        table = read_partial(path)
+        _check_schema(name, table.schema)
+        table.validate(full=True)
+        return table.combine_chunks(), table.schema.metadata
+    except ValueError as error:
+        raise ValueError(f"trace {name}: {error}") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"trace {name} is not a readable stream: {error}.") from error
 
 
 def _check_schema(name: str, schema: Any) -> None:

@@ -18,7 +18,7 @@ from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
 
 CSV_MARK = "# route_trace v1"
-SUFFIXES = (".parquet", ".csv", ".jsonl")
+SUFFIXES = (".parquet", ".csv", ".jsonl", ".partial")
 _TOKEN_COLUMNS = ("turn", "phase", "step", "layer")
 _CSV_COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency")
 # The traced files are 4-bit GGUFs: 4.5 bits a weight with the scales of a block, as in Q4_K.

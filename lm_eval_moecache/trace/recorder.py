@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -70,6 +71,8 @@ class Recorder:
         )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
         self._writer = TraceWriter(prepare_folder(folder), name, header)
+        # However the run ends, short of a kill: what is finished becomes a trace.
+        self._at_end = weakref.finalize(self, self._writer.close_interrupted)
 
     def begin_pass(
         self,
@@ -132,6 +135,10 @@ class Recorder:
             predicted,
             proposed,
         )
+
+    def keep(self, requests: Sequence[RequestRecord]) -> None:
+        """Note that the requests served so far are finished; `requests` is the ledger's list."""
+        self._writer.keep(requests)
 
     def close(self, requests: Sequence[RequestRecord]) -> Path | None:
         """Finish the file; return its path, or None where nothing was recorded."""

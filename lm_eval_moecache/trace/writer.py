@@ -1,9 +1,9 @@
-"""Records the routing of a run into a Parquet file, row group by row group."""
+"""Records the routing of a run: finished requests are on disk as soon as they are finished."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -26,11 +25,13 @@ from lm_eval_moecache.trace.header import (
     write_requests,
     write_scans,
 )
+from lm_eval_moecache.trace.partial import ROW_GROUP, SUFFIX, mark, recover, write_parquet
+from lm_eval_moecache.trace.partial import lock as lock_file
 
 logger = logging.getLogger(__name__)
-_ROW_GROUP = 32768
-_LEVEL = 9
-"""Of zstd: beyond it the last percent costs more than all before."""
+GENERATE = "generate_until"
+MOST_STEM = 100
+"""File systems hold names of 255 bytes."""
 
 
 def prepare_folder(folder: str) -> Path:
@@ -45,15 +46,15 @@ def prepare_folder(folder: str) -> Path:
 
 
 class TraceWriter:
-    """Writes to a temporary file beside the target, which gets its name when all is there.
+    """Writes to a stream beside the target, which appears under its name when all is there.
 
-    An interrupted recording therefore leaves `*.partial` and no trace. Call `begin_pass`, then
-    `add` for each layer, and `close` at the end.
+    Call `begin_pass`, then `add` for each layer, `keep` whenever what has been added is of finished
+    requests, and `close` at the end. A killed recording leaves its stream, from which the next one
+    in the folder makes a trace of what was kept (`recover`).
     """
 
     def __init__(self, folder: Path, stem: str, header: Header) -> None:
-        self._folder = folder
-        self._stem = stem
+        recover(folder)
         self._layers = header.geometry.num_layers
         kinds = COLUMNS | OPTIONAL_COLUMNS
         if not header.predicted_depth:
@@ -63,22 +64,17 @@ class TraceWriter:
         self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
         kinds |= dict.fromkeys(self._proposed, PROPOSED)
         self._schema = pa.schema(list(kinds.items()), metadata={HEADER_KEY: write_header(header)})
-        handle, partial = tempfile.mkstemp(prefix=f"{stem}-", suffix=".partial", dir=folder)
-        os.close(handle)
-        self._partial = Path(partial)
-        self._file: Any = pq.ParquetWriter(
-            partial,
-            self._schema,
-            compression="zstd",
-            compression_level=_LEVEL,
-            write_page_checksum=True,
-            use_dictionary=["phase"],
-            column_encoding=_encodings(self._schema),
-        )
+        self._target, self._raw = _reserve(folder, stem)
+        self._partial = Path(self._raw.name)
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        self._file: Any = pa.ipc.new_stream(self._raw, self._schema, options=options)
         self._scans: list[tuple[int, int]] = []
+        self._kept_scans = 0
         self._rows: list[Mapping[str, Any]] = []
         self._num_rows = 0
-        self._total_rows = 0
+        self._num_batches = self._kept = 0
+        self._num_passes = self._kept_passes = 0
+        self._requests: Sequence[RequestRecord] = ()
         self._pass: dict[str, Any] = {}
         self._scan: list[Mapping[str, Any]] | None = None
         """The layers so far of a text whose tokens are passes of their own."""
@@ -136,9 +132,18 @@ class TraceWriter:
             return
         if self._scan is not None:
             self._rows += [_row(rows, token) for token in range(num_tokens) for rows in self._scan]
-        # A row group ends with a pass, so that what is on disk is whole passes.
-        if self._num_rows >= _ROW_GROUP:
+        # A batch ends with a pass, so that what is on disk is whole passes.
+        if self._num_rows >= ROW_GROUP:
             self._flush()
+
+    def keep(self, requests: Sequence[RequestRecord] = ()) -> None:
+        """Note that all passes so far are of finished requests: a kill loses none of them."""
+        if self._file is None:
+            return
+        self._requests = requests
+        self._flush(mark(self._scans[self._kept_scans :]))
+        self._kept, self._kept_passes = self._num_batches, self._num_passes
+        self._kept_scans = len(self._scans)
 
     def close(self, requests: Sequence[RequestRecord] | None = None) -> Path | None:
         """End the file and give it its name; None where nothing was recorded. Safe to repeat.
@@ -147,33 +152,74 @@ class TraceWriter:
         """
         if self._file is None:
             return None
-        self._flush()
-        if self._scans:
-            self._file.add_key_value_metadata({SCANS_KEY: write_scans(self._scans)})
-        if requests is not None:
-            self._file.add_key_value_metadata({REQUESTS_KEY: write_requests(requests)})
-        self._file.close()
-        self._file = None
-        if not self._total_rows:
-            self._partial.unlink()
-            logger.warning("trace: no pass was run, so no trace was written.")
+        self._flush(mark([]))
+        return self._finish(self._num_batches, requests, self._scans)
+
+    def close_interrupted(self) -> Path | None:
+        """As `close`, with the passes of finished requests only."""
+        if self._file is None:
             return None
-        number = 0
-        while (target := self._folder / f"{self._stem}-{number:03d}.parquet").exists():
-            number += 1
-        os.replace(self._partial, target)
+        finished = [
+            each
+            for each in self._requests
+            if each.passes
+            and each.passes[-1].index < self._kept_passes
+            and (each.output_tokens is not None or each.kind != GENERATE)
+        ]
+        try:
+            target = self._finish(self._kept, finished or None, self._scans[: self._kept_scans])
+        except (OSError, pa.ArrowException) as error:
+            logger.warning("trace: %s keeps what was finished: %s.", self._partial, error)
+            return None
+        if target is not None:
+            logger.warning("trace: %s holds the requests that were finished.", target)
         return target
 
-    def _flush(self) -> None:
-        if not self._rows:
+    def _finish(
+        self,
+        num_batches: int,
+        requests: Sequence[RequestRecord] | None,
+        scans: Sequence[tuple[int, int]],
+    ) -> Path | None:
+        file, self._file = self._file, None
+        file.close()
+        if not num_batches:
+            self._drop()
+            logger.warning("trace: no pass was run, so no trace was written.")
+            return None
+        extra = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
+        if scans:
+            extra[SCANS_KEY] = write_scans(scans)
+        write_parquet(self._partial, self._target, num_batches, extra)
+        self._drop()
+        return self._target
+
+    def _drop(self) -> None:
+        # Unlinked first: as long as it is open its lock keeps others from taking it for dead.
+        self._partial.unlink()
+        self._raw.close()
+
+    def _flush(self, told: Mapping[bytes, bytes] | None = None) -> None:
+        if not self._rows and (told is None or self._num_batches == self._kept):
             return
         arrays = [self._array(field.name, field.type) for field in self._schema]
-        self._file.write_table(pa.table(arrays, schema=self._schema))
-        self._total_rows += self._num_rows
+        batch = pa.record_batch(arrays, schema=self._schema)
+        try:
+            self._file.write_batch(batch, custom_metadata=told)
+        except OSError as error:
+            raise ValueError(
+                f"trace: {self._partial} cannot be written: {error.strerror or error}. What was "
+                "finished before is kept in it."
+            ) from error
+        self._num_batches += 1
+        if self._pass:
+            self._num_passes = int(self._pass["pass"].max(initial=-1)) + 1
         self._rows, self._num_rows = [], 0
 
     def _array(self, column: str, kind: Any) -> Any:
         parts = [row[column] for row in self._rows]
+        if not parts:  # a batch that only carries a mark
+            return pa.array([], kind)
         if column == "phase":
             sizes = [len(row["layer"]) for row in self._rows]
             return pa.array(np.repeat(np.asarray(parts, dtype=object), sizes), kind)
@@ -199,13 +245,18 @@ class TraceWriter:
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
 
 
-def _encodings(schema: Any) -> dict[str, str]:
-    """Split numbers into streams of first, second, ... bytes: those of small numbers vanish."""
-    chosen = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
-    for field in schema:
-        if pa.types.is_list(field.type):
-            chosen[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
-    return chosen
+def _reserve(folder: Path, stem: str) -> tuple[Path, Any]:
+    """Return the name of the next trace, and its stream's open file: no two runs get the same."""
+    number = 0
+    while True:
+        target = folder / f"{stem[:MOST_STEM]}-{number:03d}.parquet"
+        number += 1
+        if target.exists():
+            continue
+        with contextlib.suppress(FileExistsError):
+            raw = target.with_name(f"{target.name}{SUFFIX}").open("xb", buffering=0)
+            lock_file(raw.fileno())
+            return target, raw
 
 
 def _row(rows: Mapping[str, Any], token: int) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lm_eval_moecache.trace.file import COLUMNS, read_trace
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.partial import recover
 from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 from tests.engine import traces
 
@@ -82,14 +83,84 @@ def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
     assert requests[1].passes == tuple(range(6, 12))
 
 
-def test_an_interrupted_recording_leaves_no_trace(tmp_path: Path) -> None:
-    header = Header(geometry=traces.GEOMETRY, seed=0, predicted_depth=0)
-    writer = TraceWriter(tmp_path, "run", header)
-    writer.begin_pass(0, "decode", np.zeros(1), np.zeros(1))
-    weights = np.asarray([[0.6, 0.4]], dtype=np.float32)
-    writer.add(0, np.asarray([[1, 2]]), weights, np.zeros((1, 8), dtype=np.float32), [])
-    assert not list(tmp_path.glob("*.parquet"))
-    assert len(list(tmp_path.glob("*.partial"))) == 1
+def half_a_recording(folder: Path, *, keep_until: int) -> TraceWriter:
+    """Record generated requests and keep those before `keep_until`; the others are unfinished."""
+    writer = TraceWriter(folder, "run", Header(geometry=traces.GEOMETRY, seed=0, predicted_depth=1))
+    for event, request in traces.events(0):
+        if event.layer == 0:
+            if event.phase == "prefill" and 0 < request <= keep_until:
+                writer.keep()
+            begin = 0 if event.phase == "prefill" else 4 + event.pass_index % 6
+            tokens = np.arange(begin, begin + event.num_tokens)
+            owners = np.full(event.num_tokens, request)
+            writer.begin_pass(event.pass_index, event.phase, owners, tokens)
+        assert event.experts is not None and event.weights is not None
+        assert event.logits is not None
+        predicted = list(event.predicted.values())
+        writer.add(event.layer, event.experts, event.weights, event.logits, predicted)
+    return writer
+
+
+def forget(writer: TraceWriter) -> None:
+    """Do what the system does for a killed process: drop its lock."""
+    writer._raw.close()
+
+
+def test_an_interrupted_recording_is_a_trace_of_its_finished_requests(tmp_path: Path) -> None:
+    writer = half_a_recording(tmp_path, keep_until=2)
+    path = writer.close_interrupted()
+    assert path is not None
+    trace = read_trace(path)
+    assert [r.passes for r in trace.requests] == [tuple(range(6)), tuple(range(6, 12))]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert writer.close() is None and writer.close_interrupted() is None
+
+
+def test_what_a_killed_recording_has_finished_is_found_by_the_next(tmp_path: Path) -> None:
+    forget(half_a_recording(tmp_path, keep_until=1))
+    assert [p.name for p in tmp_path.iterdir()] == ["run-000.parquet.partial"]
+    readable = load_trace(str(tmp_path / "run-000.parquet.partial"))
+    assert readable.num_passes == 6
+    path, _ = traces.record(tmp_path)
+    assert path.name == "run-001.parquet"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run-000.parquet", "run-001.parquet"]
+    whole, kept = read_trace(path, logits=True), read_trace(tmp_path / "run-000.parquet")
+    assert kept.num_passes == 6
+    assert (kept.columns.experts == whole.columns.experts[: len(kept.columns.experts)]).all()
+
+
+@FAST
+@given(share=st.floats(0, 1))
+def test_a_stream_torn_anywhere_gives_whole_requests_or_nothing(
+    tmp_path_factory: pytest.TempPathFactory, share: float
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    forget(half_a_recording(folder, keep_until=2))
+    [partial] = folder.iterdir()
+    data = partial.read_bytes()
+    partial.write_bytes(data[: int(len(data) * share)])
+    found = recover(folder)
+    assert sorted(folder.iterdir()) == sorted(found)
+    for path in found:
+        assert read_trace(path).num_passes in (6, 12)
+
+
+def test_a_recording_that_goes_on_is_not_taken_for_dead(tmp_path: Path) -> None:
+    writer = half_a_recording(tmp_path, keep_until=2)
+    assert recover(tmp_path) == []
+    path = writer.close()
+    assert path is not None and read_trace(path).num_passes == 18
+
+
+def test_a_trace_has_the_mode_of_any_other_file(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    (tmp_path / "other").write_text("")
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_name_of_any_length_is_a_file(tmp_path: Path) -> None:
+    header = Header(geometry=traces.GEOMETRY, seed=0)
+    assert TraceWriter(tmp_path, "n" * 300, header).close([]) is None
 
 
 def test_a_recording_without_passes_leaves_nothing(tmp_path: Path) -> None:
@@ -325,7 +396,7 @@ def test_damaged_json_lines_are_refused(tmp_path: Path, old: str, new: str, mess
 
 
 def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.txt.*Allowed: \.parquet, \.csv, \.jsonl"):
+    with pytest.raises(ValueError, match=r"\.txt.*Allowed: \.parquet, \.csv, \.jsonl, \.partial"):
         load_trace("x.txt")
     with pytest.raises(ValueError, match="no such file"):
         load_trace(str(tmp_path / "x.parquet"))

@@ -1,0 +1,168 @@
+"""A recording that is not finished: an Arrow stream beside the trace it will become.
+
+A stream needs no ending to be read, so that what a killed run has recorded is there up to its last
+finished request. Batches are marked: those up to the last mark belong to finished requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lm_eval_moecache.trace.header import SCANS_KEY, write_scans
+
+logger = logging.getLogger(__name__)
+SUFFIX = ".partial"
+_KEPT = b"kept"
+ROW_GROUP = 32768
+_LEVEL = 9
+"""Of zstd: beyond it the last percent costs more than all before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a stream belongs to finished requests: its first batches, and its scans."""
+
+    schema: Any
+    num_batches: int
+    scans: tuple[tuple[int, int], ...]
+
+    @property
+    def metadata(self) -> dict[bytes, bytes]:
+        """What the trace's metadata says beside the schema's."""
+        return {SCANS_KEY: write_scans(self.scans)} if self.scans else {}
+
+
+def mark(scans: Sequence[tuple[int, int]]) -> dict[bytes, bytes]:
+    """Return what a batch says that ends a finished request; `scans` are new since the last."""
+    return {_KEPT: json.dumps(list(scans)).encode()}
+
+
+def kept_batches(path: Path) -> Kept:
+    """Find what of a stream belongs to finished requests. The last batch may be torn.
+
+    Raises ValueError where not even the schema can be read.
+    """
+    kept = 0
+    scans: list[tuple[int, int]] = []
+    try:
+        with pa.ipc.open_stream(path) as reader:
+            for number, (_, told) in enumerate(_batches(reader), start=1):
+                text = None if told is None else dict(told.items()).get(_KEPT)
+                if text is not None:
+                    kept = number
+                    scans += [(first, count) for first, count in json.loads(text)]
+            return Kept(reader.schema, kept, tuple(scans))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path.name} holds no recording that can be read: {error}.") from error
+
+
+def read_partial(path: Path) -> Any:
+    """Return what is kept of an unfinished recording as a table, its metadata included."""
+    kept = kept_batches(path)
+    with pa.ipc.open_stream(path) as reader:
+        pairs = zip(_batches(reader), range(kept.num_batches), strict=False)
+        table = pa.Table.from_batches([batch for (batch, _), _ in pairs], kept.schema)
+    return table.replace_schema_metadata({**(kept.schema.metadata or {}), **kept.metadata})
+
+
+def write_parquet(
+    partial: Path, target: Path, num_batches: int, extra: Mapping[bytes, bytes]
+) -> None:
+    """Write the first batches of a stream as a trace that appears whole, under its name."""
+    writing = target.with_name(f".{target.name}.writing")
+    with pa.ipc.open_stream(partial) as reader, _parquet(writing, reader.schema) as file:
+        waiting: list[Any] = []
+        for number, (batch, _) in enumerate(_batches(reader), start=1):
+            if number > num_batches:
+                break
+            waiting.append(batch)
+            if sum(len(each) for each in waiting) >= ROW_GROUP:
+                file.write_table(pa.Table.from_batches(waiting).combine_chunks())
+                waiting = []
+        if waiting:
+            file.write_table(pa.Table.from_batches(waiting).combine_chunks())
+        file.add_key_value_metadata(dict(extra))
+    os.replace(writing, target)
+
+
+def _parquet(path: Path, schema: Any) -> Any:
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        compression_level=_LEVEL,
+        write_page_checksum=True,
+        use_dictionary=["phase"],
+        column_encoding=_encodings(schema),
+    )
+
+
+def _encodings(schema: Any) -> dict[str, str]:
+    """Split numbers into streams of first, second, ... bytes: those of small numbers vanish."""
+    chosen = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
+    for field in schema:
+        if pa.types.is_list(field.type):
+            chosen[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
+    return chosen
+
+
+def recover(folder: Path) -> list[Path]:
+    """Finish what dead runs have left in a folder of traces; return the traces it became.
+
+    A recording that is still going on holds a lock on its stream and is left alone.
+    """
+    found = []
+    for partial in sorted(folder.glob(f"*{SUFFIX}")):
+        with partial.open("rb") as held:
+            if not lock(held.fileno()):
+                continue
+            target = _recovered(partial)
+            if target is not None:
+                found.append(target)
+    return found
+
+
+def lock(descriptor: int) -> bool:
+    """Take a file's lock, which goes with the process; False where another has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: there nobody can tell, and nothing is touched
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _recovered(partial: Path) -> Path | None:
+    target = partial.with_name(partial.name.removesuffix(SUFFIX))
+    try:
+        kept = kept_batches(partial)
+    except ValueError:
+        kept = Kept(None, 0, ())
+    if kept.num_batches and not target.exists():
+        write_parquet(partial, target, kept.num_batches, kept.metadata)
+        logger.warning("trace: %s is what a run that was killed had finished.", target)
+    elif not kept.num_batches:
+        logger.warning("trace: removed %s, of a run that was killed before a request.", partial)
+    partial.unlink()
+    return target if kept.num_batches else None
+
+
+def _batches(reader: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the whole batches with their marks, up to the end or to what is torn."""
+    while True:
+        try:
+            yield reader.read_next_batch_with_custom_metadata()
+        except (StopIteration, pa.ArrowException, OSError):
+            return
