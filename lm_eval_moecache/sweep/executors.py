@@ -7,18 +7,14 @@ itself: Ray and Slurm need the experiment's folder on a file system that their m
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import BrokenExecutor, as_completed
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.worker import Outcome, run_cell, run_cells
 
 
@@ -58,7 +54,13 @@ def _processes(
 ) -> Iterator[Outcome]:
     with local_pool(jobs) as pool:
         for stage in stages:
-            futures = {pool.submit(run_cell, each, folder, experiment): each for each in stage}
+            try:
+                futures = submit(pool, run_cell, stage, folder, experiment)
+            except BrokenExecutor as error:  # a process died in the stage before
+                yield from (
+                    Outcome(each.run_id, f"{type(error).__name__}: {error}") for each in stage
+                )
+                continue
             for future in as_completed(futures):
                 error = future.exception()
                 if error is None:
@@ -66,36 +68,6 @@ def _processes(
                 else:
                     # The process died (memory, a kill): the run is reported, and retried next time.
                     yield Outcome(futures[future].run_id, f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes that end with this one, and keep their loaded model between runs."""
-    # spawn: a forked copy of torch's thread pools can hang.
-    context = multiprocessing.get_context("spawn")
-    # Read by torch when a worker imports it; what the user has set stays.
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
-    with (
-        mock.patch.dict(os.environ, OMP_NUM_THREADS=threads),
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool,
-    ):
-        yield pool
-
-
-def _start_worker() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a pool's worker has a parent"
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: Any) -> None:
-    """A pool's workers outlive a killed parent and would run on beside the sweep that resumes."""
-    parent.join()
-    os._exit(1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ray(
@@ -112,6 +84,7 @@ def _ray(
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
     # A worker process serves many tasks of one function, so a loaded model is shared there too.
     task = ray.remote(num_cpus=cores, max_retries=0)(run_cell)
+    waiting: dict[Any, Planned] = {}
     try:
         for stage in stages:
             waiting = {task.remote(each, folder, experiment): each for each in stage}
@@ -122,6 +95,11 @@ def _ray(
                     yield ray.get(done)
                 except ray.exceptions.RayError as error:
                     yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
+    except BaseException:
+        # On a cluster that is not ours, what waits would still run.
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+        raise
     finally:
         if ours:
             ray.shutdown()
@@ -147,12 +125,17 @@ def _submitit(
         submitted = executor.map_array(
             run_cells, chunks, [folder] * len(chunks), [experiment] * len(chunks)
         )
-        for job, chunk in zip(submitted, chunks, strict=True):
-            try:
-                yield from job.result()
-            except Exception as error:  # submitit raises several kinds, the job's own included
-                for each in chunk:
-                    yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
+        try:
+            for job, chunk in zip(submitted, chunks, strict=True):
+                try:
+                    yield from job.result()
+                except Exception as error:  # submitit raises several kinds, the job's own included
+                    for each in chunk:
+                        yield Outcome(each.run_id, f"{type(error).__name__}: {error}")
+        except BaseException:
+            for job in submitted:
+                job.cancel()
+            raise
 
 
 def _extra(name: str) -> Any:

@@ -28,12 +28,21 @@ _TEMPORARY = ".part"
 def write_atomically(path: Path, text: str) -> None:
     """Write beside `path`, then rename: a reader, or a kill, sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    # Of the name only a part: with what is added it must still be one.
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}{_TEMPORARY}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            # A full disk is told by the write, which does not know whose it was.
+            error.filename = str(path)
+        raise
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
@@ -86,6 +95,14 @@ def only_sweep(folder: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
-        for leftover in runs.glob(f".*{_TEMPORARY}"):
-            leftover.unlink()
+        # Of sweeps that were killed before, and of workers that an interrupt has ended.
+        stack.callback(_remove_leftovers, folder)
+        _remove_leftovers(folder)
         yield
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for part in (RUNS, FAILED):
+        for leftover in (folder / part).glob(f".*{_TEMPORARY}"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 import traceback
 from collections.abc import Sequence
@@ -79,12 +81,23 @@ def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
             # A model that failed half way may hold broken hooks: the next run loads its own.
             _holder.cache_clear()
             text = f"{traceback.format_exc()}\n--- output ---\n{said.getvalue()[-4000:]}"
-            write_failure(Path(folder), planned.run_id, text)
+            with contextlib.suppress(OSError):  # a full disk: the outcome says it all the same
+                write_failure(Path(folder), planned.run_id, text)
             return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
     seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
     made_by = {**environment(started_s, seconds), "made_by": {"run": planned.run_id}}
-    write_record(Path(folder), {**head(planned, experiment), **kept, "environment": made_by})
-    return Outcome(planned.run_id, seconds=seconds["evaluate"])
+    record = {**head(planned, experiment), **kept, "environment": made_by}
+    return _written(Path(folder), record, Outcome(planned.run_id, seconds=seconds["evaluate"]))
+
+
+def _written(folder: Path, record: dict[str, Any], outcome: Outcome) -> Outcome:
+    """Write a run's record. One that cannot be written is an outcome: the others may still be."""
+    try:
+        write_record(folder, record)
+    except OSError as error:
+        told = f"its result cannot be written: {error.filename}: {error.strerror or error}"
+        return dataclasses.replace(outcome, error=told)
+    return outcome
 
 
 def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
@@ -95,12 +108,13 @@ def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
     except NoSharedRunError as error:
         return Outcome(planned.run_id, str(error), BY_REPLAY)
     except Exception as error:
-        write_failure(folder, planned.run_id, traceback.format_exc())
+        with contextlib.suppress(OSError):
+            write_failure(folder, planned.run_id, traceback.format_exc())
         return Outcome(planned.run_id, f"{type(error).__name__}: {error}", BY_REPLAY)
     seconds = {"replay": time.perf_counter() - begin}
     made_by = {**environment(started_s, seconds), "made_by": {"replay_of": source}}
-    write_record(folder, {**head(planned, experiment), **kept, "environment": made_by})
-    return Outcome(planned.run_id, None, BY_REPLAY, seconds["replay"])
+    record = {**head(planned, experiment), **kept, "environment": made_by}
+    return _written(folder, record, Outcome(planned.run_id, None, BY_REPLAY, seconds["replay"]))
 
 
 def run_cells(planned: Sequence[Planned], folder: str, experiment: str) -> list[Outcome]:

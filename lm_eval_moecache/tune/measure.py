@@ -24,9 +24,9 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.sweep.executors import local_pool
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.sweep.worker import Outcome, run_cell
@@ -118,7 +118,8 @@ class Bench:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._open.close()
+        # Told what happened: an interrupt ends the workers instead of waiting for them.
+        self._open.__exit__(kind, error, traceback)
 
     def prepare(self, depth: int) -> None:
         """Run the model once without loss and record its routing, predictions `depth` ahead."""
@@ -177,8 +178,8 @@ class Bench:
         if self._pool is None:
             outcomes = [run_cell(each, where, EXPERIMENT) for each in planned]
         else:
-            futures = [self._pool.submit(run_cell, each, where, EXPERIMENT) for each in planned]
-            outcomes = [_outcome(f, each) for f, each in zip(futures, planned, strict=True)]
+            futures = submit(self._pool, run_cell, planned, where, EXPERIMENT)
+            outcomes = [_outcome(future, each) for future, each in futures.items()]
         return {o.run_id: o.error for o in outcomes if o.error is not None}
 
     def _read(self, planned: Planned) -> Figures:

@@ -1,0 +1,97 @@
+"""Worker processes that end with the process that started them, whatever ends it.
+
+Imports nothing heavy, so that a worker is there to hear of the end before it has imported torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any, TypeVar
+from unittest import mock
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that end with this one, and keep their loaded model between runs.
+
+    Whatever ends the block early (an interrupt, an error) ends them at once: what runs is given up,
+    and nothing that waits is begun.
+    """
+    # spawn: a forked copy of torch's thread pools can hang.
+    context = multiprocessing.get_context("spawn")
+    # Read by torch when a worker imports it; what the user has set stays.
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
+    alive, ending = context.Pipe(duplex=False)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS=threads):
+        pool = ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=_start_worker, initargs=(alive,)
+        )
+        try:
+            yield pool
+        except BaseException:
+            ending.close()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        finally:
+            pool.shutdown()
+            ending.close()
+            alive.close()
+
+
+def submit(
+    pool: ProcessPoolExecutor,
+    work: Callable[..., Result],
+    items: Sequence[Item],
+    *arguments: Any,
+) -> dict[Future[Result], Item]:
+    """Put `work(item, *arguments)` before the pool's workers, starting those that are needed."""
+    with _unheard():
+        return {pool.submit(work, item, *arguments): item for item in items}
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Hold Ctrl-C back while workers are started, which inherit that: only this process hears it.
+
+    A terminal sends it to all of them, and a worker would tell of it with a traceback.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    # Started first: it lets the signal through again, for itself and for us.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(alive: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+
+
+def _end_with(alive: Any) -> None:
+    """A pool's workers outlive a killed parent and would run on beside the sweep that resumes.
+
+    Nobody writes into the pipe: it ends when its other end is closed, or its process is gone.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        alive.recv()
+    os._exit(1)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

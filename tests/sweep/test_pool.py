@@ -1,0 +1,98 @@
+"""Workers end with the process that has started them: at Ctrl-C at once, and when it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_TASKS = 6
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from lm_eval_moecache.sweep.pool import local_pool, submit
+from tests.sweep.test_pool import work
+if __name__ == "__main__":
+    try:
+        with local_pool(2) as pool:
+            for future in submit(pool, work, range({num}), sys.argv[1]):
+                future.result()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(130)
+"""
+
+
+def work(number: int, folder: str) -> None:
+    """Say that it has begun, then take longer than any test waits."""
+    (Path(folder) / f"{number}-{os.getpid()}").touch()
+    time.sleep(60)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start two workers in a process group of their own, and wait until both are at work."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(num=NUM_TASKS))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder / "begun")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while len(list((folder / "begun").iterdir())) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    return process
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def wait_for_the_end_of(pids: set[int]) -> set[int]:
+    deadline = time.monotonic() + 20
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {pid for pid in pids if alive(pid)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("to_all", [True, False], ids=["as a terminal sends it", "to one process"])
+def test_an_interrupt_ends_workers_at_once_and_begins_nothing_else(
+    tmp_path: Path, to_all: bool
+) -> None:
+    (tmp_path / "begun").mkdir()
+    with start(tmp_path) as process:
+        if to_all:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    begun = [path.name.split("-") for path in (tmp_path / "begun").iterdir()]
+    assert (process.returncode, out) == (130, "interrupted\n"), err
+    assert "Traceback" not in err
+    assert len(begun) == 2
+    assert wait_for_the_end_of({int(pid) for _, pid in begun}) == set()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    with start(tmp_path) as process:
+        process.kill()
+        process.communicate(timeout=30)
+    begun = {int(path.name.split("-")[1]) for path in (tmp_path / "begun").iterdir()}
+    assert len(begun) == 2
+    assert wait_for_the_end_of(begun) == set()

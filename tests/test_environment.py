@@ -1,0 +1,142 @@
+"""What the machine does to a command (Ctrl-C, a full disk, a folder that may not be written)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.cli import main as module
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.sweep import files, worker
+from lm_eval_moecache.sweep.files import RUNS, only_sweep, write_atomically, write_record
+from tests.engine import traces
+from tests.report.runs import leaderboard_of_four, record
+
+Captured = pytest.CaptureFixture[str]
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def mounted(folder: Path, options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.fixture(params=["full", "read-only"])
+def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A real file system with results in it on which nothing more can be written."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not mounted(folder, "size=1m"):
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        leaderboard_of_four(folder)
+        traces.record(folder)
+        if request.param == "full":
+            with pytest.raises(OSError, match="No space"), (folder / "filler").open("wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+                    file.flush()
+        else:
+            remount = ["mount", "-o", "remount,ro", str(folder)]
+            assert subprocess.run(remount, capture_output=True).returncode == 0
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], capture_output=True)
+
+
+COMMANDS = {
+    "table": ("table", "{0}", "--write"),
+    "plot": ("plot", "{0}"),
+    "replay": ("replay", "{0}/run-000.parquet", "--plot={0}/curve.svg"),
+    "replay into a new folder": ("replay", "{0}/run-000.parquet", "--plot={0}/new/curve.png"),
+    "layer_sizes": ("profile", "layer_sizes", "{0}/run-000.parquet", "--out={0}/sizes.json"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
+    bad_folder: Path, command: tuple[str, ...], capsys: Captured
+) -> None:
+    before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
+    assert main([word.format(bad_folder) for word in command]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert str(bad_folder) in line
+    assert "No space left" in line or "Read-only file system" in line
+    after = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
+    assert {p: data for p, data in after.items() if data or p in before} == before
+
+
+def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def interrupted(name: str, argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_run", interrupted)
+    for name in module.command_names():
+        assert main([name]) == 130
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"moecache {name}: interrupted. ")
+    assert main(["sweep"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "front.json"
+    write_atomically(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomically(path, "new")
+    assert caught.value.filename == str(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["front.json"]
+    assert path.read_text() == "old"
+
+
+def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x.json")
+
+    monkeypatch.setattr(worker, "_holder", lambda: SimpleNamespace(get=lambda planned: None))
+    monkeypatch.setattr(worker, "evaluate", lambda cell, lm: {})
+    monkeypatch.setattr(worker, "head", lambda planned, experiment: {"run_id": "x"})
+    monkeypatch.setattr(files, "write_atomically", full)
+    planned: Any = SimpleNamespace(cell=None, run_id="x")
+    outcome = worker.run_cell(planned, str(tmp_path), "e")
+    assert outcome.run_id == "x"
+    assert outcome.error is not None
+    assert "its result cannot be written: runs/x.json: No space left on device" in outcome.error
+
+
+def test_what_dead_runs_have_left_half_written_is_removed_before_and_after(tmp_path: Path) -> None:
+    (tmp_path / RUNS).mkdir()
+    before = tmp_path / RUNS / ".x.json.123.part"
+    before.write_text("{")
+    with only_sweep(tmp_path):
+        assert not before.exists()
+        after = tmp_path / RUNS / ".y.json.124.part"
+        after.write_text("{")
+    assert not after.exists()
+
+
+def test_no_number_of_ours_is_nan_in_json(tmp_path: Path) -> None:
+    made = record("a", tok_per_s=float("nan"), miss_rate=float("inf"))
+    text = write_record(tmp_path, made).read_text()
+    assert "NaN" not in text and "Infinity" not in text
