@@ -10,6 +10,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import is_per_layer
 from lm_eval_moecache.report.render import rows_as_markdown
 
@@ -222,6 +223,5 @@ _RUN = {
 
 
 def _write(folder: Path, name: str, found: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(rows_as_markdown(found["rows"]))
+    write_whole(folder / f"{name}.json", (json.dumps(found, indent=2) + "\n").encode())
+    write_whole(folder / f"{name}.md", rows_as_markdown(found["rows"]).encode())

@@ -17,6 +17,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.engine.clock import DENSE_KERNELS, EXPERT_KERNELS
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_bytes
 
@@ -52,8 +53,7 @@ def run(arguments: Namespace) -> int:
         arguments.matmul,
     )
     fields = dataclasses.asdict(profile)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(fields, sort_keys=False, width=100))
+    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100).encode())
     if arguments.json:
         sys.stdout.write(json.dumps(fields, indent=2) + "\n")
     else:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.layer_sizes import FIELD
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
@@ -48,7 +49,8 @@ def run(arguments: Namespace) -> int:
         "miss_rate_of_equal_sizes": _misses(curves, equal) / requests,
     }
     if arguments.out:
-        Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+        text = json.dumps(found, indent=1) + "\n"
+        write_whole(Path(arguments.out), text.encode())
     sys.stdout.write(json.dumps(found) + "\n" if arguments.json else _table(found))
     return 0
 

@@ -17,6 +17,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.paths import TINY
 
 
@@ -38,7 +39,8 @@ def run(arguments: Namespace) -> int:
     subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
     found = {"model": subject.name, "logit_range": measure(subject)}
     if arguments.out:
-        Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+        text = json.dumps(found, indent=1) + "\n"
+        write_whole(Path(arguments.out), text.encode())
     numbers = ", ".join(f"{value:.4f}" for value in found["logit_range"])
     sys.stdout.write(json.dumps(found) + "\n" if arguments.json else f"[{numbers}]\n")
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lm_eval_moecache.records.files import is_file, parse_json
+from lm_eval_moecache.records.files import is_file, parse_json, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import shown
 
@@ -81,14 +80,7 @@ def write_artifact(path: str | Path, artifact: Artifact) -> None:
     arrays = {name: np.ascontiguousarray(artifact.arrays[name]) for name in sorted(artifact.arrays)}
     header["digest"] = content_digest(header, arrays)
     data = save(arrays, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(Path(path), data)
 
 
 def content_digest(header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from lm_eval_moecache.records.numbers import shown
 MOST_YAML_BYTES = 1 << 20
 MOST_JSON_BYTES = 1 << 30
 MOST_DEPTH = 100
+PART = ".part"
+"""Ends the name of a file that is being written; a killed process leaves it."""
 MOST_NODES = 100_000
 """Values that a YAML document may hold once its aliases are written out."""
 
@@ -76,6 +80,28 @@ def parse_json(text: str | bytes, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not readable JSON: {reason}") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write beside `path`, then rename: a reader, or a kill, sees the old file or the new one.
+
+    OSError names the file: a full disk is told by the write, which does not know whose it was.
+    """
+    # Of the name only a part: with what is added it must still be one.
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}{PART}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
 def _text(path: Path, what: str, most: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
+
+from lm_eval_moecache.records.files import write_whole
 
 STYLE = {
     "svg.hashsalt": "moecache",
@@ -49,7 +52,9 @@ def save(figure: Any, path: str | Path) -> None:
     """Write an SVG, PNG or PDF, by the ending of its name."""
     plt = pyplot()
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
     with plt.rc_context(STYLE):
-        figure.savefig(target, dpi=150, metadata=_UNDATED[target.suffix])
+        kind = target.suffix.removeprefix(".")
+        figure.savefig(drawn, format=kind, dpi=150, metadata=_UNDATED[target.suffix])
     plt.close(figure)
+    write_whole(target, drawn.getvalue())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.sharing import TRACES, Division, divide
 from lm_eval_moecache.sweep.spec import SweepFile
@@ -85,7 +85,7 @@ def _seconds(paths: Sequence[Path]) -> tuple[float | None, float | None]:
     """Return how long a run of the model and a replay took, by the median."""
     found: dict[str, list[float]] = {"evaluate": [], "replay": []}
     for path in paths:
-        seconds = json.loads(path.read_text()).get("environment", {}).get("seconds", {})
+        seconds = read_json(path, str(path)).get("environment", {}).get("seconds", {})
         for kind, values in found.items():
             if kind in seconds:
                 values.append(float(seconds[kind]))

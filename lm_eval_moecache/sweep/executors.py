@@ -56,9 +56,9 @@ def _processes(
         for stage in stages:
             try:
                 futures = submit(pool, run_cell, stage, folder, experiment)
-            except BrokenExecutor as error:  # a process died in the stage before
+            except BrokenExecutor as dead:  # a process died in the stage before
                 yield from (
-                    Outcome(each.run_id, f"{type(error).__name__}: {error}") for each in stage
+                    Outcome(each.run_id, f"{type(dead).__name__}: {dead}") for each in stage
                 )
                 continue
             for future in as_completed(futures):

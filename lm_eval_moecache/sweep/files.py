@@ -15,34 +15,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.records.files import read_json
+from lm_eval_moecache.records.files import PART, read_json, write_whole
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
 
 logger = logging.getLogger(__name__)
 RUNS, FAILED = "runs", "failed"
-_TEMPORARY = ".part"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside `path`, then rename: a reader, or a kill, sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Of the name only a part: with what is added it must still be one.
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}{_TEMPORARY}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError) and error.filename is None:
-            # A full disk is told by the write, which does not know whose it was.
-            error.filename = str(path)
-        raise
+    """Write the file whole or not at all, whatever ends the process."""
+    write_whole(path, text.encode("utf-8"))
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
@@ -103,6 +87,6 @@ def only_sweep(folder: Path) -> Iterator[None]:
 
 def _remove_leftovers(folder: Path) -> None:
     for part in (RUNS, FAILED):
-        for leftover in (folder / part).glob(f".*{_TEMPORARY}"):
+        for leftover in (folder / part).glob(f".*{PART}"):
             with contextlib.suppress(OSError):
                 leftover.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 ) -> None:
     before = file.read_bytes()
 
-    def fail(self: Path, target: Path) -> None:
+    def fail(source: Path, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_artifact(file, make(model="another"))
     assert file.read_bytes() == before
