@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lm_eval import utils
 from lm_eval.api.instance import Instance
@@ -19,12 +19,14 @@ from torch import Tensor
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint
+from lm_eval_moecache.harness.caller import check_caller, check_generation
 from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
 from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.harness.precision_hosting import LadderHost
 from lm_eval_moecache.harness.preflight import preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
 from lm_eval_moecache.harness.recording import recorder_of
+from lm_eval_moecache.harness.refusal import ArgumentsError, refusing
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
 from lm_eval_moecache.model.ended import EndedRows
@@ -51,8 +53,12 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
     evaluation starts with a cold cache and reports its own requests only.
     """
 
+    is_speculative: ClassVar[bool] = False
+
     def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
-        config, theirs = self._check(pretrained, arguments)
+        with refusing(pretrained):
+            check_caller(self.is_speculative)
+            config, theirs = self._check(pretrained, arguments)
         self._model_name = model_name(pretrained)
         bare = skeleton(pretrained, theirs)
         self.prepare_loading(config, bare if config.clock == "wall" else None)
@@ -103,7 +109,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
-            raise ValueError(
+            raise ArgumentsError(
                 "--use_cache: stored answers come without the passes that made them, so speed "
                 "could not be measured. Leave --use_cache out with --model moecache."
             )
@@ -148,6 +154,8 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As HFLM; each context carries its record through HFLM's sorting and batching."""
+        for request in requests:
+            check_generation(request.args[1], self.is_speculative)
         records = self._records(requests)
         # Copies: lm-eval lists one Instance several times where a task repeats its requests.
         copies = [copy.copy(request) for request in requests]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lm_eval.models.utils_hf import stop_sequences_criteria
@@ -27,6 +27,7 @@ class MoECacheSpecLM(MoECacheLM):
     model's precision. Scoring requests run without the draft, as under `moecache`.
     """
 
+    is_speculative: ClassVar[bool] = True
     _draft: DraftModel | None = None
     _draft_hooks: DraftHooks | None = None
 
@@ -107,15 +108,6 @@ def check_arguments(pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
 
 
 def _greedy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation arguments of greedy decoding; refuse those of any other."""
-    asked = {"do_sample": kwargs.get("do_sample"), "num_beams": kwargs.get("num_beams", 1)}
-    if asked["do_sample"] or asked["num_beams"] != 1 or kwargs.get("temperature", 0):
-        shown = {**asked, "temperature": kwargs.get("temperature", 0)}
-        raise ValueError(
-            "gen_kwargs: "
-            + ", ".join(f"{key}={value!r}" for key, value in shown.items())
-            + " with --model moecache-spec, which accepts drafts greedily. Allowed: "
-            "do_sample=False, num_beams=1, temperature=0."
-        )
+    """Return the generation arguments without those of sampling, which have been checked."""
     rest = {k: v for k, v in kwargs.items() if k not in ("temperature", "do_sample", "top_p")}
     return {**rest, "do_sample": False}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_moecache.harness.caller import check_generation
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
@@ -38,7 +39,10 @@ def check_cells(cells: Sequence[Cell]) -> list[Planned]:
 def check_cell(cell: Cell) -> Planned:
     """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
     check_task_names(cell.tasks, cell.include_path)
-    module, _ = model_parts(cell.model)
+    module, model_class = model_parts(cell.model)
+    generation = cell.options.get("gen_kwargs")
+    if isinstance(generation, Mapping):
+        check_generation(generation, model_class.is_speculative)
     config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments)
     return plan(cell, config, host_arguments)
 

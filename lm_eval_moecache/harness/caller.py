@@ -1,0 +1,93 @@
+"""What lm-eval was asked beside the model's arguments, checked before the model is loaded.
+
+lm-eval tells a model neither where the results go nor how to generate until it is loaded: both are
+read from the frame of `simple_evaluate`, if that is what makes the model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lm_eval_moecache.harness.refusal import ArgumentsError
+from lm_eval_moecache.records.numbers import shown
+
+# Of transformers' generation: what makes a draft, or changes the one that was asked for.
+_DRAFTING = (
+    *("assistant_model", "assistant_tokenizer", "assistant_early_exit", "custom_generate"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
+    *("num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind"),
+)
+_GREEDY: Mapping[str, tuple[Any, ...]] = {
+    "do_sample": (None, False),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "temperature": (None, 0, 0.0),
+    "top_p": (None, 0, 1),
+    "top_k": (None, 0, 1, 50),
+    "min_p": (None, 0),
+    "typical_p": (None, 1),
+    "penalty_alpha": (None, 0),
+}
+"""What each sampling option may be where decoding is greedy; 50 is transformers' own default."""
+
+
+def check_caller(speculative: bool) -> None:
+    """Refuse generation options and an output path that the run would fail on after loading."""
+    asked = _asked()
+    generation = asked.get("gen_kwargs")
+    if isinstance(generation, Mapping):
+        check_generation(generation, speculative)
+    path = getattr(asked.get("evaluation_tracker"), "output_path", None)
+    if path:
+        _check_output(str(path))
+
+
+def check_generation(given: Mapping[str, Any], speculative: bool) -> None:
+    """Refuse options that make another draft than `draft=`, and sampling where drafts are verified.
+
+    Raises ArgumentsError naming the option.
+    """
+    for key in _DRAFTING:
+        if given.get(key) is not None:
+            raise ArgumentsError(
+                f"gen_kwargs: {key}={shown(given[key])} would change what drafts. Allowed: "
+                "--model moecache-spec with draft and draft_tokens."
+            )
+    if not speculative:
+        return
+    for key, allowed in _GREEDY.items():
+        if key in given and given[key] not in allowed:
+            raise ArgumentsError(
+                f"gen_kwargs: {key}={shown(given[key])} with --model moecache-spec, which accepts "
+                "drafts greedily. Allowed: do_sample=False, num_beams=1, temperature=0; or --model "
+                "moecache."
+            )
+
+
+def _asked() -> Mapping[str, Any]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        is_lm_eval = frame.f_globals.get("__name__") == "lm_eval.evaluator"
+        if is_lm_eval and frame.f_code.co_name == "simple_evaluate":
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
+
+
+def _check_output(output: str) -> None:
+    """Refuse a place where lm-eval could not write its results; nothing is made there yet."""
+    path = Path(output)
+    folder = path.parent if path.suffix == ".json" else path
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        reason = "may not be written to" if there.is_dir() else "is a file"
+        raise ArgumentsError(
+            f"--output_path={output!r}: {str(there)!r} {reason}. Allowed: a folder that can be "
+            "made, or a .json file in one."
+        )
