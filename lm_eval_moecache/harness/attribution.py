@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from lm_eval.api.instance import Instance
 
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.report.metrics import request_metrics
 
 
 class RecordedStr(str):
@@ -26,3 +30,9 @@ def distinct(records: list[RequestRecord]) -> list[RequestRecord]:
 def fingerprint(tokens: list[int]) -> bytes:
     """Identify an input whether or not it has been padded on the right with zeros."""
     return np.trim_zeros(np.asarray(tokens, dtype=np.int64), "b").tobytes()
+
+
+def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
+    """Put each request's figures where the tasks of `task_configs/` look for them."""
+    for request, record in zip(requests, records, strict=True):
+        request.moecache = request_metrics(record)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint
+from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint, publish
 from lm_eval_moecache.harness.caller import check_caller, check_generation
 from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
 from lm_eval_moecache.harness.loaded import model_name
@@ -34,7 +34,6 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.paths import TINY
-from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.trace.trace import NO_REQUEST
 
@@ -127,12 +126,6 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
         self.has_run = True
         return records
 
-    @staticmethod
-    def _publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
-        """Put each request's figures where the tasks of `task_configs/` look for them."""
-        for request, record in zip(requests, records, strict=True):
-            request.moecache = request_metrics(record)
-
     @contextmanager
     def _serving(self, records: list[RequestRecord], rows: list[int]) -> Iterator[None]:
         """Attribute the passes of this block to these requests; `rows` has one for each row."""
@@ -163,7 +156,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
             context, *rest = request.arguments
             request.arguments = (RecordedStr(context, record), *rest)
         answers: list[str] = super().generate_until(copies, disable_tqdm=disable_tqdm)
-        self._publish(requests, records)
+        publish(requests, records)
         return answers
 
     def tok_batch_encode(self, strings: Sequence[str], *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +205,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
         """As HFLM. Choices of one token that share a forward share its pass."""
         self._scored = records = self._records(requests)
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        self._publish(requests, records)
+        publish(requests, records)
         return answers
 
     def loglikelihood_rolling(
@@ -230,7 +223,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
             )
             self._scored += [record for _ in windows]
         answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
-        self._publish(requests, records)
+        publish(requests, records)
         return answers
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
