@@ -79,3 +79,20 @@ def test_every_claim_of_the_papers_is_answered_with_figures_and_a_folder() -> No
         assert re.search(r"\d", figures), name
         # That the links lead somewhere is tested above.
         assert re.search(r"\]\([\w/.]+\)", folder), name
+
+
+@pytest.mark.parametrize(
+    ("figure", "column", "kept", "expected"),
+    [
+        ("figure_5", "token_miss_rate", 1, 0.073),
+        ("figure_6", "decode_token_miss_rate", 2, 0.176),
+    ],
+)
+def test_pruning_is_told_by_the_papers_denominator(
+    figure: str, column: str, kept: int, expected: float
+) -> None:
+    """The cache-conditional paper divides misses by k, of however few experts are executed."""
+    [table] = collect(RESULTS / "cache_conditional" / figure)[1:]
+    names = [each.name for each in table.columns]
+    [row] = [r for r in table.rows if r[1].raw == f"routing.h={kept}"]
+    assert row[names.index(column)].raw == pytest.approx(expected, abs=5e-4)
