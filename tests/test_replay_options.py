@@ -183,3 +183,32 @@ def test_an_algorithm_that_does_not_take_a_parameter_of_the_list_is_named(
     arguments = ["--eviction=least_stale,lru", "--eviction.order=fifo"]
     assert main(["replay", str(path), *arguments]) == 2
     assert "eviction.order='fifo' is not used by eviction=lru" in capsys.readouterr().err
+
+
+def test_bounds_stand_beside_the_rate_they_bound(tmp_path: Path, capsys: Captured) -> None:
+    found = run(tmp_path, capsys, "capacity: 25%\nprefetch: none\n")
+    for phase in ("", "decode_"):
+        rate = found["metrics"][f"{phase}miss_rate"]
+        assert found[f"belady_{phase}miss_rate"] <= found[f"lru_{phase}miss_rate"] == rate
+    path, _ = traces.record(tmp_path)
+    assert main(["replay", str(path), "--capacity=25%"]) == 0
+    out = capsys.readouterr().out
+    heads = [cell.strip() for cell in out.splitlines()[1].strip("|").split("|")]
+    place = heads.index("Decode miss")
+    assert heads[place : place + 3] == ["Decode miss", "LRU", "Belady"]
+    cells = [cell.strip() for cell in out.splitlines()[3].strip("|").split("|")]
+    assert float(cells[place + 2]) == pytest.approx(found["belady_decode_miss_rate"], abs=1e-4)
+
+
+def test_a_prefetcher_that_proposes_nothing_is_named(tmp_path: Path, capsys: Captured) -> None:
+    steps = [[[0, 1], [1, 2]], [[2, 1], [0, 2]]]
+    trace = tmp_path / "one.jsonl"
+    trace.write_text(
+        "".join(json.dumps({"tok": i, "layers": step}) + "\n" for i, step in enumerate(steps))
+    )
+    assert main(["replay", str(trace), "--prefetch=history", "--capacity=2"]) == 0
+    assert "Warning: prefetch=history did nothing: it learns from earlier requests, and" in (
+        capsys.readouterr().out
+    )
+    found = run(tmp_path, capsys, "prefetch: history\n")
+    assert found["warnings"] == [] and found["metrics"]["prefetch_precision"] is not None

@@ -38,7 +38,7 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
                 and own[0].bounds
                 and not (bound == LRU and policy.eviction.name == LRU)
             ):
-                rates = [row.bounds[bound] for row in own]
+                rates = [row.bounds[""][bound] for row in own]
                 axes.plot(sizes, rates, style, color="black", label=f"{name}: {bound}, on demand")
         drawn.add(trace)
     axes.set_xlabel("capacity [MiB]" if rows[0].has_sizes else "capacity [experts]")

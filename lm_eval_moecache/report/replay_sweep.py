@@ -1,4 +1,4 @@
-"""Replays traces at several capacities, with the two bounds that say how good a policy is."""
+"""Replays traces at several capacities, with the bounds that say how good a policy is."""
 
 from __future__ import annotations
 
@@ -49,9 +49,12 @@ class Row:
     capacity: Capacity
     hardware: Hardware
     metrics: dict[str, Any]
-    bounds: dict[str, float]
-    """Miss rate of on-demand LRU and of Belady at this capacity; empty where not asked for."""
+    bounds: dict[str, dict[str, float | None]]
+    """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate and Belady's, the fewest misses
+    of that phase; empty where not asked for."""
     closeness: float | None
+    warnings: tuple[str, ...] = ()
+    """Settings that did nothing on this trace."""
 
     @property
     def open_loop(self) -> bool:
@@ -77,7 +80,7 @@ def run_sweep(
         )
         capacities = [_capacity(text, trace) for text in setting.capacities]
         foresees = setting.bound or any(map(_is_offline, setting.policies))
-        settings = len(setting.policies) * len(setting.hardwares) + (2 if setting.bound else 0)
+        settings = len(setting.policies) * len(setting.hardwares) + (3 if setting.bound else 0)
         with tqdm(
             total=trace.num_passes * len(capacities) * settings,
             desc=trace.name,
@@ -85,7 +88,7 @@ def run_sweep(
             delay=_PATIENCE_S,
             disable=not show_progress,
         ) as bar:
-            replays = _Replays(trace, setting, Future(trace) if foresees else None, bar)
+            replays = _Replays(trace, setting, foresees, bar)
             for policy, hardware in product(setting.policies, setting.hardwares):
                 rows += [_row(file, replays, policy, hardware, each) for each in capacities]
                 bar.refresh()
@@ -97,57 +100,92 @@ def closeness(lru: float, policy: float, belady: float) -> float | None:
     return None if lru == belady else (lru - policy) / (lru - belady)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a replay came to: `misses` are late and absent requests."""
+
+    metrics: dict[str, Any]
+    misses: int
+    proposed: int
+
+
 class _Replays:
     """The replays of one trace, each setting once: a bound may be what was asked for."""
 
-    def __init__(
-        self, trace: Trace, setting: SweepSetting, future: Future | None, bar: Any
-    ) -> None:
-        self.trace, self.setting = trace, setting
-        self._future, self._bar = future, bar
-        self._done: dict[str, tuple[dict[str, Any], int]] = {}
+    def __init__(self, trace: Trace, setting: SweepSetting, foresees: bool, bar: Any) -> None:
+        self.trace, self.setting, self._bar = trace, setting, bar
+        self._future = Future(trace) if foresees else None
+        self._decode_future = Future(trace, free_prefill=True) if setting.bound else None
+        self._done: dict[str, _Found] = {}
 
     def run(
-        self, policy: Policy, capacity: Capacity, hardware: Hardware
-    ) -> tuple[dict[str, Any], int]:
-        """Return the metrics, and the number of late and absent requests."""
+        self, policy: Policy, capacity: Capacity, hardware: Hardware, *, decode: bool = False
+    ) -> _Found:
+        """Replay; with `decode` an offline algorithm counts no misses of prefill passes."""
         seed = self.trace.seed if self.setting.seed is None else self.setting.seed
-        key = repr((_axes(policy), policy.phases, capacity, hardware))
+        key = repr((_axes(policy), policy.phases, capacity, hardware, decode))
         if key in self._done:
             self._bar.update(self.trace.num_passes)
             return self._done[key]
         engine = replay(
             self.trace,
             Setting(policy=policy, capacity=capacity, hardware=hardware, seed=seed),
-            future=self._future,
+            future=self._decode_future if decode else self._future,
             cache_reset=self.setting.cache_reset,
             on_progress=self._bar.update,
         )
         engine.check_integrity()
         misses = sum(p.late + p.misses for p in engine.ledger.passes)
-        found = task_metrics(engine.ledger.requests, engine.peak_cache_bytes), misses
+        found = _Found(
+            metrics=task_metrics(engine.ledger.requests, engine.peak_cache_bytes),
+            misses=misses,
+            proposed=sum(p.predicted for p in engine.ledger.passes),
+        )
         return self._done.setdefault(key, found)
 
 
 def _row(
     file: str, replays: _Replays, policy: Policy, hardware: Hardware, capacity: Capacity
 ) -> Row:
-    own, misses = replays.run(policy, capacity, hardware)
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    for name in (LRU, BELADY) if replays.setting.bound else ():
-        bound = load_policy("on_demand", _ON_DEMAND | {"eviction": name})
-        # Nothing is prefetched, so the machine says when and not what.
-        found[name] = replays.run(bound, capacity, replays.setting.hardwares[0])
+    own = replays.run(policy, capacity, hardware)
+    bounds, close = _bounds(replays, own, capacity) if replays.setting.bound else ({}, None)
     return Row(
         trace=file,
         has_sizes=replays.trace.has_sizes,
         policy=policy,
         capacity=capacity,
         hardware=hardware,
-        metrics=own,
-        bounds={name: metrics["miss_rate"] for name, (metrics, _) in found.items()},
-        closeness=closeness(found[LRU][1], misses, found[BELADY][1]) if found else None,
+        metrics=own.metrics,
+        bounds=bounds,
+        closeness=close,
+        warnings=_idle(policy, own, len(replays.trace.requests)),
     )
+
+
+def _bounds(
+    replays: _Replays, own: _Found, capacity: Capacity
+) -> tuple[dict[str, dict[str, float | None]], float | None]:
+    """Return the bounds by phase, and how close to them this replay comes."""
+    # Nothing is prefetched, so the machine says when and not what.
+    machine = replays.setting.hardwares[0]
+    policies = [load_policy("on_demand", _ON_DEMAND | {"eviction": name}) for name in (LRU, BELADY)]
+    lru, belady = (replays.run(each, capacity, machine) for each in policies)
+    decode = replays.run(policies[1], capacity, machine, decode=True)
+    bounds: dict[str, dict[str, float | None]] = {
+        phase: {LRU: lru.metrics[f"{phase}miss_rate"], BELADY: best.metrics[f"{phase}miss_rate"]}
+        for phase, best in (("", belady), ("decode_", decode))
+    }
+    return bounds, closeness(lru.misses, own.misses, belady.misses)
+
+
+def _idle(policy: Policy, found: _Found, requests: int) -> tuple[str, ...]:
+    """Say where a prefetcher was asked for that never proposed anything."""
+    if not policy.prefetch.algorithm.is_active or found.proposed:
+        return ()
+    why = "nothing of this trace made it propose an expert"
+    if policy.prefetch.name == "history":
+        why = f"it learns from earlier requests, and the trace has {requests}"
+    return (f"prefetch={policy.prefetch.name} did nothing: {why}.",)
 
 
 def _check(setting: SweepSetting) -> None:

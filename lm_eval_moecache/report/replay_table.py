@@ -10,6 +10,8 @@ from pytablewriter import MarkdownTableWriter
 
 from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
 
+PHASES_SHOWN = ("", "decode_")
+
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the form that `--json` prints."""
@@ -28,9 +30,13 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 # Where the trace says no sizes, each expert counts one byte.
                 "has_sizes": row.has_sizes,
                 "metrics": row.metrics,
-                "lru_miss_rate": row.bounds.get(LRU),
-                "belady_miss_rate": row.bounds.get(BELADY),
+                **{
+                    f"{name}_{phase}miss_rate": row.bounds.get(phase, {}).get(name)
+                    for phase in PHASES_SHOWN
+                    for name in (LRU, BELADY)
+                },
                 "closeness": row.closeness,
+                "warnings": list(row.warnings),
             }
             for row in rows
         ]
@@ -50,10 +56,12 @@ def as_table(rows: Sequence[Row]) -> str:
         "MiB",
         "Hit",
         "Miss",
-        "Decode miss",
-        "LRU miss",
-        "Belady miss",
+        "LRU",
+        "Belady",
         "Closeness",
+        "Decode miss",
+        "LRU",
+        "Belady",
         "MiB read",
         "TPOT ms",
         "Stall ms/tok",
@@ -67,15 +75,25 @@ def as_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
+    return "\n".join([_title(rows, by_policy, by_hardware), writer.dumps(), *_notes(rows)])
+
+
+def _title(rows: Sequence[Row], by_policy: bool, by_hardware: bool) -> str:
     title = "moecache replay"
     title += "" if by_policy else f" ({_policy(rows[0])})"
-    title += "" if by_hardware else f", hardware: {_hardware(rows[0])}"
+    return title + ("" if by_hardware else f", hardware: {_hardware(rows[0])}")
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
     notes = []
     if any(row.open_loop for row in rows):
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
     if not all(row.has_sizes for row in rows):
         notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
-    return "\n".join([title, writer.dumps(), *notes])
+    notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
+    if any(row.bounds for row in rows):
+        notes.append("LRU and Belady: on demand; Belady's are the fewest misses of that column.")
+    return notes
 
 
 def _policy(row: Row) -> str:
@@ -96,15 +114,20 @@ def _cells(row: Row) -> list[str]:
         row.capacity.text,
         _number(row.capacity.total_bytes / 2**20 if sized else None, "{:.1f}"),
         _number(metrics["hit_rate"], "{:.4f}"),
-        _number(metrics["miss_rate"], "{:.4f}"),
-        _number(metrics["decode_miss_rate"], "{:.4f}"),
-        _number(row.bounds.get(LRU), "{:.4f}"),
-        _number(row.bounds.get(BELADY), "{:.4f}"),
+        *_rates(row, ""),
         _number(row.closeness, "{:.3f}"),
+        *_rates(row, "decode_"),
         _number(metrics["bytes_moved"] / 2**20 if sized else None, "{:.1f}"),
         _number(tpot["mean"] if tpot and sized else None, "{:.3f}"),
         _number(metrics["stall_ms_per_token"] if sized else None, "{:.3f}"),
     ]
+
+
+def _rates(row: Row, phase: str) -> list[str]:
+    """The policy's misses, and beside them what LRU has and the fewest there can be."""
+    bounds = row.bounds.get(phase, {})
+    rates = (row.metrics[f"{phase}miss_rate"], bounds.get(LRU), bounds.get(BELADY))
+    return [_number(rate, "{:.4f}") for rate in rates]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 
 from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -15,9 +16,14 @@ class Future:
 
     An event's number is pass * num_layers + layer. `times[start[key]:start[key + 1]]` are the
     numbers of the events that need a key, ascending, closed by `num_events`, which means never.
+    `ranks` are the same numbers as an eviction should weigh them: where only misses after the
+    prefill count (`free_prefill`), a need in a prefill pass is as good as never, as its load
+    costs nothing whether the key stayed or not.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    _ranks: array[int] | None = None
+
+    def __init__(self, trace: Trace, *, free_prefill: bool = False) -> None:
         num_keys = trace.geometry.num_layers * trace.geometry.num_experts
         self.num_events = len(trace.key_bounds) - 1
         self._keys = trace.keys
@@ -29,7 +35,19 @@ class Future:
         closed: IntArray = np.insert(event_of[order], ends, self.num_events).astype(np.int64)
         # Reading single elements of a numpy array is several times slower.
         self.times = array("q", closed.tobytes())
+        if free_prefill:
+            self._ranks = array("q", self._without_prefill(trace, closed).tobytes())
         self.start: list[int] = [0, *(ends + np.arange(1, num_keys + 1)).tolist()]
+
+    @property
+    def ranks(self) -> array[int]:
+        return self.times if self._ranks is None else self._ranks
+
+    def _without_prefill(self, trace: Trace, times: IntArray) -> IntArray:
+        first_rows = trace.row_bounds[:-1]
+        in_prefill = trace.columns.phase[first_rows] == PHASES.index(PREFILL)
+        never: IntArray = np.append(in_prefill, False)[times]
+        return np.where(never, self.num_events, times).astype(np.int64)
 
     def keys_of(self, event: int) -> list[int]:
         """Return the keys that an event needs, in order of first need; none after the end."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -12,7 +13,7 @@ import pytest
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.future import Future
@@ -64,8 +65,11 @@ def misses(
     return sum(record.misses for record in engine.ledger.passes)
 
 
-def fewest_misses(trace: Trace, capacity: int) -> int:
-    """Try every choice of victims; the experts of an event stay until it is over."""
+def fewest_misses(trace: Trace, capacity: int, counted: Sequence[bool] = ()) -> int:
+    """Try every choice of victims; the experts of an event stay until it is over.
+
+    `counted` says which events' misses count; all of them unless given.
+    """
     bounds = trace.key_bounds
     needs = [frozenset(trace.keys[a:b].tolist()) for a, b in pairwise(bounds)]
 
@@ -77,7 +81,8 @@ def fewest_misses(trace: Trace, capacity: int) -> int:
         others = held - needs[event]
         room = capacity - len(needs[event])
         kept = [frozenset(c) for c in combinations(sorted(others), min(room, len(others)))]
-        return len(missing) + min(best(event + 1, needs[event] | k) for k in kept)
+        cost = len(missing) if not counted or counted[event] else 0
+        return cost + min(best(event + 1, needs[event] | k) for k in kept)
 
     return best(0, frozenset())
 
@@ -90,6 +95,50 @@ def test_belady_misses_as_little_as_any_choice_of_victims(seed: int) -> None:
     trace = decode_trace(drawn, 4)
     for capacity in range(top_k, 5):
         assert misses(trace, "belady", capacity) == fewest_misses(trace, capacity)
+
+
+def phased_trace(experts: np.ndarray, num_experts: int, phases: Sequence[str]) -> Trace:
+    """As `decode_trace`, with a phase for each pass."""
+    num_layers = experts.shape[1]
+    plain = decode_trace(experts, num_experts)
+    each = np.repeat(np.asarray([PHASES.index(p) for p in phases], np.int32), num_layers)
+    return build_trace("generated", plain.geometry, dataclasses.replace(plain.columns, phase=each))
+
+
+def decode_misses(trace: Trace, eviction: str, capacity: int, *, free_prefill: bool = False) -> int:
+    engine = replay(
+        trace,
+        Setting(
+            policy=load_policy("on_demand", {"eviction": eviction}),
+            capacity=parse_capacity(str(capacity), trace.geometry),
+            hardware=traces.HARDWARE,
+        ),
+        future=Future(trace, free_prefill=free_prefill),
+    )
+    return sum(p.misses for p in engine.ledger.passes if p.phase != PREFILL)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_prefill_for_free_belady_has_the_fewest_decode_misses(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers, top_k = (1, 1) if seed % 2 else (2, 2)
+    drawn = rng.random((8, layers, 4)).argsort(-1)[..., :top_k]
+    phases = ["prefill" if step % 4 == 0 else "decode" for step in range(8)]
+    trace = phased_trace(drawn, 4, phases)
+    counted = [phase != "prefill" for phase in phases for _ in range(layers)]
+    for capacity in range(top_k, 5):
+        fewest = decode_misses(trace, "belady", capacity, free_prefill=True)
+        assert fewest == fewest_misses(trace, capacity, counted)
+        for other in ("belady", "lru", "fifo"):
+            assert fewest <= decode_misses(trace, other, capacity)
+
+
+def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
+    """Why there are two: it keeps what the next prefill needs, and decoding pays."""
+    drawn = np.asarray([[[0]], [[1]], [[2]], [[0]], [[1]]])
+    trace = phased_trace(drawn, 3, ["prefill", "decode", "decode", "prefill", "decode"])
+    assert decode_misses(trace, "belady", 2) == 3
+    assert decode_misses(trace, "belady", 2, free_prefill=True) == 2
 
 
 @pytest.mark.parametrize("seed", range(5))

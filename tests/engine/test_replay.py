@@ -199,7 +199,7 @@ def test_the_command_prints_a_table_and_draws_the_belady_line(
     else:
         plot_arguments = ["--plot", str(plot)]
     assert main([*arguments, *plot_arguments]) == 0
-    assert "Belady miss" in capsys.readouterr().out
+    assert "|Decode miss| LRU  |Belady|" in capsys.readouterr().out
     if plot_arguments:
         assert "<svg" in plot.read_text()
 

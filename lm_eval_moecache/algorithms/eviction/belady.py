@@ -17,7 +17,9 @@ class Belady(EvictionAlgorithm):
 
     Belady 1966. It knows the events to come, so only a replay can run it. Misses are fewest
     where every expert is equally large and nothing is prefetched; the bound is on misses, not on
-    time. Ties (never needed again) go to the smaller key. Cost: O(log n) amortised per call.
+    time. Where the future counts no misses of prefill passes, needs there are as good as never
+    (`Future.ranks`), and the bound is on the others. Ties (never needed again) go to the smaller
+    key. Cost: O(log n) amortised per call.
     """
 
     source: ClassVar[str] = "Belady 1966"
@@ -29,13 +31,13 @@ class Belady(EvictionAlgorithm):
         self._next: dict[int, int] = {}
         """Resident key -> its live heap entry."""
         self._heap: list[int] = []
-        """key - next event * num_keys: the smallest is needed last, then has the smaller key."""
+        """key - rank of its next event * num_keys: the smallest goes first."""
         self._pass = 0
         self._now = 0
         """Number of the earliest event that may still come."""
 
     def prepare(self, future: Future) -> None:
-        self._times = future.times
+        self._times, self._ranks = future.times, future.ranks
         self._cursor = future.start[:-1]
 
     def on_pass(self, pass_index: int) -> None:
@@ -64,10 +66,10 @@ class Belady(EvictionAlgorithm):
                 heapq.heappop(self._heap)
             elif key in pinned:
                 passed_over.append(heapq.heappop(self._heap))
-            elif -(entry // self._num_keys) == self._pass * self.geometry.num_layers + layer:
+            elif self._times[self._cursor[key]] == self._pass * self.geometry.num_layers + layer:
                 # Its event is the running one, larger than the cache, and has executed it.
-                after = self._times[self._cursor[key] + 1]
-                self._next[key] = key - after * self._num_keys
+                self._cursor[key] += 1
+                self._next[key] = key - self._ranks[self._cursor[key]] * self._num_keys
                 heapq.heapreplace(self._heap, self._next[key])
             else:
                 found = key
@@ -81,7 +83,7 @@ class Belady(EvictionAlgorithm):
         while times[cursor] < now:
             cursor += 1
         self._cursor[key] = cursor
-        entry = self._next[key] = key - times[cursor] * self._num_keys
+        entry = self._next[key] = key - self._ranks[cursor] * self._num_keys
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._next) + 64:
             # Entries of the past are never popped: without this the heap would hold the trace.
