@@ -85,7 +85,7 @@ def wall(
     setting, geometry = _setting(model, policy, capacity, load_hardware("h200"), rate)
     pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, model.device)
     engine = Engine(geometry, setting, mover=pools)
-    store = SlotStore(pools, engine, "grouped_mm", model.device.type)
+    store = SlotStore(pools, engine.slots, geometry, "grouped_mm", model.device.type)
     return WrappedModel(model, find_moe_layers(model), engine, store)
 
 

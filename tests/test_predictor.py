@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.engine.clock import VirtualClock
+from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.predictor import make as making
 from lm_eval_moecache.model.predictor.accuracy import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.geometry import Geometry
@@ -52,7 +52,14 @@ class ExpertCache:
 
     def count_evicted_in_this_pass(self, keys: Iterable[int]) -> int:
         evicted_in, now = self._evicted_in, self._pass_index
-        return sum(evicted_in.get(key) == now for key in keys)
+        # A list: on a handful of keys a generator costs twice as much.
+        return sum([evicted_in.get(key) == now for key in keys])
+
+    def use_prefetched(self, keys: Sequence[int]) -> int:
+        """Note that an event uses these keys; return how many a prefetch brought for it."""
+        fresh = self.unused_prefetches.intersection(keys)
+        self.unused_prefetches -= fresh
+        return len(fresh)
 
     def make_room(self, nbytes: int, pinned: Container[int], layer: int) -> bool:
         """Evict until `nbytes` fit. False where all that is left is pinned or arriving.
@@ -70,7 +77,9 @@ class ExpertCache:
     def insert(self, key: int, level: int = 0) -> None:
         """Make a key resident at once: its transfer is awaited before anything else happens."""
         self._take(key, level)
-        self._settle(key, level, prefetched=False)
+        self.resident[key] = level
+        self._loaded_at[key] = self.tokens
+        self.eviction.on_insert(key, False)
 
     def reserve(self, key: int, level: int = 0) -> None:
         """Take the bytes of a prefetch that begins to move."""
@@ -79,7 +88,9 @@ class ExpertCache:
 
     def land(self, key: int) -> None:
         """Make an arriving key resident."""
-        self._settle(key, self.arriving.pop(key), prefetched=True)
+        self.resident[key] = self.arriving.pop(key)
+        self._loaded_at[key] = self.tokens
+        self.eviction.on_insert(key, True)
         self.unused_prefetches.add(key)
 
     def let_go(self, key: int) -> None:
@@ -112,11 +123,6 @@ class ExpertCache:
         if self.used_bytes > self.peak_bytes:
             self.peak_bytes = self.used_bytes
         self.loads += 1
-
-    def _settle(self, key: int, level: int, prefetched: bool) -> None:
-        self.resident[key] = level
-        self._loaded_at[key] = self.tokens
-        self.eviction.on_insert(key, prefetched)
 
     def _evict(self, key: int) -> None:
         self.evictions += 1

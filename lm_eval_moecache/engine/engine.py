@@ -8,29 +8,28 @@ from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.clock import Clock, VirtualClock, WallClock
-from lm_eval_moecache.engine.draft_stage import DraftStage
-from lm_eval_moecache.engine.layer_step import LayerStep
+from lm_eval_moecache.engine.clock import Clock
+from lm_eval_moecache.engine.executor import Executor
+from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.setting import Setting, offline, without_draft
-from lm_eval_moecache.engine.virtual.link import Link
-from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.slots import SlottedCache
-from lm_eval_moecache.engine.wall.step import WallStep
+from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
+from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
+from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Mover
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.ledger import Ledger, PassRecord
+from lm_eval_moecache.records.ledger import Counters, Ledger, PassRecord
 from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
 
 
 class Engine:
-    """Serves passes: `begin_pass`, then `enter` and `run` for each layer, then `end_pass`.
+    """Serves passes: `begin_pass`, then for each layer `enter`, `run` and the `waves`, `end_pass`.
 
     `future` is what a replay knows of the events to come; offline algorithms cannot do without.
-    With a `mover` the clock is the machine's: the mover's bytes really move, and `finish` follows
-    each `run` (see `wall_step`).
+    With a `mover` the clock is the machine's, and the mover's bytes really move; else time is
+    virtual, and `waves` has nothing left to execute.
     """
 
     def __init__(
@@ -50,48 +49,28 @@ class Engine:
             miss=policy.miss.build(geometry, seed),
             decode_only=policy.phases == "decode",
         )
-        self.clock: Clock
-        self.link: Link
-        self.pools: Sequence[ExpertCache]
-        self._step: LayerStep
+        self.draft_stage: DraftStage | None = None
+        self.executor: Executor
         if mover is None:
-            self._build_virtual()
+            self.executor = virtual = VirtualExecutor(geometry, setting, self.algorithms)
+            self.draft_stage = virtual.draft_stage
         else:
-            self._build_wall(mover)
+            assert setting.draft is None, "drafting is timed on the virtual clock"
+            self.executor = WallExecutor(geometry, setting, self.algorithms, mover)
+        self.pools: Sequence[ExpertCache] = self.executor.pools
+        self.link: Link = self.executor.link
+        self.clock: Clock = self.executor.clock
+        self.slots = self.executor.slots
         self._prepare(future)
-        self.draft_stage = self._make_draft_stage()
+        if setting.draft is None and self.algorithms.prefetch.needs_draft:
+            raise without_draft(self.algorithms.prefetch)
         # Called once a layer and token: bound here, so that no call goes through two functions.
-        self.enter = self._step.enter
-        self.run = self._step.run
-        self._before = (0, 0.0, 0, 0)
+        self.enter = self.executor.enter
+        self.run = self.executor.run
+        self.waves = self.executor.waves
+        self._before = Counters()
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
-
-    def _build_virtual(self) -> None:
-        setting, geometry = self.setting, self.geometry
-        self.clock = VirtualClock(setting.hardware, geometry)
-        self.link = Link(setting.hardware)
-        self.pools = [
-            ExpertCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry)
-            for size in setting.capacity.bytes_by_partition
-        ]
-        caches = self.pools if len(self.pools) > 1 else [*self.pools] * geometry.num_layers
-        self._step = LayerStep(geometry, caches, self.link, self.clock, self.algorithms)
-
-    def _build_wall(self, mover: Mover) -> None:
-        setting, geometry = self.setting, self.geometry
-        partitions = setting.capacity.partitions(geometry.num_layers)
-        pools = [
-            SlottedCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry, own)
-            for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True)
-        ]
-        caches = pools if len(pools) > 1 else pools * geometry.num_layers
-        link = WallLink(setting.hardware, mover, setting.throttle_bytes_per_s)
-        self.clock, self.link, self.pools = WallClock(mover.synchronize), link, pools
-        self._step = step = WallStep(geometry, caches, link, self.clock, self.algorithms)
-        self.finish = step.finish
-        self.slots = [cache.slots for cache in caches]
-        """Layer -> (key -> slot) of what is resident or arriving (wall clock only)."""
 
     def _prepare(self, future: Future | None) -> None:
         """Tell the algorithms the future, or refuse those that cannot do without."""
@@ -104,8 +83,7 @@ class Engine:
 
     def close(self) -> None:
         """End what runs beside the caller (the wall clock's worker). Safe to call twice."""
-        if isinstance(self.link, WallLink):
-            self.link.close()
+        self.executor.close()
 
     @property
     def wants_weights(self) -> bool:
@@ -136,17 +114,6 @@ class Engine:
         """The most bytes ever held (summed over the layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
 
-    def _make_draft_stage(self) -> DraftStage | None:
-        setting, prefetch = self.setting, self.algorithms.prefetch
-        if setting.draft is None:
-            if prefetch.needs_draft:
-                raise without_draft(prefetch)
-            return None
-        queue = self._step.queue
-        stage = DraftStage(setting.draft, setting.hardware, self.link, self.clock, queue, prefetch)
-        stage.plan(self.geometry, setting.capacity.bytes_by_partition)
-        return stage
-
     def begin_draft(self) -> DraftStage:
         """Begin drafting, which belongs to the next pass: its evictions and its time do, too."""
         assert self.draft_stage is not None, "drafting without a draft"
@@ -169,27 +136,24 @@ class Engine:
             record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
             for pool in self.pools:
                 pool.begin_pass(record.index, num_tokens)
-        self._step.begin_pass(record)
+        self.executor.begin_pass(record)
         self.record = record
         return record
 
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Show every event to `observer` once its experts are known and before anything moves."""
-        self._step.observer = observer
+        self.executor.on_event = observer
 
     def propose_by(self, source: Callable[[Event], Sequence[int]]) -> None:
         """Take the prefetcher's proposals from `source`: a replay of what it proposed live."""
-        self._step.queue.propose = source
+        self.executor.prefetches.propose = source
 
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"
         self.clock.synchronize()
         record, after = self.record, self._totals()
         record.end_s = self.clock.now
-        record.bytes_moved = after[0] - self._before[0]
-        record.link_busy_s = after[1] - self._before[1]
-        record.evictions = after[2] - self._before[2]
-        record.lifetime_tokens = after[3] - self._before[3]
+        record.count(after - self._before)
         self._before = after
         self.record = None
 
@@ -212,22 +176,17 @@ class Engine:
         cache per layer and no prefetching every count is that of decoding the text. So are the
         times: each token's pass gets the seconds of its own events.
         """
-        assert event.experts is not None and len(self.pools) == self.geometry.num_layers
-        pool, link = self.pools[event.layer], self.link
-        base = event.layer * self.geometry.num_experts
+        assert len(self.pools) == self.geometry.num_layers, "scanning without a cache per layer"
+        pool, base = self.pools[event.layer], event.layer * self.geometry.num_experts
         choices: list[Selection | None] = []
         for token, record in enumerate(self._scanned):
             pool.begin_pass(record.index, 1)
-            self._step.begin_pass(record)
-            start_s, moved, busy_s = self.clock.now, link.bytes_moved, link.busy_s
-            evictions, lifetime_tokens = pool.evictions, pool.lifetime_tokens
-            self._step.enter(event.layer, 1)
-            choices.append(self._step.run(event.of_token(token, record.index, base)))
+            self.executor.begin_pass(record)
+            start_s, before = self.clock.now, self._totals(pool)
+            self.enter(event.layer, 1)
+            choices.append(self.run(event.of_token(token, record.index, base)).selection)
             record.end_s += self.clock.now - start_s
-            record.bytes_moved += link.bytes_moved - moved
-            record.link_busy_s += link.busy_s - busy_s
-            record.evictions += pool.evictions - evictions
-            record.lifetime_tokens += pool.lifetime_tokens - lifetime_tokens
+            record.count(self._totals(pool) - before)
         return Selection.join(event.experts, choices)
 
     def end_scan(self) -> None:
@@ -236,13 +195,12 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Start cold: empty the caches and forget what waits on the link (`cache_reset`)."""
-        self._step.settle()
+        self.executor.settle()
+        before = self._totals()
         for pool in self.pools:
             pool.clear()
         # What a reset throws out, the policy did not evict.
-        moved, busy_s, *_ = self._before
-        *_, evictions, lifetime_tokens = self._totals()
-        self._before = (moved, busy_s, evictions, lifetime_tokens)
+        self._before += self._totals() - before
 
     def check_integrity(self) -> None:
         """Assert the conservation laws of caches, link and ledger."""
@@ -257,10 +215,12 @@ class Engine:
         known = self.link.transfers + self.link.num_issued
         assert moved == known, f"{moved} loads, {known} transfers"
 
-    def _totals(self) -> tuple[int, float, int, int]:
-        return (
-            self.link.bytes_moved,
-            self.link.busy_s,
-            sum(pool.evictions for pool in self.pools),
-            sum(pool.lifetime_tokens for pool in self.pools),
+    def _totals(self, *pools: ExpertCache) -> Counters:
+        """Return what the link and these caches (or all) have counted so far."""
+        asked = pools or self.pools
+        return Counters(
+            bytes_moved=self.link.bytes_moved,
+            link_busy_s=self.link.busy_s,
+            evictions=sum(pool.evictions for pool in asked),
+            lifetime_tokens=sum(pool.lifetime_tokens for pool in asked),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import numpy as np
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.event import PHASES, PREFILL, Event
+from lm_eval_moecache.records.event import (
+    NO_PREDICTIONS,
+    PHASES,
+    PREFILL,
+    UNSEEN_EXPERTS,
+    UNSEEN_SCORES,
+    Event,
+)
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.detail import identity
@@ -19,11 +27,10 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Halves, Trace
 
 _CHUNK_PASSES = 256
-_NOTHING: FloatArray = np.zeros((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Sights:
     """What the algorithms of a policy want to see beside the keys of an event."""
 
     weights: bool
@@ -72,7 +79,7 @@ def replay(
     return engine
 
 
-def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Needs:
+def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
     """Return what the policy wants to see, and let recorded proposals stand for its prefetcher."""
     digest = engine.predictor_digest
     choice: Any = setting.policy.prefetch
@@ -80,7 +87,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Needs:
     if trace.proposed:
         recorded = trace.proposed.get(identity(choice, setting.seed, digest))
     if recorded is None:
-        return Needs(engine.wants_weights, engine.wants_logits, engine.depth, digest)
+        return Sights(engine.wants_weights, engine.wants_logits, engine.depth, digest)
     keys, bounds = recorded.keys, recorded.bounds
     num_layers = trace.geometry.num_layers
 
@@ -93,7 +100,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Needs:
     routing, miss = engine.algorithms.routing, engine.algorithms.miss
     logits = routing.uses_logits or miss.uses_logits
     weights = logits or engine.pools[0].eviction.uses_weights
-    return Needs(weights, logits, engine.depth, digest, recorded=True)
+    return Sights(weights, logits, engine.depth, digest, recorded=True)
 
 
 def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
@@ -107,18 +114,19 @@ def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
         at = first + count
 
 
-def _run_scan(engine: Engine, trace: Trace, needs: Needs, first: int, count: int) -> None:
+def _run_scan(engine: Engine, trace: Trace, needs: Sights, first: int, count: int) -> None:
     """Serve the passes of a scanned text layer by layer, as the live run did."""
     num_layers, columns = trace.geometry.num_layers, trace.columns
     engine.begin_scan(count)
     for layer in range(num_layers):
         rows = trace.row_bounds[(first + np.arange(count)) * num_layers + layer]
-        event = Event(-1, layer, PREFILL, count, [], experts=columns.experts[rows].astype(np.int64))
+        weights = logits = UNSEEN_SCORES
         if columns.weights is not None:
-            event.weights = columns.weights[rows]
+            weights = columns.weights[rows]
         if needs.logits and trace.logits is not None:
-            event.logits = trace.logits[rows].astype(np.float32)
-        engine.scan(event)
+            logits = trace.logits[rows].astype(np.float32)
+        experts = columns.experts[rows].astype(np.int64)
+        engine.scan(Event(-1, layer, PREFILL, count, [], experts, weights, logits))
     engine.end_scan()
 
 
@@ -132,7 +140,7 @@ def _run_pass(engine: Engine, events: Iterator[Event], num_layers: int) -> None:
     engine.end_pass()
 
 
-def _check_needs(trace: Trace, needs: Needs) -> None:
+def _check_needs(trace: Trace, needs: Sights) -> None:
     def lacks(what: str) -> ValueError:
         return ValueError(
             f"trace {trace.name}: {what}, which an algorithm of this policy has to see. Record the "
@@ -189,7 +197,7 @@ def _cold_passes(trace: Trace, waiting: Sequence[Sequence[RequestRecord]]) -> Se
     return cold
 
 
-def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event]:
+def _events(trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Event]:
     """Build the events of a range as a live router hook does."""
     columns, num_layers = trace.columns, trace.geometry.num_layers
     num_experts = trace.geometry.num_experts
@@ -201,50 +209,65 @@ def _events(trace: Trace, needs: Needs, first: int, last: int) -> Iterator[Event
     offsets: list[int] = []
     if needs.depth and trace.predicted is not None and not needs.recorded:
         offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
+    if rows[-1] - rows[0] == last - first and not (
+        needs.weights or needs.logits or needs.recorded or offsets
+    ):
+        # One token a pass, of which the keys say it all.
+        passes, layers = zip(
+            *(divmod(index, num_layers) for index in range(first, last)), strict=True
+        )
+        own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
+        yield from map(Event, passes, layers, (PHASES[p] for p in phases), repeat(1), own)
+        return
+    unseen = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
     for place in range(last - first):
         row, stop = rows[place], rows[place + 1]
         pass_index, layer = divmod(first + place, num_layers)
-        event = Event(
+        experts, weights, logits, predicted = unseen
+        if needs.weights or stop - row > 1:
+            experts = columns.experts[row:stop].astype(np.int64)
+            if columns.weights is not None:
+                weights = columns.weights[row:stop]
+        if needs.logits and trace.logits is not None:
+            logits = trace.logits[row:stop].astype(np.float32)
+        if offsets and trace.predicted is not None:
+            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
+            by_token = values.reshape(stop - row, -1)
+            predicted = _predictions(by_token, layer, needs.depth, num_experts, num_layers)
+        elif needs.recorded:
+            predicted = _unseen(layer, PHASES[phases[place]], needs, num_layers)
+        yield Event(
             pass_index,
             layer,
             PHASES[phases[place]],
             stop - row,
             keys[bounds[place] - base : bounds[place + 1] - base],
+            experts,
+            weights,
+            logits,
+            predicted,
         )
-        if needs.weights or stop - row > 1:
-            event.experts = columns.experts[row:stop].astype(np.int64)
-            if columns.weights is not None:
-                event.weights = columns.weights[row:stop]
-        if needs.logits and trace.logits is not None:
-            event.logits = trace.logits[row:stop].astype(np.float32)
-        if offsets and trace.predicted is not None:
-            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
-            event.predicted = _predictions(values, event, needs.depth, num_experts, num_layers)
-        elif needs.recorded:
-            event.predicted = _unseen(event, needs, num_layers)
-        yield event
 
 
-def _unseen(event: Event, needs: Needs, num_layers: int) -> dict[int, FloatArray]:
+def _unseen(layer: int, phase: str, needs: Sights, num_layers: int) -> dict[int, FloatArray]:
     """Say which layers a live run predicted, which costs time; what it saw is not needed."""
     if needs.predicted_by:
-        target = target_of(event.layer, num_layers, event.phase)
-        return {} if target is None else {target: _NOTHING}
-    last = min(event.layer + needs.depth, num_layers - 1)
-    return dict.fromkeys(range(event.layer + 1, last + 1), _NOTHING)
+        target = target_of(layer, num_layers, phase)
+        return {} if target is None else {target: UNSEEN_SCORES}
+    last = min(layer + needs.depth, num_layers - 1)
+    return dict.fromkeys(range(layer + 1, last + 1), UNSEEN_SCORES)
 
 
 def _predictions(
-    values: Halves, event: Event, depth: int, num_experts: int, num_layers: int
+    by_token: Halves, layer: int, depth: int, num_experts: int, num_layers: int
 ) -> dict[int, FloatArray]:
     """Return [tokens, experts] logits for each of the next `depth` layers, by layer.
 
     Only a predictor's rows reach past the last layer, to the first one of the next pass.
     """
-    by_token = values.reshape(event.num_tokens, -1)
     reach = min(depth * num_experts, by_token.shape[1])
     return {
-        (event.layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
+        (layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
             np.float32
         )
         for ahead, start in enumerate(range(0, reach, num_experts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lm_eval_moecache.engine.draft_stage import Draft
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
@@ -35,6 +34,22 @@ class Composition(Protocol):
     def eviction(self) -> Builder: ...
     @property
     def miss(self) -> Builder: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """A draft model, as the clock and the memory see it.
+
+    Its `geometry` counts the draft's own layers; a dense feed-forward block is a single expert.
+    """
+
+    geometry: Geometry
+    level: int = 0
+    """The precision that its experts are stored in and read at."""
+    nbytes: int = 0
+    """What it takes beside the target: all of it is resident."""
+    tokens: int = 1
+    """Tokens drafted for each verify pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,8 +45,7 @@ class ExpertHost:
         """Return the engine of a setting, and the store to run from where it is not the model."""
         if self._loader is None:
             return Engine(geometry, setting), None
-        store = assemble(model, geometry, setting, self._loader)
-        return store.engine, store
+        return assemble(model, geometry, setting, self._loader)
 
     def measured(self) -> Mapping[str, Any] | None:
         """Return what only the wall clock's report has: the machine, the store, the loading."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +43,7 @@ class Onlooker:
         elif self._prefetch.depth:
             last = min(event.layer + self._prefetch.depth, self._num_layers - 1)
             predicted = {ahead: predict(ahead) for ahead in range(event.layer + 1, last + 1)}
-        return list(self._prefetch.propose(dataclasses.replace(event, predicted=predicted)))
+        return list(self._prefetch.propose(event._replace(predicted=predicted)))
 
 
 def onlookers_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,8 @@ from lm_eval_moecache.model.grouped import Matrices, grouped_forward, tensors_of
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+Waves = Callable[[], Iterator[tuple[Sequence[int], bool]]]
+"""Tells the keys to execute as they come: `Executor.waves`."""
 
 
 class LayerStore(Protocol):
@@ -36,8 +38,8 @@ class Store(Protocol):
         `padding` marks the tokens [T] that nobody waits for, where there are any.
         """
 
-    def at(self, layer: int) -> LayerStore:
-        """Return the store of one layer's experts."""
+    def at(self, layer: int, waves: Waves) -> LayerStore:
+        """Return the store of one layer's experts, which are executed as the `waves` come."""
 
 
 class InPlaceStore:
@@ -59,7 +61,7 @@ class InPlaceStore:
         """Choose the kernel of a pass; transformers changes kernels for decode steps."""
         self.kernel = self._kernel(decoding)
 
-    def at(self, layer: int) -> InPlaceLayer:
+    def at(self, layer: int, waves: Waves) -> InPlaceLayer:
         return InPlaceLayer(self)
 
     def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:

@@ -5,9 +5,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from lm_eval_moecache.model.experts import (
     STORE_ATTRIBUTE,
     register_experts_function,
 )
-from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.model.moe_layers import MoELayer, router_digest, sorts_its_choice
 from lm_eval_moecache.model.predictor.network import network_of
 from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Store, implementation_of
 from lm_eval_moecache.records.arrays import FloatArray
@@ -63,7 +61,7 @@ class WrappedModel:
         self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
         self._wants_weights = engine.wants_weights
         self._wants_logits = engine.wants_logits
-        self._is_sorted = [_sorts_its_choice(type(r.router)) for r in layers]  # type: ignore[arg-type]
+        self._is_sorted = [sorts_its_choice(type(layer.router)) for layer in layers]
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
@@ -71,7 +69,7 @@ class WrappedModel:
         register_experts_function()
         model.set_experts_implementation(IMPLEMENTATION)
         for index, layer in enumerate(layers):
-            setattr(layer.experts, STORE_ATTRIBUTE, store.at(index))
+            setattr(layer.experts, STORE_ATTRIBUTE, store.at(index, engine.waves))
         self._handles = [
             model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             model.register_forward_hook(self._end_pass),
@@ -174,10 +172,14 @@ class WrappedModel:
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
             event = self._event(layer, args[0], output)
-            selection = engine.scan(event) if self._scanning else engine.run(event)
+            if self._scanning:
+                selection, executed_at = engine.scan(event), None
+            else:
+                plan = engine.run(event)
+                selection, executed_at = plan.selection, plan.levels
             if levels is not None:
                 # None after a scan: its tokens' lossless misses load the best level.
-                levels[layer] = event.levels
+                levels[layer] = executed_at
             if selection is None:
                 return None
             return self._changed(layer, output, selection)
@@ -189,38 +191,43 @@ class WrappedModel:
         record, engine = self.engine.record, self.engine
         assert record is not None or self._scanning, "a router was called outside a pass"
         index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
-        event = Event(index, layer, phase, self._num_tokens, [])
+        num_experts, seen = engine.geometry.num_experts, dict[str, Any]()
         one = self._num_tokens == 1 and self._valid is None and self.recorder is None
         if one and not (self._scanning or self._wants_weights):
-            base = layer * engine.geometry.num_experts
-            experts = self._experts_of_one_token(layer, output)
-            event.keys = [base + expert for expert in experts]
+            base = layer * num_experts
+            keys = [base + expert for expert in self._experts_of_one_token(layer, output)]
         else:
             experts_TK = self._rows(output[2]).astype(np.int64)
             weights_TK = self._rows(output[1].float())
             order = np.argsort(-weights_TK, axis=-1, kind="stable")
-            event.experts = np.take_along_axis(experts_TK, order, -1)
-            event.weights = np.take_along_axis(weights_TK, order, -1)
-            event.keys = unique_in_order(layer, engine.geometry.num_experts, event.experts)
+            seen["experts"] = np.take_along_axis(experts_TK, order, -1)
+            seen["weights"] = np.take_along_axis(weights_TK, order, -1)
+            keys = unique_in_order(layer, num_experts, seen["experts"])
         if self._wants_logits:
             # Where results cannot change, what algorithms see is what a trace keeps, as below.
-            seen = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
-            event.logits = self._rows(seen.float())
+            logits = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
+            seen["logits"] = self._rows(logits.float())
         weigh = self._weighers[layer]
         if weigh is not None:
-            event.weigh = weigh
-        if self._predictor is not None:
-            target = target_of(layer, len(self._layers), phase)
-            if target is not None:
-                event.predicted[target] = self._rounded(self._predictor(layer, hidden))
-        elif self._depth:
-            for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
-                event.predicted[ahead] = self._predict(ahead, hidden)
+            seen["weigh"] = weigh
+        if self._depth or self._predictor is not None:
+            seen["predicted"] = self._predictions(layer, phase, hidden)
+        event = Event(index, layer, phase, self._num_tokens, keys, **seen)
         if self.recorder is not None:
             self.recorder.add(
                 event, hidden, output[0], self._rows, lambda a: self._predict(a, hidden)
             )
         return event
+
+    def _predictions(self, layer: int, phase: str, hidden: Tensor) -> dict[int, FloatArray]:
+        """Ask the predictor, or the gates of the next layers, about this layer's input."""
+        if self._predictor is not None:
+            target = target_of(layer, len(self._layers), phase)
+            if target is None:
+                return {}
+            return {target: self._rounded(self._predictor(layer, hidden))}
+        last = min(layer + 1 + self._depth, len(self._layers))
+        return {ahead: self._predict(ahead, hidden) for ahead in range(layer + 1, last)}
 
     def _experts_of_one_token(self, layer: int, output: Any) -> list[int]:
         """Return one token's experts, heaviest first."""
@@ -282,15 +289,3 @@ class WrappedModel:
         experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
         weights[rows] = kept.to(weights.dtype)
         return (logits_TE, weights, experts, *output[3:])
-
-
-@cache
-def _sorts_its_choice(router: type[Any]) -> bool:
-    """Whether a router's top-k comes heaviest first: torch's default, which some switch off.
-
-    Kept by class: finding its source takes 10 ms, for every layer of every run of a sweep.
-    """
-    try:
-        return "sorted=False" not in inspect.getsource(router)
-    except (OSError, TypeError):
-        return False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.engine.clock import DENSE_KERNELS, EXPERT_KERNELS
+from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_bytes

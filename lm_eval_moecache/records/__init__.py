@@ -9,9 +9,8 @@ from lm_eval_moecache.records.event import (
     VERIFY,
     Event,
     Fetch,
-    near_mask,
     num_assignments,
-    spell_out,
+    resident_mask,
     token_miss_count,
     unique_in_order,
 )
@@ -31,10 +30,9 @@ __all__ = [
     "Geometry",
     "IntArray",
     "Selection",
-    "near_mask",
     "num_assignments",
+    "resident_mask",
     "softmax",
-    "spell_out",
     "token_miss_count",
     "unique_in_order",
 ]

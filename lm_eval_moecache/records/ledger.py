@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, sub
 
 
-@dataclass(slots=True)
-class PassRecord:
-    """What one pass over the model did. Counts are of unique experts per event (requests)."""
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Everything that is counted; two of them can be added and subtracted, field by field.
 
-    index: int
-    phase: str
-    num_tokens: int
-    start_s: float
-    end_s: float = 0.0
+    Lookups are of unique experts per event (requests). A new count is a field here and the line
+    that adds to it; `report.metrics` says what is made of it.
+    """
+
     requests: int = 0
     late: int = 0
     misses: int = 0
@@ -30,19 +31,36 @@ class PassRecord:
     bytes_moved: int = 0
     evictions: int = 0
     lifetime_tokens: int = 0
+    """Sum over evicted experts of the tokens processed while they were resident."""
     dropped: int = 0
     """(Token, expert) assignments left out: `token_requests` less these are executed."""
     unfaithful: int = 0
     """Executed assignments that the unmodified router did not choose."""
     substituted: int = 0
     low_precision: int = 0
-    """Executed assignments whose expert was near at a lower level than the best stored one."""
+    """Executed assignments whose expert was resident at a lower level than the best stored one."""
     draft_s: float = 0.0
     """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
     drafted: int = 0
     """Tokens drafted for this pass to verify."""
     accepted: int = 0
     """Drafted tokens that it accepted, so that it gave one output token more."""
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(**dict(zip(COUNTED, map(add, _VALUES(self), _VALUES(other)), strict=True)))
+
+    def __sub__(self, other: Counters) -> Counters:
+        difference = Counters()
+        for name, value in zip(COUNTED, map(sub, _VALUES(self), _VALUES(other)), strict=True):
+            if value:
+                setattr(difference, name, value)
+        return difference
+
+    def count(self, more: Counters) -> None:
+        """Add what another record has counted to this one."""
+        for name, value in zip(COUNTED, _VALUES(more), strict=True):
+            if value:
+                setattr(self, name, getattr(self, name) + value)
 
     @property
     def hits(self) -> int:
@@ -51,6 +69,27 @@ class PassRecord:
     @property
     def executed(self) -> int:
         return self.token_requests - self.dropped
+
+
+COUNTED = tuple(field.name for field in fields(Counters))
+_VALUES = attrgetter(*COUNTED)
+
+
+def total(records: Iterable[Counters]) -> Counters:
+    """Return the sum of some records; float sums go in their order."""
+    listed = list(records)
+    return Counters(**{name: sum(getattr(record, name) for record in listed) for name in COUNTED})
+
+
+@dataclass(slots=True)
+class PassRecord(Counters):
+    """What one pass over the model did."""
+
+    index: int
+    phase: str
+    num_tokens: int
+    start_s: float
+    end_s: float = 0.0
 
     @property
     def duration_s(self) -> float:

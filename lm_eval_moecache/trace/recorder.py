@@ -5,7 +5,6 @@ Shapes: T valid tokens of a pass, E experts, K experts per token.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +112,6 @@ class Recorder:
         predict: Predict,
     ) -> None:
         """Record one event before the policy sees it; `rows` picks the valid tokens."""
-        assert event.experts is not None and event.weights is not None
         ahead = range(event.layer + 1, event.layer + 1 + self.depth)
         predicted: Sequence[FloatArray] = [
             event.predicted[layer] if layer in event.predicted else predict(layer)
@@ -125,7 +123,7 @@ class Recorder:
         seen: Any = rows(logits.half()) if self._detail.logits or self._onlookers else None
         proposed = []
         if self._onlookers:
-            looked = dataclasses.replace(event, logits=seen.astype(np.float32))
+            looked = event._replace(logits=seen.astype(np.float32))
             proposed = [propose(looked, hidden, rows, predict) for propose in self._onlookers]
         self._writer.add(
             event.layer,

@@ -26,7 +26,7 @@ from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import base_of, parameters_of
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import DROPPED, Event, near_mask
+from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
 from tests.algorithms.streams import (
     StreamFuture,
     all_events,
@@ -275,12 +275,11 @@ class MissContract(Contract):
         miss, found = self.make(), []
         rng = np.random.default_rng(1)
         for event in all_events(PASSES):
-            assert event.experts is not None
             if dropped:
-                event.experts = event.experts.copy()
-                event.experts[:, -1] = DROPPED
-                live = event.experts[event.experts != DROPPED] + event.layer * GEOMETRY.num_experts
-                event.keys = list(dict.fromkeys(live.tolist()))
+                experts = event.experts.copy()
+                experts[:, -1] = DROPPED
+                live = experts[experts != DROPPED] + event.layer * GEOMETRY.num_experts
+                event = event._replace(experts=experts, keys=list(dict.fromkeys(live.tolist())))
             levels = range(3 if self.algorithm.uses_ladder else 1)
             resident = {
                 event.layer * GEOMETRY.num_experts + e: int(rng.choice(levels))
@@ -304,7 +303,7 @@ class MissContract(Contract):
                 assert set(loaded) <= set(absent) | better
                 assert self.make().upgrade or not better
                 executed = _executed(event, resolution)
-                near = near_mask(event.layer, GEOMETRY.num_experts, resident | loaded)
+                near = resident_mask(event.layer, GEOMETRY.num_experts, resident | loaded)
                 assert near[executed].all()
 
     def test_a_lossless_handler_loads_all(self) -> None:

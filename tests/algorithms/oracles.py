@@ -358,7 +358,6 @@ def buddy_token(
 def activation_matrix(geometry: Geometry, events: Sequence[Event]) -> Any:
     matrix = np.zeros((geometry.num_layers, geometry.num_experts))
     for event in events:
-        assert event.experts is not None
         for expert in event.experts.ravel().tolist():
             matrix[event.layer, expert] += 1
     return matrix

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
-from lm_eval_moecache.engine.draft_stage import Draft
 from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.setting import Draft
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
@@ -122,7 +122,7 @@ def fresh(event: Event, depth: int = DEPTH, wraps: bool = False) -> Event:
     """
     reach = range(0 if wraps else event.layer + 1, event.layer + depth + 1)
     predicted = {at: p for at, p in event.predicted.items() if at in reach}
-    return dataclasses.replace(event, keys=list(event.keys), predicted=predicted)
+    return event._replace(keys=list(event.keys), predicted=predicted)
 
 
 class StreamFuture(Future):
@@ -190,7 +190,7 @@ def run(
         engine.begin_pass(events[0].phase, events[0].num_tokens)
         for event in events:
             engine.enter(event.layer, event.num_tokens)
-            outputs.append(weigh(event, engine.run(fresh(event, depth, wraps))))
+            outputs.append(weigh(event, engine.run(fresh(event, depth, wraps)).selection))
             engine.check_integrity()
         engine.end_pass()
         engine.check_integrity()
@@ -201,7 +201,6 @@ def draft(engine: Engine, events: Sequence[Event]) -> None:
     """Draft one token, whose states are nearly those of the pass to come."""
     stage, rng = engine.begin_draft(), np.random.default_rng(events[0].pass_index)
     for event in events:
-        assert event.logits is not None
         stage.dense(event.layer, 1)
         if stage.wants(event.layer):
             noise = 0.3 * rng.normal(size=event.logits[-1:].shape)
@@ -212,7 +211,6 @@ def draft(engine: Engine, events: Sequence[Event]) -> None:
 
 def weigh(event: Event, selection: Selection | None) -> Output:
     """Weigh a selection expert by expert as a softmax-over-all router would: [tokens, experts]."""
-    assert event.logits is not None and event.experts is not None
     chosen = selection or Selection(event.experts)
     scores = softmax(event.logits)
     output = np.zeros(scores.shape)

@@ -38,7 +38,7 @@ def make_engine(geometry: Geometry = GEOMETRY, **overrides: Any) -> Engine:
 def serve(engine: Engine, event: Event) -> tuple[PassRecord, Selection | None]:
     record = engine.begin_pass(DECODE, event.num_tokens)
     engine.enter(event.layer, event.num_tokens)
-    selection = engine.run(event)
+    selection = engine.run(event).selection
     engine.end_pass()
     engine.check_integrity()
     return record, selection
@@ -132,14 +132,17 @@ def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> N
     engine = make_engine(miss="substitute_score", eviction="score")
     serve(engine, make_event(GEOMETRY, 0, 0, [LOGITS]))
     event = make_event(GEOMETRY, 1, 0, [[3.0, 2.0, 0.9, 1.0, 0.2, 0.0]])
-    record, selection = serve(engine, event)
+    record = engine.begin_pass(DECODE, 1)
+    engine.enter(0, 1)
+    plan = engine.run(event)
+    engine.end_pass()
+    selection = plan.selection
     # Expert 3 is absent; 2 is 0.007 away and at hand.
     assert selection is not None
     assert selection.experts.tolist() == [[0, 1, 2]]
     assert (record.misses, record.substituted, record.unfaithful) == (1, 1, 1)
     assert record.bytes_moved == 0
-    assert event.weights is not None and event.logits is not None
-    np.testing.assert_allclose(event.weights, softmax(event.logits)[:, :3])
+    np.testing.assert_allclose(plan.event.weights, softmax(event.logits)[:, :3])
 
 
 def test_the_safe_ranks_must_leave_something_to_drop() -> None:

@@ -90,9 +90,8 @@ class Witness:
             if key not in self.resident:
                 self.load(key, set(event.keys), layer)
         # Any levels will do: here those that the weights' numbers make up.
-        event.levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
-        self.eviction.on_event(event)
-        assert event.experts is not None and event.weights is not None
+        levels = {k: weights[k % len(weights)] % 3 for k in event.keys}
+        self.eviction.on_levels(event, levels)
         for key in event.keys:
             mine = event.experts == key % GEOMETRY.num_experts
             served = tuple(event.weights[mine].tolist())
@@ -101,7 +100,7 @@ class Witness:
                     "use",
                     key,
                     served,
-                    event.levels[key],
+                    levels[key],
                     event=self.num_events,
                     tokens=tuple(mine.any(axis=1).nonzero()[0].tolist()),
                     num_tokens=event.num_tokens,
@@ -200,7 +199,6 @@ def test_cache_prior_agrees_with_equations_9_and_10(
         selection = routing.select(fresh(event), cached)
         prior = lambda_ * sum(ranges) / len(ranges)
         expected = oracles.cache_prior(logits, cached, 3, prior, top_j)
-        assert event.experts is not None
         experts = event.experts if selection is None else selection.experts
         assert set(experts[0].tolist()) == expected
 
@@ -232,7 +230,6 @@ def test_substitute_score_agrees_token_by_token(
     event = make_event(WIDE, 0, 0, texts)
     absent = [key for key in event.keys if key not in near]
     resolution = handler.resolve(fresh(event), absent, near)
-    assert event.experts is not None
     experts = event.experts if resolution is None else resolution.selection.experts
     scores = softmax(np.array(texts, dtype=np.float32))
     for token, own in enumerate(event.experts.tolist()):
@@ -252,7 +249,6 @@ def test_drop_loses_exactly_the_light_absent_experts(
     event = make_event(WIDE, 0, 0, texts)
     absent = [key for key in event.keys if key not in near]
     resolution = find_algorithm("miss", "drop")(WIDE, h=h).resolve(fresh(event), absent, near)
-    assert event.experts is not None
     expected = [
         [expert in near or place < h for place, expert in enumerate(row)]
         for row in event.experts.tolist()

@@ -158,7 +158,7 @@ def test_a_router_that_selects_by_more_than_its_logits_is_taken_at_its_word() ->
     """DeepSeek-V3 adds a bias before its top-k: here it chose 3 and 0."""
     routing = make("cache_prior", 4, 2, lambda_=0.01)
     event = make_event(routing.geometry, 0, 0, [FOUR])
-    event.experts = np.array([[3, 0]])
+    event = event._replace(experts=np.array([[3, 0]]))
     assert routing.select(event, {1, 2}) is None
     strong = make("cache_prior", 4, 2, lambda_=1.0, top_j=1)
     selection = strong.select(event, {1})

@@ -13,6 +13,7 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.records.event import DECODE, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -151,6 +152,12 @@ def make_engine(
             hardware=hardware or make_hardware(),
         ),
     )
+
+
+def on_wave(engine: Engine, show: Callable[[Sequence[int]], object]) -> None:
+    """Show the keys of each wave of the coming events once they are all resident."""
+    assert isinstance(engine.executor, VirtualExecutor)
+    engine.executor.on_wave = show
 
 
 def decode(engine: Engine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.fetch_cached_first import FetchCachedFirst
-from lm_eval_moecache.engine.clock import EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.virtual.clock import EXPERT_KERNELS, GATE_KERNELS
 from tests.engine.scripted import Always, ScriptedPolicy, decode, make_engine, make_hardware
 
 

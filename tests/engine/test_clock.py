@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lm_eval_moecache.engine.clock import (
+from lm_eval_moecache.engine.virtual.clock import (
     DENSE_KERNELS,
     EXPERT_KERNELS,
     GATE_KERNELS,

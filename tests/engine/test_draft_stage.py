@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
-from lm_eval_moecache.engine.draft_stage import Draft
 from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.setting import Draft
 from lm_eval_moecache.records.event import VERIFY, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord

@@ -24,6 +24,7 @@ from tests.engine.scripted import (
     decode,
     make_engine,
     make_hardware,
+    on_wave,
     prefill_event,
 )
 from tests.engine.test_laws import RandomPrefetch, random_experts
@@ -119,9 +120,10 @@ def test_an_event_that_does_not_fit_runs_in_waves_at_its_levels() -> None:
     engine.enter(0, 2)
     event = Event(0, 0, PREFILL, 2, [0, 1, 2], np.array([[0, 1], [0, 2]]))
     waves: list[list[int]] = []
-    engine.run(event, lambda keys: waves.append(list(keys)))
+    on_wave(engine, lambda keys: waves.append(list(keys)))
+    plan = engine.run(event)
     assert waves == [[0], [1], [2]]
-    assert event.levels == {0: 0, 1: 0, 2: 1}
+    assert plan.levels == {0: 0, 1: 0, 2: 1}
     engine.check_integrity()
 
 
@@ -236,12 +238,14 @@ def test_bytes_never_exceed_the_capacity_with_mixed_levels(
                 assert all(key in cache.resident for key in keys)
                 done.extend(keys)
 
-            engine.run(event, execute)
+            on_wave(engine, execute)
+            plan = engine.run(event)
+            event, levels = plan.event, plan.levels
             engine.check_integrity()
             assert sorted(executed) == sorted(event.keys)
-            assert event.levels is not None and set(event.levels) == set(event.keys)
+            assert levels is not None and set(levels) == set(event.keys)
             if decode_only and phase == PREFILL:
-                assert not any(event.levels.values())
+                assert not any(levels.values())
         engine.end_pass()
         assert record.hits + record.late + record.misses == record.requests
         assert 0 <= record.low_precision <= record.executed

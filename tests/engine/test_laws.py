@@ -27,6 +27,7 @@ from tests.engine.scripted import (
     make_engine,
     make_geometry,
     make_hardware,
+    on_wave,
     prefill_event,
 )
 
@@ -105,9 +106,8 @@ class Run:
             before = engine.clock.now
             engine.enter(layer, len(experts))
             event = prefill_event(record, geometry, layer, experts)
-            event.weights = np.linspace(1, 0.1, experts.size, dtype=np.float32).reshape(
-                experts.shape
-            )
+            weights = np.linspace(1, 0.1, experts.size, dtype=np.float32)
+            event = event._replace(weights=weights.reshape(experts.shape))
             pool = self.pools[layer if len(self.pools) > 1 else 0]
             pool.serving = set(event.keys)
             executed: list[int] = []
@@ -117,7 +117,8 @@ class Run:
                 assert set(keys) <= pool.resident, "executed before it was there"
                 done.extend(keys)
 
-            engine.run(event, execute)
+            on_wave(engine, execute)
+            engine.run(event)
             assert sorted(executed) == sorted(event.keys), "each expert is executed once"
             pool.serving = set()
             assert engine.clock.now >= before

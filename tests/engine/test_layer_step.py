@@ -14,6 +14,7 @@ from tests.engine.scripted import (
     decode,
     make_engine,
     make_hardware,
+    on_wave,
     prefetching,
     prefill_event,
 )
@@ -134,7 +135,8 @@ def test_an_event_larger_than_the_cache_runs_in_waves() -> None:
     record = engine.begin_pass(PREFILL, 2)
     engine.enter(0, 2)
     event = prefill_event(record, engine.geometry, 0, [[0, 1], [2, 0]])
-    engine.run(event, lambda keys: waves.append(list(keys)))
+    on_wave(engine, lambda keys: waves.append(list(keys)))
+    engine.run(event)
     engine.end_pass()
     # dense 0-2; keys 0, 1 move 2-12: stall 10; wave of two experts 12-14; then key 2 takes the
     # place of key 0: 14-19, stall 5; wave of one expert 19-20.
@@ -152,7 +154,8 @@ def test_waves_execute_what_was_resident_before_anything_of_the_event_leaves() -
     record = engine.begin_pass(PREFILL, 2)
     engine.enter(0, 2)
     event = prefill_event(record, engine.geometry, 0, [[0, 1], [2, 1]])
-    engine.run(event, lambda keys: waves.append(list(keys)))
+    on_wave(engine, lambda keys: waves.append(list(keys)))
+    engine.run(event)
     engine.end_pass()
     # dense 14-16; key 2 is a hit; 3 is not of this event and leaves for 0: 16-21; then nothing but
     # this event is left: wave 0, 2 21-23; key 2 (oldest) leaves for 1: 23-28; expert 28-29.
@@ -167,7 +170,8 @@ def test_a_flight_that_lands_executes_and_leaves_in_a_wave_is_not_fetched_again(
     record = engine.begin_pass("decode", 1)
     for layer, keys in ((0, [0]), (1, [4, 5])):
         engine.enter(layer, 1)
-        engine.run(Event(0, layer, "decode", 1, keys), lambda keys: waves.append(list(keys)))
+        on_wave(engine, lambda keys: waves.append(list(keys)))
+        engine.run(Event(0, layer, "decode", 1, keys))
     engine.end_pass()
     # layer 0: dense 0-2; key 0 2-7; expert 7-8; key 5 moves 8-13 in its place. Dense 8-10.
     # layer 1: 4 is a miss, 5 is late and fills the cache at 13 (stall 3); its wave 13-14 makes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lm_eval_moecache.engine.virtual.link import Link
+from lm_eval_moecache.engine.virtual.link import VirtualLink
 from tests.engine.scripted import make_hardware
 
 
-def make_link() -> Link:
-    return Link(make_hardware())  # 1 s + bytes / 25 bytes/s: 100 bytes take 5 s
+def make_link() -> VirtualLink:
+    return VirtualLink(make_hardware())  # 1 s + bytes / 25 bytes/s: 100 bytes take 5 s
 
 
 def test_a_transfer_takes_latency_plus_bytes_over_bandwidth() -> None:

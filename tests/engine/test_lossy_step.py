@@ -10,7 +10,13 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch, token_miss_count
+from lm_eval_moecache.records.event import (
+    DECODE,
+    PREFILL,
+    Event,
+    Fetch,
+    token_miss_count,
+)
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 from tests.engine.scripted import (
@@ -32,7 +38,6 @@ class DropAbsent(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        assert event.experts is not None
         keys = event.experts + event.layer * self.geometry.num_experts
         return Resolution([], Selection(event.experts, ~np.isin(keys, absent)))
 
@@ -52,7 +57,6 @@ class KeepFirst(RoutingAlgorithm):
     source: ClassVar[str] = "test"
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.experts is not None
         keep = np.zeros(event.experts.shape, dtype=bool)
         keep[:, 0] = True
         return Selection(event.experts, keep)
@@ -61,13 +65,13 @@ class KeepFirst(RoutingAlgorithm):
 def run_layer(engine: Engine, layer: int, experts: list[list[int]]) -> Selection | None:
     assert engine.record is not None
     engine.enter(layer, len(experts))
-    return engine.run(prefill_event(engine.record, engine.geometry, layer, experts))
+    return engine.run(prefill_event(engine.record, engine.geometry, layer, experts)).selection
 
 
 def test_dropped_assignments_are_no_misses_of_the_last_expert() -> None:
     experts = np.asarray([[0, -1], [1, -1]])
-    assert token_miss_count(experts, 4, [3]) == 0
-    assert token_miss_count(experts, 4, [0, 3]) == 1
+    assert token_miss_count(Event(0, 0, PREFILL, 2, [0, 1], experts), 4, [3]) == 0
+    assert token_miss_count(Event(0, 0, PREFILL, 2, [0, 1], experts), 4, [0, 3]) == 1
 
 
 def test_dropping_everything_absent_neither_moves_nor_waits() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
-from tests.engine.scripted import make_hardware
 
 
 class Copies:
@@ -141,7 +140,7 @@ def test_a_closed_worker_refuses_and_does_not_hang(copies: Copies) -> None:
 
 def test_a_link_that_is_dropped_leaves_no_thread(copies: Copies) -> None:
     before = threads()
-    link = WallLink(make_hardware(), copies, None)
+    link = WallLink(copies, None)
     assert len(threads()) == len(before) + 1
     gone = weakref.ref(link)
     del link

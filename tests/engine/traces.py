@@ -57,6 +57,10 @@ def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[t
             for layer in range(GEOMETRY.num_layers):
                 logits = rng.normal(size=(num_tokens, 8)).astype(np.float16).astype(np.float32)
                 experts = np.argsort(-logits, axis=-1, kind="stable")[:, :2]
+                predicted = {}
+                if layer < GEOMETRY.num_layers - 1:
+                    guess = rng.normal(size=(num_tokens, 8)).astype(np.float16)
+                    predicted[layer + 1] = guess.astype(np.float32)
                 event = Event(
                     pass_index,
                     layer,
@@ -66,10 +70,8 @@ def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[t
                     experts=experts,
                     weights=np.take_along_axis(logits, experts, -1),
                     logits=logits,
+                    predicted=predicted,
                 )
-                if layer < GEOMETRY.num_layers - 1:
-                    guess = rng.normal(size=(num_tokens, 8)).astype(np.float16)
-                    event.predicted[layer + 1] = guess.astype(np.float32)
                 yield event, request
             pass_index += 1
 
@@ -92,8 +94,6 @@ def record(folder: Path, run: Setting | None = None, seed: int = 0) -> tuple[Pat
                     served.output_tokens = 6
                     engine.ledger.serve([served])
                 engine.begin_pass(event.phase, event.num_tokens)
-        assert event.experts is not None and event.weights is not None
-        assert event.logits is not None
         predicted = list(event.predicted.values())
         writer.add(event.layer, event.experts, event.weights, event.logits, predicted)
         if engine is not None:

@@ -59,6 +59,13 @@ class EvictionAlgorithm(ABC):
         """
         return
 
+    def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
+        """As `on_event`, which it stands for where the store has several levels of precision.
+
+        `levels` has each of `event.keys` with the level at which it was executed, 0 the best.
+        """
+        self.on_event(event)
+
     def on_predicted(self, key: int) -> None:
         """Note that a prefetcher wants a key that is resident already."""
         return

@@ -137,7 +137,7 @@ class Hazard(EvictionAlgorithm):
     def _count(self, event: Event) -> None:
         rates, decays = self._rates[event.layer], _DECAYS
         num_experts = self.geometry.num_experts
-        if event.experts is None or event.num_tokens == 1:
+        if not len(event.experts) or event.num_tokens == 1:
             rates *= decays
             rates[:, [key % num_experts for key in event.keys]] += 1 - decays
             return

@@ -38,7 +38,9 @@ class LHU(EvictionAlgorithm):
         self._resident.put(key, self._count[key])
 
     def on_event(self, event: Event) -> None:
-        levels = event.levels or {}
+        self.on_levels(event, {})
+
+    def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
         for key in event.keys:
             if levels.get(key, 0):
                 continue

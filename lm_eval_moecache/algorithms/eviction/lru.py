@@ -32,9 +32,10 @@ class LRU(EvictionAlgorithm):
 
     def on_event(self, event: Event) -> None:
         order = self._order
+        move = order.move_to_end
         for key in event.keys:
             if key in order:
-                order.move_to_end(key)
+                move(key)
 
     def on_evict(self, key: int) -> None:
         del self._order[key]

@@ -58,7 +58,6 @@ class Score(EvictionAlgorithm):
         self._resident.put(key, self._rank(key))
 
     def on_event(self, event: Event) -> None:
-        assert event.experts is not None and event.weights is not None
         live = event.experts != DROPPED
         experts, num_experts = event.experts[live], self.geometry.num_experts
         sums = np.bincount(experts, event.weights[live], num_experts)

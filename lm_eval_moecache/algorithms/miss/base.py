@@ -105,7 +105,6 @@ def level_fetches(
     """
     never = len(geometry.precision)
     best = np.full(geometry.num_experts, never)
-    assert event.experts is not None
     np.minimum.at(best, event.experts[live], levels[live])
     base = event.layer * geometry.num_experts
     wanted = [(key, int(best[key - base])) for key in keys]
@@ -224,7 +223,6 @@ def resolve_substitution(
     `weight` says whose weight a substitute has; `budget` [tokens] (no limit where not given),
     `reuse` and `order` are those of `substitute`.
     """
-    assert event.experts is not None
     if budget is None:
         budget = np.full(len(event.experts), event.experts.shape[1])
     chosen, sought = substitute(event.experts, near, cost, budget, reuse, order)

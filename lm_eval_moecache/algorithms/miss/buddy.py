@@ -21,7 +21,7 @@ from lm_eval_moecache.records.coactivation import (
     activating_entropy,
     top_k_shares,
 )
-from lm_eval_moecache.records.event import DROPPED, Event, near_mask
+from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -137,7 +137,7 @@ class Buddy(MissAlgorithm):
         return resolve_substitution(
             event,
             absent,
-            near_mask(event.layer, self.geometry.num_experts, resident),
+            resident_mask(event.layer, self.geometry.num_experts, resident),
             cost,
             fallback=self.fallback,
             weight=self.weight,
@@ -148,7 +148,6 @@ class Buddy(MissAlgorithm):
 
     def tolerates(self, event: Event) -> BoolArray:
         """Mark the tokens [tokens] that pass the gates of entropy and margin."""
-        assert event.logits is not None and event.experts is not None
         live = event.experts != DROPPED
         own = np.take_along_axis(event.logits, np.where(live, event.experts, 0), axis=-1)
         shares = top_k_shares(np.where(live, own, -np.inf), self.temperature)
@@ -160,7 +159,6 @@ class Buddy(MissAlgorithm):
         """Return equation 3 for n tokens and the expert each of them misses: [n, experts]."""
         q: Counts = self.q[event.layer, missing]
         if self.eta:
-            assert event.logits is not None
             logits = event.logits[tokens].astype(np.float64)
             low, high = logits.min(axis=-1, keepdims=True), logits.max(axis=-1, keepdims=True)
             q = q * (1 + self.eta * (logits - low) / np.maximum(high - low, 1e-9))

@@ -67,7 +67,6 @@ class Cascade(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        assert event.experts is not None and event.weights is not None
         live = event.experts != DROPPED
         levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
         keys = event.keys if self.upgrade else absent

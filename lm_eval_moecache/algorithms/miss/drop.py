@@ -13,7 +13,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     absent_entries,
     still_needed,
 )
-from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
@@ -47,8 +47,7 @@ class Drop(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        assert event.experts is not None
-        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        near = resident_mask(event.layer, self.geometry.num_experts, resident)
         light = np.arange(event.experts.shape[1]) >= self.h
         keep = ~(absent_entries(event.experts, near) & light)
         if keep.all():

@@ -16,7 +16,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     prefetch_at,
     weight_before,
 )
-from lm_eval_moecache.records.event import DROPPED, Event, near_mask
+from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
@@ -57,10 +57,9 @@ class DropCascade(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        assert event.experts is not None and event.weights is not None
         live = event.experts != DROPPED
         levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
-        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        near = resident_mask(event.layer, self.geometry.num_experts, resident)
         keep = ~(absent_entries(event.experts, near) & (levels == self._num_levels))
         fetch = level_fetches(event, absent, levels, live & keep, self.geometry, resident)
         selection = None if keep.all() else Selection(event.experts, keep, self.renormalize)

@@ -69,7 +69,6 @@ class FetchPriority(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
     ) -> Resolution | None:
-        assert event.experts is not None
         levels = np.broadcast_to(self._level_of_rank, event.experts.shape)
         keys = event.keys if self.upgrade else absent
         live = event.experts != DROPPED

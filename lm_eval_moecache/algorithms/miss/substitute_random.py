@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     resolve_substitution,
 )
 from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -60,7 +60,7 @@ class SubstituteRandom(MissAlgorithm):
         def cost(tokens: IntArray, missing: IntArray) -> npt.NDArray[np.float64]:
             return rng.random((len(tokens), num_experts))
 
-        near = near_mask(event.layer, num_experts, resident)
+        near = resident_mask(event.layer, num_experts, resident)
         return resolve_substitution(
             event,
             absent,

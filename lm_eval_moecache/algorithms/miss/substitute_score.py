@@ -9,7 +9,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution, resolve_substitution
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -50,7 +50,6 @@ class SubstituteScore(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        assert event.logits is not None
         scores = softmax(event.logits)
 
         def cost(tokens: IntArray, missing: IntArray) -> FloatArray:
@@ -59,7 +58,7 @@ class SubstituteScore(MissAlgorithm):
             allowed = self.tolerance * (own if self.scale == "relative" else 1.0)
             return np.asarray(np.where(gap <= allowed, gap, np.inf), dtype=np.float32)
 
-        near = near_mask(event.layer, self.geometry.num_experts, resident)
+        near = resident_mask(event.layer, self.geometry.num_experts, resident)
         return resolve_substitution(
             event, absent, near, cost, fallback=self.fallback, weight=self.weight
         )

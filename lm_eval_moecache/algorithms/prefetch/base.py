@@ -50,6 +50,11 @@ class PrefetchAlgorithm(ABC):
         self.geometry = geometry
         self.seed = seed
 
+    @property
+    def draft_stage(self) -> DraftStagePrefetch | None:
+        """What prefetches while a draft model drafts; None where it does nothing then."""
+        return None
+
     def prepare(self, future: Future) -> None:
         """Take the events to come, before the first of them: replays call it once."""
         return
@@ -75,6 +80,10 @@ class DraftStagePrefetch(PrefetchAlgorithm):
     """Whether the experts proposed together move as one batch."""
     synchronous: bool
     """Whether the draft waits, after each of its layers, for what that layer has asked for."""
+
+    @property
+    def draft_stage(self) -> DraftStagePrefetch:
+        return self
 
     @abstractmethod
     def plan(self, cutoff: int) -> None:
@@ -123,7 +132,7 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
 
 def activations(event: Event, num_experts: int) -> IntArray:
     """Return how many of the event's tokens each expert of its layer serves: [experts]."""
-    if event.experts is None:
+    if not len(event.experts):
         keys = np.asarray(event.keys, dtype=np.int64) - event.layer * num_experts
         return np.bincount(keys, minlength=num_experts)
     return np.bincount(event.experts[event.experts != DROPPED], minlength=num_experts)

@@ -63,7 +63,6 @@ def ranking(event: Event) -> IntArray:
     the smaller index. For most routers that is the order of the logits; where the router selects
     by more than its logits (a correction bias, groups), its decision stands.
     """
-    assert event.logits is not None and event.experts is not None
     top_k = event.experts.shape[-1]
     scores = event.logits.astype(np.float64)
     np.put_along_axis(scores, event.experts, np.inf, axis=-1)
@@ -82,7 +81,6 @@ def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntA
 
 def unless_same(event: Event, experts: IntArray) -> Selection | None:
     """Return the selection, or None where it is the router's own for every token."""
-    assert event.experts is not None
     return None if np.array_equal(experts, event.experts) else Selection(experts)
 
 

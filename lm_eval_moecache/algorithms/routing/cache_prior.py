@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.routing.base import (
     unless_same,
 )
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
@@ -64,10 +64,9 @@ class CachePrior(RoutingAlgorithm):
         self._count = [0] * geometry.num_layers
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.logits is not None
         ranked = ranking(event)
         logits = -np.sort(-event.logits, axis=-1)  # by rank
-        boosted = near_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        boosted = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
         boosted[:, : self.top_j] = True
         prior = self.lambda_ * self._average(event.layer, event.logits)
         modified = logits + np.float32(prior) * boosted

@@ -93,7 +93,6 @@ class Commit(RoutingAlgorithm):
         best = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
         weights = self._weigh(event, decided, best)
         if self.tokens == "mispredicted":
-            assert event.experts is not None
             wrong = ~_right(best, event.experts).any(axis=-1, keepdims=True)
             best = np.where(wrong, best, event.experts)
             weights = None if weights is None else np.where(wrong, weights, np.float32(np.nan))
@@ -101,7 +100,6 @@ class Commit(RoutingAlgorithm):
 
     def _weigh(self, event: Event, decided: FloatArray, best: IntArray) -> FloatArray | None:
         """Return the weights [tokens, top_k], or None for the router's own by the family's rule."""
-        assert event.logits is not None
         if (self.scores, self.weights) == ("router", "plain"):
             return None
         plain = event.weigh(decided if self.scores == "predicted" else event.logits, best)
@@ -109,7 +107,6 @@ class Commit(RoutingAlgorithm):
 
     def _owa(self, event: Event, best: IntArray, plain: FloatArray) -> FloatArray:
         """Adjust the weights [tokens, top_k] of the executed experts by eq. 5 and 6."""
-        assert event.experts is not None and event.weights is not None
         true = np.zeros((event.num_tokens, self.geometry.num_experts))
         np.put_along_axis(true, event.experts, event.weights, axis=-1)
         right = _right(best, event.experts)
@@ -126,7 +123,6 @@ class Commit(RoutingAlgorithm):
 
 def _heaviest_first(event: Event, best: IntArray, weights: FloatArray | None) -> Selection:
     """Order the experts by what they weigh, as miss algorithms and caches expect them."""
-    assert event.logits is not None
     ruled = event.weigh(event.logits, best)
     weighed = ruled if weights is None else np.where(np.isnan(weights), ruled, weights)
     order = np.argsort(-weighed, axis=-1, kind="stable")

@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.routing.base import (
     unless_same,
 )
 from lm_eval_moecache.records.arrays import softmax
-from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
@@ -45,13 +45,12 @@ class Cumsum(RoutingAlgorithm):
         self.J = check_top_j("J", J, geometry.top_k)
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.logits is not None
         ranked = ranking(event)
         weights = np.take_along_axis(softmax(event.logits), ranked, axis=-1)
         sums = np.cumsum(weights, axis=-1, dtype=np.float64)
         # Rank i is within M where the sum of those before it has not reached p yet.
         before = np.concatenate([np.zeros((len(sums), 1)), sums[:, :-1]], axis=-1)
-        cached = near_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        cached = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
         place = np.where(cached & (before < self.p), 1, 2)
         place[:, : self.J] = 0
         return unless_same(event, take_best(ranked, place, self.geometry.top_k))

@@ -46,7 +46,6 @@ class DropRank(RoutingAlgorithm):
         self.renormalize = renormalize
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.experts is not None
         keep = np.ones(event.experts.shape, dtype=bool)
         keep[:, self.rank - 1 : self.rank if self.scope == "only" else None] = False
         return Selection(event.experts, keep, self.renormalize)

@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.routing.base import (
     take_best,
     unless_same,
 )
-from lm_eval_moecache.records.event import Event, near_mask
+from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 
@@ -49,7 +49,7 @@ class MaxRank(RoutingAlgorithm):
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
         ranked = ranking(event)
-        cached = near_mask(event.layer, self.geometry.num_experts, resident)[ranked]
+        cached = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
         cached[:, self.M :] = False
         # promote(r[:J]; promote(r[:M] & C; r)): three classes, each in the order of r.
         place = np.where(cached, 1, 2)

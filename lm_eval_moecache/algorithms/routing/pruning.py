@@ -44,7 +44,6 @@ class Pruning(RoutingAlgorithm):
         self.renormalize = renormalize
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.experts is not None
         keep = np.zeros(event.experts.shape, dtype=bool)
         keep[:, : self.h] = True
         return Selection(event.experts, keep, self.renormalize)

@@ -38,7 +38,6 @@ class SwapRank(RoutingAlgorithm):
         self.rank = rank
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        assert event.experts is not None
         rng = np.random.default_rng((self.seed, event.pass_index, event.layer))
         draws = rng.random((len(event.experts), self.geometry.num_experts))
         np.put_along_axis(draws, event.experts, -1.0, axis=-1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Container
 
-from lm_eval_moecache.engine.virtual.link import Link
+from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.wall.worker import DONE, Mover, Transfer, Worker
-from lm_eval_moecache.records.hardware import Hardware
 
 
 class WallLink(Link):
@@ -17,8 +16,8 @@ class WallLink(Link):
     decisions are made by the caller's thread; a transfer counts once it is demanded or has arrived.
     """
 
-    def __init__(self, hardware: Hardware, mover: Mover, bytes_per_s: float | None) -> None:
-        super().__init__(hardware)
+    def __init__(self, mover: Mover, bytes_per_s: float | None) -> None:
+        super().__init__()
         self._mover = mover
         self._worker = Worker(mover, bytes_per_s)
         self._flying: dict[int, Transfer] = {}

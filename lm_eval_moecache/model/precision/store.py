@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision.base import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, decode, is_matrices
-from lm_eval_moecache.model.store import BoolArray, InPlaceStore
+from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Waves
 from lm_eval_moecache.model.wall.kernels import OnSlots
 
 # Decoding again what was decoded a moment ago would cost real time, where it fits.
@@ -46,7 +46,7 @@ class LadderStore:
         """Choose the kernel of a pass, as the in-place store does."""
         self.kernels.begin_pass(decoding=decoding)
 
-    def at(self, layer: int) -> LayerLadder:
+    def at(self, layer: int, waves: Waves) -> LayerLadder:
         """Return the store of one layer's experts module."""
         return LayerLadder(self, layer)
 

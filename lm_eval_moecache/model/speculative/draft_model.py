@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from lm_eval_moecache.engine.draft_stage import Draft
-from lm_eval_moecache.engine.setting import SELF
+from lm_eval_moecache.engine.setting import SELF, Draft
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import (
     MoELayer,

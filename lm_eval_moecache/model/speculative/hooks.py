@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine.draft_stage import DraftStage
+from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, matching_layers
 from lm_eval_moecache.records.arrays import FloatArray

@@ -62,9 +62,12 @@ def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str)
         )
 
 
-def assemble(model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader) -> SlotStore:
+def assemble(
+    model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
+) -> tuple[Engine, SlotStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
     device = model.device
     pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, device)
     engine = Engine(geometry, setting, mover=pools)
-    return SlotStore(pools, engine, str(implementation_of(model)), device.type)
+    kernel = str(implementation_of(model))
+    return engine, SlotStore(pools, engine.slots, geometry, kernel, device.type)

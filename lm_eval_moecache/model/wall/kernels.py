@@ -26,7 +26,7 @@ class Layer(Protocol):
     """Where one layer's experts are."""
 
     slots: dict[str, Tensor]
-    slot_of: dict[int, int]
+    slot_of: Mapping[int, int]
     num_experts: int
     first_key: int
 

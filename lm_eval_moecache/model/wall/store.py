@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.grouped import Matrices
-from lm_eval_moecache.model.store import BoolArray
+from lm_eval_moecache.model.store import BoolArray, Waves
 from lm_eval_moecache.model.wall.kernels import OnSlots, Work, WorkInGroups, WorkOnPool
 from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.records.geometry import Geometry
 
 KERNELS = ("grouped_mm", "batched_mm")
 
@@ -21,9 +21,18 @@ class SlotStore:
 
     levels: list[Mapping[int, int] | None] | None = None
 
-    def __init__(self, pools: SlotPools, engine: Engine, kernel: str, device_type: str) -> None:
+    def __init__(
+        self,
+        pools: SlotPools,
+        slots: Sequence[Mapping[int, int]],
+        geometry: Geometry,
+        kernel: str,
+        device_type: str,
+    ) -> None:
+        """`slots` say for each layer in which slot of its pool a key lies: `Engine.slots`."""
         self.pools = pools
-        self.engine = engine
+        self.slots = slots
+        self.geometry = geometry
         self.kernel = self._kernel = kernel
         self._on_cpu = device_type == "cpu"
         self._matrices: dict[int, Matrices] = {}
@@ -36,9 +45,9 @@ class SlotStore:
         self.kernel = "batched_mm" if swap else self._kernel
         self.padding = padding
 
-    def at(self, layer: int) -> LayerSlots:
+    def at(self, layer: int, waves: Waves) -> LayerSlots:
         """Return the store of one layer's experts module."""
-        return LayerSlots(self, layer, self._on_cpu)
+        return LayerSlots(self, layer, waves, self._on_cpu)
 
     def matrices(self, module: nn.Module, pool: dict[str, Tensor]) -> Matrices:
         """Return a pool's slots as products take them, made once for all its layers."""
@@ -50,16 +59,17 @@ class SlotStore:
 class LayerSlots:
     """One layer's part of the store."""
 
-    def __init__(self, store: SlotStore, layer: int, on_cpu: bool) -> None:
+    def __init__(self, store: SlotStore, layer: int, waves: Waves, on_cpu: bool) -> None:
         self._store = store
+        self._waves = waves
         self._layer = layer
         self._on_cpu = on_cpu
         self._in_one_piece = store.pools.whole_layer(layer)
         self._whole: OnSlots | None = None
         self.slots = store.pools.of_layer(layer)
-        self.num_experts = store.engine.geometry.num_experts
-        self.first_key = store.engine.geometry.key(layer, 0)
-        self.slot_of = store.engine.slots[layer]
+        self.num_experts = store.geometry.num_experts
+        self.first_key = store.geometry.key(layer, 0)
+        self.slot_of = store.slots[layer]
 
     def whole(self, module: nn.Module) -> OnSlots | None:
         if self._whole is None and self._in_one_piece is not None:
@@ -73,7 +83,7 @@ class LayerSlots:
         return Matrices(module, self._store.pools.stored(self._layer, expert))
 
     def run(self, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
-        """Finish the layer's event: execute its experts as they come.
+        """Execute the experts of the layer's event as they come.
 
         Assignments to experts that the event does not need (dropped ones) add nothing.
         """
@@ -83,7 +93,8 @@ class LayerSlots:
             work = WorkInGroups(self, module, hidden_TD, index_TK, w_TK)
         else:
             work = WorkOnPool(self, module, hidden_TD, index_TK, w_TK, store.kernel)
-        store.engine.finish(work.execute)
+        for keys, is_all in self._waves():
+            work.execute(keys, is_all)
         if store.padding is not None:
             work.pad(index_TK[torch.from_numpy(store.padding).to(index_TK.device)])
         return work.result()

@@ -74,5 +74,5 @@ def wrap_wall(
         throttle_bytes_per_s=throttle_bytes_per_s,
     )
     engine = Engine(geometry, setting, mover=mover)
-    store = SlotStore(mover, engine, str(implementation_of(model)), "cpu")
+    store = SlotStore(mover, engine.slots, geometry, str(implementation_of(model)), "cpu")
     return WrappedModel(model, layers, engine, store)

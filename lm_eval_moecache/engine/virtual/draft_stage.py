@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
-from lm_eval_moecache.engine.clock import Clock, VirtualClock
+from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.engine.cutoff import Cutoff, Overlap, load_times, solve_cutoff
-from lm_eval_moecache.engine.prefetch_queue import PrefetchQueue
-from lm_eval_moecache.engine.virtual.link import Link
+from lm_eval_moecache.engine.prefetches import Prefetches
+from lm_eval_moecache.engine.setting import Draft
+from lm_eval_moecache.engine.virtual.clock import VirtualClock
+from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.virtual.traffic import Traffic
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """A draft model, as the clock and the memory see it.
-
-    Its `geometry` counts the draft's own layers; a dense feed-forward block is a single expert.
-    """
-
-    geometry: Geometry
-    level: int = 0
-    """The precision that its experts are stored in and read at."""
-    nbytes: int = 0
-    """What it takes beside the target: all of it is resident."""
-    tokens: int = 1
-    """Tokens drafted for each verify pass."""
 
 
 class DraftStage:
@@ -42,10 +27,11 @@ class DraftStage:
         self,
         draft: Draft,
         hardware: Hardware,
-        link: Link,
-        clock: Clock,
-        queue: PrefetchQueue,
-        prefetch: PrefetchAlgorithm,
+        link: VirtualLink,
+        clock: VirtualClock,
+        traffic: Traffic,
+        prefetches: Prefetches,
+        prefetch: DraftStagePrefetch | None,
     ) -> None:
         self._draft = draft
         # Times the draft by the same roofline; what it says moves the run's clock.
@@ -53,8 +39,9 @@ class DraftStage:
         self._hardware = hardware
         self._link = link
         self._clock = clock
-        self._queue = queue
-        self._prefetch = prefetch if isinstance(prefetch, DraftStagePrefetch) else None
+        self._traffic = traffic
+        self._prefetches = prefetches
+        self._prefetch = prefetch
         self._pass_index = -1
         self.is_open = False
         self.start_s = 0.0
@@ -112,7 +99,7 @@ class DraftStage:
         assert prefetch is not None, "nobody asked for a prediction"
         self._advance(self._clock.gates(1))
         keys = prefetch.propose_draft(layer, logits)
-        self._queue.submit_draft(keys, self._pass_index, self._clock.now, prefetch.batched)
+        self._prefetches.submit_draft(keys, self._pass_index, self._clock.now, prefetch.batched)
 
     def experts(self, layer: int, num_experts: int, num_tokens: int) -> None:
         """Account for the experts of a draft layer: `num_experts` different ones."""
@@ -121,13 +108,13 @@ class DraftStage:
         self._costs.experts(layer, num_experts, assignments, self._draft.level)
         self._advance(self._costs.now - before_s)
         if self._prefetch is not None and self._prefetch.synchronous and self._link.active:
-            self._queue.drain(math.inf, frozenset(), 0)
+            self._traffic.drain(math.inf, frozenset(), 0)
             self.stall_s += self._clock.wait_until(self._link.busy_until)
 
     def _advance(self, seconds: float) -> None:
         self._clock.wait_until(self._clock.now + seconds)
         if self._link.active:
-            self._queue.drain(self._clock.now, frozenset(), 0)
+            self._traffic.drain(self._clock.now, frozenset(), 0)
 
 
 def _told(

@@ -1,35 +1,34 @@
-"""Prefetches on their way: proposed, waiting for the link, moving, landing, and judged."""
+"""Prefetches as they are proposed, queued for the link, and judged; moving is the executor's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.virtual.link import Link
+from lm_eval_moecache.engine.decide import Rules
+from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 
-Chooser = Callable[[Event, int, Sequence[int]], Sequence[int]]
-"""(event, layer, its keys, most wanted first) -> the level of each."""
 
-
-class PrefetchQueue:
-    """Moves what the prefetcher proposes over the link, as far as time and the caches allow."""
+class Prefetches:
+    """Asks the prefetcher, queues what it proposes for the link, and judges it by what came."""
 
     def __init__(
         self,
         geometry: Geometry,
         caches: Sequence[ExpertCache],
         link: Link,
-        algorithm: PrefetchAlgorithm,
+        rules: Rules,
     ) -> None:
         self._num_layers = geometry.num_layers
         self._num_experts = geometry.num_experts
         self._caches = caches
         self._link = link
-        self.propose: Callable[[Event], Sequence[int]] = algorithm.propose
+        self._rules = rules
+        self.propose: Callable[[Event], Sequence[int]] = rules.algorithms.prefetch.propose
         """Where the keys to prefetch come from: a replay may know them from the recorded run."""
         self._levels: dict[int, int] = {}
         """Key -> level to prefetch it at, where that is not the best."""
@@ -48,14 +47,20 @@ class PrefetchQueue:
             record.predicted_right += len(predicted.intersection(event.keys))
             record.predictable += len(event.keys)
 
-    def submit(self, event: Event, ready_s: float, choose: Chooser | None = None) -> None:
+    def level_of(self, key: int) -> int:
+        """Return the level at which a queued key is to be loaded."""
+        return self._levels.get(key, 0)
+
+    def submit(self, event: Event, ready_s: float) -> None:
         """Queue what the prefetcher proposes at an event, known from `ready_s` on.
 
-        `choose` says at which level; what is near or on its way stays at the level it has.
+        Where there is a ladder the miss algorithm says at which level; what is resident or on its
+        way stays at the level it has.
         """
         num_experts, link = self._num_experts, self._link
         proposed = self.propose(event)
-        levels = {} if choose is None else self._choose(event, proposed, choose)
+        miss = self._rules.lossy_miss(event) if self._rules.ladder else None
+        levels = {} if miss is None else self._choose_levels(event, proposed, miss)
         layer = -1
         for key in proposed:
             if key // num_experts != layer:
@@ -90,43 +95,13 @@ class PrefetchQueue:
                 if self._levels:
                     self._levels[key] = 0
 
-    def drain(self, now: float, pinned: Set[int], layer: int) -> None:
-        """Let the link work through its prefetches up to `now`.
-
-        A transfer that could start at `now` itself is left: a demand at this instant goes first.
-        """
-        link = self._link
-        while True:
-            if link.inflight is not None:
-                if link.busy_until > now:
-                    return
-                self.land()
-            head = link.peek()
-            if head is None or head[1] >= now:
-                return
-            key, start_s = head
-            cache = self._caches[key // self._num_experts]
-            level = self._levels.get(key, 0)
-            nbytes = cache.size_of(key, level)
-            if key in cache.resident:
-                link.withdraw(key)
-            elif cache.make_room(nbytes, pinned, layer):
-                cache.reserve(key, level)
-                link.start(key, nbytes, start_s)
-            else:
-                # Everything else is in use until `now`.
-                link.postpone(key, now)
-                return
-
-    def _choose(self, event: Event, keys: Sequence[int], choose: Chooser) -> dict[int, int]:
+    def _choose_levels(
+        self, event: Event, keys: Sequence[int], miss: MissAlgorithm
+    ) -> dict[int, int]:
         by_layer: dict[int, list[int]] = {}
         for key in keys:
             by_layer.setdefault(key // self._num_experts, []).append(key)
         found: dict[int, int] = {}
         for layer, own in by_layer.items():
-            found.update(zip(own, choose(event, layer, own), strict=True))
+            found.update(zip(own, miss.prefetch_levels(event, layer, own), strict=True))
         return found
-
-    def land(self) -> None:
-        key = self._link.land()
-        self._caches[key // self._num_experts].land(key)

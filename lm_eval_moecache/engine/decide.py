@@ -1,0 +1,200 @@
+"""Decide: what one event needs, found out before anything of it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
+from lm_eval_moecache.engine.algorithms import Algorithms
+from lm_eval_moecache.engine.cache import ExpertCache
+from lm_eval_moecache.engine.link import Link
+from lm_eval_moecache.records.arrays import IntArray, softmax
+from lm_eval_moecache.records.event import (
+    DROPPED,
+    PREFILL,
+    Event,
+    Fetch,
+    token_miss_count,
+    unique_in_order,
+)
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.selection import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides: the algorithms, and what of the model and of them is the same at each event."""
+
+    algorithms: Algorithms
+    num_experts: int
+    top_k: int
+    may_change: bool
+    """Whether a selection can change at all."""
+    prefetches: bool
+    ladder: bool
+    """Whether the store has several levels of precision."""
+    at_best: tuple[Fetch, ...]
+    """Key -> its fetch at the best level, made once: most demands are one of them."""
+
+    @staticmethod
+    def of(geometry: Geometry, algorithms: Algorithms) -> Rules:
+        return Rules(
+            algorithms,
+            geometry.num_experts,
+            geometry.top_k,
+            not (algorithms.routing.is_lossless and algorithms.miss.is_lossless),
+            algorithms.prefetch.is_active,
+            len(geometry.precision) > 1,
+            tuple(Fetch(key) for key in range(geometry.num_layers * geometry.num_experts)),
+        )
+
+    def lets_change(self, is_lossless: bool, event: Event) -> bool:
+        """Whether an algorithm may change results at this event (`phases=decode`)."""
+        if is_lossless:
+            return False
+        return not (self.algorithms.decode_only and event.phase == PREFILL)
+
+    def lossy_miss(self, event: Event) -> MissAlgorithm | None:
+        """Return the miss algorithm where it acts on this event, None where all is loaded."""
+        miss = self.algorithms.miss
+        return miss if self.lets_change(miss.is_lossless, event) else None
+
+
+@dataclass(slots=True)
+class Plan:
+    """What an executor carries out, and what became of an event once it has.
+
+    The executor adds the `levels`; all else stays as it was decided.
+
+    Who leaves the cache is not in it: an eviction rule hears of each load and arrival before it is
+    asked for the next victim, and with several waves the pins change in between.
+    """
+
+    event: Event
+    """As it is executed: where the selection was changed, with its experts, weights and keys."""
+    demands: Sequence[Fetch]
+    """What has to be loaded, in this order."""
+    absent: Sequence[int]
+    """The looked-up keys that are not resident: late or missed."""
+    looked_up: Event
+    """After routing and before the miss algorithm: what is counted."""
+    selection: Selection | None = None
+    """The changed selection, or None where the router's is executed."""
+    late: int = 0
+    collisions: int = 0
+    token_misses: int = 0
+    substituted: int = 0
+    dropped: int = 0
+    unfaithful: int = 0
+    levels: Mapping[int, int] | None = None
+    """Key -> precision level at which it was executed; None where the store has one level."""
+
+    def write_to(self, record: PassRecord) -> None:
+        """Write to the ledger what was found absent, and what was changed."""
+        record.late += self.late
+        record.misses += len(self.absent) - self.late
+        record.collisions += self.collisions
+        record.token_misses += self.token_misses
+        record.substituted += self.substituted
+        record.dropped += self.dropped
+        record.unfaithful += self.unfaithful
+
+
+def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
+    """Return what an event needs, by what the cache holds and what is on its way.
+
+    Changes neither of them, nor the event. Only the routing and miss algorithms may note what they
+    were asked (a running average, a draw).
+    """
+    if rules.may_change:
+        return _decide_lossy(event, rules, cache, link)
+    resident = cache.resident
+    absent = [key for key in event.keys if key not in resident]
+    if not absent and not rules.ladder:
+        return Plan(event, (), (), event)
+    # Where lossy algorithms have been at work, what they left at a lower level is not enough.
+    wanted = _not_good_enough(resident, event.keys) if rules.ladder else absent
+    at_best = rules.at_best
+    demands = [at_best[key] for key in wanted]
+    late, collisions, token_misses = _lookup(event, absent, rules, cache, link)
+    return Plan(event, demands, absent, event, None, late, collisions, token_misses)
+
+
+def _lookup(
+    event: Event, absent: Sequence[int], rules: Rules, cache: ExpertCache, link: Link
+) -> tuple[int, int, int]:
+    """Return how many absent keys are late and were evicted in this pass, and whom they miss."""
+    missed = absent
+    if rules.prefetches and link.active:
+        missed = [key for key in absent if not link.is_pending(key)]
+    return (
+        len(absent) - len(missed),
+        cache.count_evicted_in_this_pass(missed),
+        token_miss_count(event, rules.num_experts, absent),
+    )
+
+
+def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
+    resident, chosen = cache.resident, rules.algorithms
+    asked = looked_up = event.spelled_out(rules.num_experts)
+    selection: Selection | None = None
+    if rules.lets_change(chosen.routing.is_lossless, asked):
+        selection = chosen.routing.select(asked, resident)
+        if selection is not None:
+            looked_up = changed(asked, selection, rules.num_experts)
+    absent = [key for key in looked_up.keys if key not in resident]
+    found = _lookup(looked_up, absent, rules, cache, link)
+    executed, demands, substituted = looked_up, None, 0
+    miss = rules.lossy_miss(asked)
+    if miss is None:
+        wanted = _not_good_enough(resident, looked_up.keys) if rules.ladder else absent
+    else:
+        wanted = absent
+        if absent or (rules.ladder and miss.upgrade):
+            resolution = miss.resolve(looked_up, absent, resident)
+            if resolution is not None:
+                demands, change = resolution.fetch, resolution.selection
+                if change is not None:
+                    moved = (change.experts != looked_up.experts) & (looked_up.experts != DROPPED)
+                    substituted = int(moved.sum())
+                    selection = change if selection is None else change.after(selection)
+                    executed = changed(looked_up, selection, rules.num_experts)
+    if demands is None:
+        demands = [rules.at_best[key] for key in wanted]
+    judged = (0, 0) if selection is None else _judge(asked.experts, selection)
+    return Plan(executed, demands, absent, looked_up, selection, *found, substituted, *judged)
+
+
+def _not_good_enough(resident: Mapping[int, int], keys: Sequence[int]) -> list[int]:
+    """Return the keys that are not resident at the best level."""
+    return [key for key in keys if resident.get(key, 1) > 0]
+
+
+def changed(event: Event, selection: Selection, num_experts: int) -> Event:
+    """Return the event of a changed selection, with the gate scores that belong to it."""
+    experts, weights = selection.experts, event.weights
+    if len(weights) and len(event.logits):
+        scores, live = softmax(event.logits), event.experts != DROPPED
+        scores[live.nonzero()[0], event.experts[live]] = weights[live]
+        weights = np.take_along_axis(scores, experts, axis=-1)
+        if selection.weights is not None:
+            ruled = np.isnan(selection.weights)
+            weights = np.where(ruled, weights, selection.weights)
+    if selection.keep is not None:
+        experts = np.where(selection.keep, experts, DROPPED)
+    keys = unique_in_order(event.layer, num_experts, experts[experts >= 0])
+    return event._replace(keys=keys, experts=experts, weights=weights)
+
+
+def _judge(asked: IntArray, selection: Selection) -> tuple[int, int]:
+    """Count what a changed selection drops, and what the router did not ask for."""
+    own = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
+    dropped = 0
+    if selection.keep is not None:
+        dropped = int((~selection.keep).sum())
+        own |= ~selection.keep
+    return dropped, int((~own).sum())

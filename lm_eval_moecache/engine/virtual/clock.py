@@ -1,0 +1,83 @@
+"""The virtual clock: a roofline of the hardware profile says how long each step takes."""
+
+from __future__ import annotations
+
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+
+# Kernels launched per layer and pass. Eager transformers launches 52 before the experts of an OLMoE
+# layer and 16 in them (benchmarks/kernels.py); engines fuse norms, casts and rotary embedding, and
+# the device profiles stand for such an engine. A gate used as a predictor is a product, a cast and
+# a softmax.
+DENSE_KERNELS = 30
+EXPERT_KERNELS = 15
+GATE_KERNELS = 3
+
+
+class VirtualClock:
+    """Discrete time: each step takes max(FLOP / peak, bytes / memory bandwidth) + overheads.
+
+    A pass over n tokens of a part with W weights costs 2 W n FLOP and reads W once. Attention
+    over the context and the KV cache are left out: they are the same for every policy, and small
+    beside the weights at the lengths the tasks have.
+
+    Experts stored at a low precision are read at that precision's bytes and multiplied at the
+    compute dtype, as kernels do that dequantise in registers: FLOP follow the number of weights,
+    and no decoded copy goes through memory. Kernels are per format: an event whose experts have
+    several levels launches them once for each.
+    """
+
+    def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
+        self.now = 0.0
+        self._hardware = hardware
+        flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
+        self._dense = tuple(
+            (size * flop_s_per_byte, size / hardware.memory_bytes_per_s)
+            for size in geometry.dense_bytes
+        )
+        computed = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
+        self._expert = tuple(
+            tuple((whole * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in levels)
+            for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
+        )
+        self._dense_overhead_s = DENSE_KERNELS * hardware.kernel_overhead_s
+        self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
+        self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
+
+    def synchronize(self) -> None:
+        """Every step has been accounted for when it was taken: there is nothing to wait for."""
+        return
+
+    def wait_until(self, time_s: float) -> float:
+        """Let the compute stand still until `time_s`; return the seconds stood still."""
+        stall_s = time_s - self.now
+        if stall_s <= 0:
+            return 0.0
+        self.now = time_s
+        return stall_s
+
+    def dense(self, layer: int, num_tokens: int) -> None:
+        """Account for the dense part before a layer's experts (attention, norms, router ...)."""
+        flop_s, read_s = self._dense[layer]
+        flop_s *= num_tokens
+        self.now += (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s
+
+    def gates(self, num_gates: int) -> float:
+        """Return the seconds that applying `num_gates` further gates as predictors takes."""
+        return num_gates * self._gate_s
+
+    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+        """Return the seconds that a small network beside the model takes for a pass's tokens."""
+        hardware = self._hardware
+        flop_s = 2 * num_weights * num_tokens / hardware.peak_flops
+        read_s = nbytes / hardware.memory_bytes_per_s
+        return max(flop_s, read_s) + num_kernels * hardware.kernel_overhead_s
+
+    def experts(self, layer: int, num_experts: int, num_assignments: int, level: int = 0) -> None:
+        """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
+        if not num_experts:
+            return
+        flop_s, read_s = self._expert[layer][level]
+        flop_s *= num_assignments
+        read_s *= num_experts
+        self.now += (flop_s if flop_s > read_s else read_s) + self._expert_overhead_s

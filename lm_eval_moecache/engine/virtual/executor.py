@@ -1,0 +1,187 @@
+"""Carries plans out in virtual time: everything of one event, in the order in which it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+
+from lm_eval_moecache.engine.algorithms import Algorithms
+from lm_eval_moecache.engine.cache import ExpertCache
+from lm_eval_moecache.engine.decide import Plan
+from lm_eval_moecache.engine.executor import Executor
+from lm_eval_moecache.engine.setting import Draft, Setting
+from lm_eval_moecache.engine.virtual.clock import VirtualClock
+from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
+from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
+from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.virtual.traffic import Traffic
+from lm_eval_moecache.records.event import Event, num_assignments
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.predictor import PredictorCost, costs
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class VirtualExecutor(Executor):
+    """Serves an event from its lookup to the end of its last expert within `run`."""
+
+    clock: VirtualClock
+    link: VirtualLink
+
+    def __init__(self, geometry: Geometry, setting: Setting, algorithms: Algorithms) -> None:
+        pools = [
+            ExpertCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry)
+            for size in setting.capacity.bytes_by_partition
+        ]
+        super().__init__(geometry, algorithms, pools, VirtualLink(setting.hardware))
+        self.clock = VirtualClock(setting.hardware, geometry)
+        self._geometry = geometry
+        self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
+        self._num_layers, self._num_experts = geometry.num_layers, geometry.num_experts
+        self._cached_first = algorithms.miss.cached_first
+        self._predictor: Sequence[PredictorCost] = ()
+        if algorithms.prefetch.uses_predictor:
+            assert algorithms.prefetch.artifact is not None, "a predictor without its artifact"
+            self._predictor = costs(algorithms.prefetch.artifact)
+        self.traffic = Traffic(self.caches, self.link, self.prefetches, geometry.num_experts)
+        self.draft_stage: DraftStage | None = None
+        if setting.draft is not None:
+            self.draft_stage = self._make_draft_stage(setting, setting.draft)
+        self._levels: dict[int, int] = {}
+        """Of the event in progress, the levels at which keys have been executed."""
+        self.on_wave: Callable[[Sequence[int]], None] | None = None
+        """Shown the keys of each wave once they are all resident."""
+
+    def _make_draft_stage(self, setting: Setting, draft: Draft) -> DraftStage:
+        prefetch = self.rules.algorithms.prefetch.draft_stage
+        stage = DraftStage(
+            draft,
+            setting.hardware,
+            self.link,
+            self.clock,
+            self.traffic,
+            self.prefetches,
+            prefetch,
+        )
+        stage.plan(self._geometry, setting.capacity.bytes_by_partition)
+        return stage
+
+    def enter(self, layer: int, num_tokens: int) -> None:
+        """Bring the time to the moment at which the layer's router has decided."""
+        self.clock.dense(layer, num_tokens)
+        if self._prefetching and self.link.active:
+            self.traffic.drain(self.clock.now, _NOTHING, layer)
+
+    def run(self, event: Event) -> Plan:
+        cache = self.caches[event.layer]
+        plan = self._look_up(event, cache)
+        if not self._ladder:
+            self._carry_out(plan, cache)
+            cache.eviction.on_event(plan.event)
+            return plan
+        levels: dict[int, int] = {}
+        self._levels = levels
+        self._carry_out(plan, cache)
+        cache.eviction.on_levels(plan.event, levels)
+        plan.levels = levels
+        return plan
+
+    def waves(self) -> Iterator[tuple[Sequence[int], bool]]:
+        """Nothing is left: what `run` returns is over, and in time nothing else passes."""
+        return iter(())
+
+    def settle(self) -> None:
+        self.link.clear()
+        self.prefetches.forget()
+        if self.link.inflight is not None:
+            self.clock.wait_until(self.link.busy_until)
+            self.traffic.land()
+
+    def _carry_out(self, plan: Plan, cache: ExpertCache) -> None:
+        """Load what is demanded, execute the event, and let prefetches go on."""
+        event, demands, link, clock = plan.event, plan.demands, self.link, self.clock
+        prefetches = self._prefetching
+        gate_s = ready_s = clock.now
+        remaining = event.keys
+        pinned = set(event.keys) if demands or prefetches else _NOTHING
+        if demands:
+            ready_s, remaining = self._load(plan, cache, pinned)
+            if self._cached_first:
+                remaining = self._execute_cached(plan, remaining)
+        if prefetches and link.active:
+            link.cancel_due(event.pass_index * self._num_layers + event.layer)
+        if demands:
+            self.record.stall_s += clock.wait_until(ready_s)
+        if prefetches:
+            ready_s = gate_s + self._predicting_s(event)
+            self.prefetches.submit(event, ready_s)
+            clock.wait_until(ready_s)
+        self._execute(event, remaining)
+        if prefetches and link.active:
+            self.traffic.drain(clock.now, pinned, event.layer)
+
+    def _predicting_s(self, event: Event) -> float:
+        """Return the seconds that the event's predictions take: of gates, or of a predictor."""
+        if not self._predictor or not event.predicted:
+            return self.clock.gates(len(event.predicted))
+        cost = self._predictor[event.layer]
+        return self.clock.network(
+            cost.num_weights, cost.num_bytes, cost.num_kernels, event.num_tokens
+        )
+
+    def _load(
+        self, plan: Plan, cache: ExpertCache, pinned: Set[int]
+    ) -> tuple[float, Sequence[int]]:
+        """Load the demands, in waves where they do not fit together.
+
+        Returns when the last one is there, and the keys still to be executed then.
+        """
+        event, fetches, link = plan.event, plan.demands, self.link
+        remaining, ready_s = event.keys, self.clock.now
+        if link.inflight is not None:
+            # It lands before any of these can start, and while the compute stands still.
+            if link.inflight in pinned:
+                ready_s = link.busy_until
+            # Off the list: a wave may execute and evict it before its turn comes.
+            fetches = [f for f in fetches if cache.arriving.get(f.key, f.level + 1) > f.level]
+            self.traffic.land()
+            cache.unused_prefetches -= pinned
+        if self._ladder:
+            let_worse_go(cache, fetches)
+        is_active = link.active
+        for key, level in fetches:
+            if is_active and link.is_pending(key):
+                link.withdraw(key)
+            nbytes = cache.size_of(key, level)
+            if not cache.make_room(nbytes, pinned, event.layer):
+                wave = [k for k in remaining if k in cache.resident]
+                remaining = [k for k in remaining if k not in cache.resident]
+                self.record.stall_s += self.clock.wait_until(ready_s)
+                self._execute(event, wave)
+                ready_s, pinned = self.clock.now, set(remaining)
+                fits = cache.make_room(nbytes, pinned, event.layer)
+                assert fits, f"no room for one expert of {nbytes} bytes after its wave"
+            ready_s = link.transfer(nbytes, ready_s)
+            cache.insert(key, level)
+        return ready_s, remaining
+
+    def _execute_cached(self, plan: Plan, keys: Sequence[int]) -> list[int]:
+        """Execute what was resident all along, before the wait; return what has to wait."""
+        # The compute is busy from here on: predicting does not hide behind the wait.
+        self.clock.wait_until(self.clock.now + self._predicting_s(plan.event))
+        awaited = {fetch.key for fetch in plan.demands}
+        self._execute(plan.event, [key for key in keys if key not in awaited])
+        return [key for key in keys if key in awaited]
+
+    def _execute(self, event: Event, keys: Sequence[int]) -> None:
+        if self.on_wave is not None:
+            self.on_wave(keys)
+        if self._ladder:
+            num_experts, resident = self._num_experts, self.caches[event.layer].resident
+            levels = {key: resident[key] for key in keys}
+            self._levels.update(levels)
+            self.record.low_precision += execute_by_level(self.clock, event, levels, num_experts)
+        else:
+            assignments = len(keys)
+            if len(event.experts):
+                assignments = num_assignments(event, keys, self._num_experts)
+            self.clock.experts(event.layer, len(keys), assignments)
