@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Halves, Trace
 
 _CHUNK_PASSES = 256
+_NOTHING_SEEN = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,31 +201,34 @@ def _cold_passes(trace: Trace, waiting: Sequence[Sequence[RequestRecord]]) -> Se
 def _events(trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Event]:
     """Build the events of a range as a live router hook does."""
     columns, num_layers = trace.columns, trace.geometry.num_layers
-    num_experts = trace.geometry.num_experts
     rows: list[int] = trace.row_bounds[first : last + 1].tolist()
     bounds: list[int] = trace.key_bounds[first : last + 1].tolist()
     keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
     base = bounds[0]
-    phases: list[int] = columns.phase[np.asarray(rows[:-1])].tolist()
+    passes, layers = zip(*(divmod(index, num_layers) for index in range(first, last)), strict=True)
+    phases = [PHASES[phase] for phase in columns.phase[np.asarray(rows[:-1])].tolist()]
+    tokens = [stop - row for row, stop in pairwise(rows)]
+    own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
+    events = map(Event, passes, layers, phases, tokens, own)
+    if needs.weights or needs.logits or needs.depth or max(tokens) > 1:
+        return _seen(events, trace, needs, rows)
+    # One token a pass, of which the keys say it all.
+    return events
+
+
+def _seen(
+    events: Iterable[Event], trace: Trace, needs: Sights, rows: Sequence[int]
+) -> Iterator[Event]:
+    """Add what the algorithms want to see, from the `rows` between which each event's lie."""
+    columns, num_layers = trace.columns, trace.geometry.num_layers
+    num_experts = trace.geometry.num_experts
     offsets: list[int] = []
     if needs.depth and trace.predicted is not None and not needs.recorded:
         offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
-    if rows[-1] - rows[0] == last - first and not (
-        needs.weights or needs.logits or needs.recorded or offsets
-    ):
-        # One token a pass, of which the keys say it all.
-        passes, layers = zip(
-            *(divmod(index, num_layers) for index in range(first, last)), strict=True
-        )
-        own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
-        yield from map(Event, passes, layers, (PHASES[p] for p in phases), repeat(1), own)
-        return
-    unseen = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
-    for place in range(last - first):
+    for place, (index, layer, phase, num_tokens, keys, *_) in enumerate(events):
         row, stop = rows[place], rows[place + 1]
-        pass_index, layer = divmod(first + place, num_layers)
-        experts, weights, logits, predicted = unseen
-        if needs.weights or stop - row > 1:
+        experts, weights, logits, predicted = _NOTHING_SEEN
+        if needs.weights or num_tokens > 1:
             experts = columns.experts[row:stop].astype(np.int64)
             if columns.weights is not None:
                 weights = columns.weights[row:stop]
@@ -232,21 +236,11 @@ def _events(trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Even
             logits = trace.logits[row:stop].astype(np.float32)
         if offsets and trace.predicted is not None:
             values = trace.predicted.values[offsets[place] : offsets[place + 1]]
-            by_token = values.reshape(stop - row, -1)
+            by_token = values.reshape(num_tokens, -1)
             predicted = _predictions(by_token, layer, needs.depth, num_experts, num_layers)
         elif needs.recorded:
-            predicted = _unseen(layer, PHASES[phases[place]], needs, num_layers)
-        yield Event(
-            pass_index,
-            layer,
-            PHASES[phases[place]],
-            stop - row,
-            keys[bounds[place] - base : bounds[place + 1] - base],
-            experts,
-            weights,
-            logits,
-            predicted,
-        )
+            predicted = _unseen(layer, phase, needs, num_layers)
+        yield Event(index, layer, phase, num_tokens, keys, experts, weights, logits, predicted)
 
 
 def _unseen(layer: int, phase: str, needs: Sights, num_layers: int) -> dict[int, FloatArray]:

@@ -61,7 +61,7 @@ class WrappedModel:
         self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
         self._wants_weights = engine.wants_weights
         self._wants_logits = engine.wants_logits
-        self._is_sorted = [sorts_its_choice(type(layer.router)) for layer in layers]
+        self._is_sorted = [sorts_its_choice(type(layer.router)) for layer in layers]  # type: ignore[arg-type]
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
