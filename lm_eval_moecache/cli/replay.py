@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
@@ -45,6 +46,7 @@ def run_raw(argv: list[str]) -> int:
         seed=None if arguments.seed is None else read_count("seed", arguments.seed),
         expert_bytes=_expert_bytes(arguments.expert_bytes),
         bound=arguments.bound,
+        emulate=None if arguments.emulate is None else load_real_model(arguments.emulate),
     )
     rows = run_sweep(arguments.traces, setting, show_progress=sys.stderr.isatty())
     if arguments.plot is not None:
@@ -100,6 +102,11 @@ def _parser(needs_traces: bool = True) -> ArgumentParser:
     )
     parser.add_argument("--hardware", type=str, default="a100-5gbps", help="profile, or YAML")
     parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
+    parser.add_argument(
+        "--emulate",
+        type=str | None,
+        help="charge each layer as one of this model: a name, a folder, or a YAML",
+    )
     parser.add_argument("--cache_reset", choices=["never", "request"], default="never")
     parser.add_argument("--seed", type=int | None, help="default: the recorded run's")
     parser.add_argument(

@@ -39,7 +39,9 @@ class Engine:
         future: Future | None = None,
         mover: Mover | None = None,
     ) -> None:
-        self.geometry = geometry
+        self.own_geometry = geometry
+        """The sizes of the model itself, where `geometry` is what it emulates."""
+        self.geometry = geometry = setting.charged(geometry)
         self.setting = setting
         self.ledger = Ledger()
         policy, seed = setting.policy, setting.seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
@@ -62,8 +63,14 @@ class Setting:
     seed: int = 0
     draft: Draft | None = None
     """The draft model of speculative decoding; None also where drafts come from the prompt."""
+    emulate: RealModel | None = None
+    """The model whose sizes each layer is charged as (virtual clock only)."""
     throttle_bytes_per_s: float | None = None
     """What the real link is slowed down to (wall clock only); None for as fast as it is."""
+
+    def charged(self, own: Geometry) -> Geometry:
+        """Return the sizes by which a model's layers are charged: its own, or the emulated."""
+        return own if self.emulate is None else self.emulate.emulated_by(own)
 
     def with_draft(self, draft: Draft | None) -> Setting:
         return replace(self, draft=draft)

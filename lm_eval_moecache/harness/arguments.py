@@ -9,7 +9,9 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, Setting, offline, without_draft
+from lm_eval_moecache.harness.scan_checks import check_scan
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
+from lm_eval_moecache.records.emulation import RealModel, load_real_model
 from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
@@ -36,7 +38,7 @@ _CHOICES = {
 }
 KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
-    *("trace", "store_dir"),
+    *("trace", "store_dir", "emulate"),
     *_CHOICES,
     *("draft", "draft_tokens"),
 )
@@ -79,6 +81,8 @@ class Config:
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None
     """What the wall clock slows its link down to."""
+    emulate: RealModel | None = None
+    """The real model whose sizes the layers are charged as (virtual clock only)."""
     precision: str | None = None
     """Levels at which experts are stored, best first; None for the model's own dtype."""
 
@@ -87,10 +91,13 @@ class Config:
         return None if self.precision is None else parse_ladder(self.precision)
 
     def setting(self, geometry: Geometry) -> Setting:
-        """Return what an engine is made of, for this model."""
+        """Return what an engine is made of, for this model; bytes are the emulated ones."""
+        emulate = self.emulate
+        charged = geometry if emulate is None else emulate.emulated_by(geometry)
         return Setting(
             policy=self.policy,
-            capacity=parse_capacity(self.capacity, geometry),
+            capacity=parse_capacity(self.capacity, charged),
+            emulate=emulate,
             hardware=self.hardware,
             seed=self.seed,
             throttle_bytes_per_s=self.throttle_bytes_per_s,
@@ -140,7 +147,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
     _check_clock(choices, given, policy)
-    _check_scan(choices, policy, capacity)
+    check_scan(choices["scoring"], policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
     drafting = _read_draft(given, policy, speculative)
@@ -155,6 +162,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
         seed=read_count("seed", given.get("seed", 0), exact=True),
         precision=precision,
+        emulate=None if given.get("emulate") is None else load_real_model(str(given["emulate"])),
         trace=_trace_folder(given.get("trace")),
         **choices,
         **drafting,
@@ -259,6 +267,11 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: P
             f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
             "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
         )
+    if "emulate" in given:
+        raise ValueError(
+            f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
+            "the model's own experts. Allowed with it: clock=virtual."
+        )
     if "store_dir" in given and choices["store"] != "disk":
         raise ValueError(
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
@@ -273,26 +286,4 @@ def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: P
         raise ValueError(
             "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
             "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
-        )
-
-
-def _check_scan(choices: Mapping[str, str], policy: Policy, capacity: str) -> None:
-    """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
-    if choices["scoring"] != "scan":
-        return
-    if not is_per_layer(capacity):
-        raise ValueError(
-            f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
-            "all layers: routing token after token inside a layer has no order across layers. "
-            "Allowed with scan: a capacity like '30/layer'."
-        )
-    if policy.prefetch.algorithm.is_active:
-        raise ValueError(
-            f"scoring='scan' does not go with prefetch={policy.prefetch.name!r}: prefetches cross "
-            "layers, and scan goes through one layer at a time. Allowed with scan: prefetch=none."
-        )
-    if getattr(policy.routing.algorithm, "depth", 0):
-        raise ValueError(
-            f"scoring='scan' does not go with routing={policy.routing.name!r}, which decides a "
-            "layer's experts in the layer before. Allowed with scan: a routing of one layer."
         )

@@ -18,7 +18,7 @@ def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> R
     return Recorder(
         config.trace,
         f"{config.policy.name}-{config.capacity}",
-        engine.geometry,
+        engine.own_geometry,
         seed=config.seed,
         depth=engine.algorithms.prefetch.depth,
         predicted_by=engine.predictor_digest,

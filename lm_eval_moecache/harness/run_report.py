@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
@@ -39,6 +40,7 @@ def run_report(
         "cache_reset": config.cache_reset,
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
+        **_regime(engine, config, requests),
         "warnings": settings_without_effect(
             by_task,
             config.policy.phases,
@@ -66,6 +68,17 @@ def _of_this_machine(config: Config, measured: Mapping[str, Any]) -> dict[str, A
         "store": config.store,
         "load": dict(measured["load"]),
     }
+
+
+def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Return the regime of the run; on the machine's own clock its speeds are not known."""
+    if config.clock == "wall":
+        return {}
+    geometry = engine.geometry
+    regime = regime_of(geometry, engine.setting.capacity.total_bytes, config.hardware)
+    emulate = {} if config.emulate is None else {"emulate": dataclasses.asdict(config.emulate)}
+    stall_s = decode_stall_s(requests, geometry.num_layers)
+    return {**emulate, "regime": regime.as_dict(stall_s)}
 
 
 def _draft(engine: Engine, config: Config) -> dict[str, Any]:

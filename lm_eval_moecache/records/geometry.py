@@ -25,6 +25,8 @@ class Geometry:
     precision: tuple[str, ...] = ("bf16",)
     element_bytes: float = 2.0
     compute_bytes: tuple[int, ...] = ()
+    emulates: str = ""
+    """The real model whose sizes these are; empty where they are the model's own."""
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_experts, self.top_k) < 1 or self.top_k > self.num_experts:

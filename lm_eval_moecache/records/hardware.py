@@ -14,7 +14,7 @@ PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One device. FLOP/s are at the compute dtype; the latency is per transfer."""
+    """One device and its host. FLOP/s are at the compute dtype; the latency is per transfer."""
 
     name: str
     peak_flops: float
@@ -23,6 +23,11 @@ class Hardware:
     link_latency_s: float
     kernel_overhead_s: float
     memory_bytes: float
+    layer_overhead_s: float = 0.0
+    """Seconds per layer and pass of a stack that is slower than its kernels, beside those."""
+    host_flops: float | None = None
+    host_memory_bytes_per_s: float | None = None
+    """Where misses are computed on the host; None where the profile does not say."""
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
@@ -31,7 +36,12 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be above 0."
                 )
-        for key in ("link_latency_s", "kernel_overhead_s"):
+        for key in ("host_flops", "host_memory_bytes_per_s"):
+            if getattr(self, key) is not None and not getattr(self, key) > 0:
+                raise ValueError(
+                    f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be above 0."
+                )
+        for key in ("link_latency_s", "kernel_overhead_s", "layer_overhead_s"):
             if not getattr(self, key) >= 0:
                 raise ValueError(
                     f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be 0 or more."

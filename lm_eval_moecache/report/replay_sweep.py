@@ -11,8 +11,10 @@ from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
@@ -37,6 +39,8 @@ class SweepSetting:
     seed: int | None = None
     expert_bytes: int | None = None
     bound: bool = True
+    emulate: RealModel | None = None
+    """The model whose sizes the traced layers are charged as; None for the trace's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +57,14 @@ class Row:
     """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate and Belady's, the fewest misses
     of that phase; empty where not asked for."""
     closeness: float | None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
     """Settings that did nothing on this trace."""
+    cycles: float
+    """Tokens' worth of experts that the capacity holds."""
+    emulates: str = ""
+    """The model whose sizes the layers were charged as."""
+    regime: dict[str, Any] | None = None
+    """None where the trace says no sizes, and none are emulated."""
 
     @property
     def open_loop(self) -> bool:
@@ -78,7 +88,7 @@ def run_sweep(
             predicted=any(map(_uses_predictions, setting.policies)),
             expert_bytes=setting.expert_bytes,
         )
-        capacities = [_capacity(text, trace) for text in setting.capacities]
+        capacities = [_capacity(text, trace, setting.emulate) for text in setting.capacities]
         foresees = setting.bound or any(map(_is_offline, setting.policies))
         settings = len(setting.policies) * len(setting.hardwares) + (3 if setting.bound else 0)
         with tqdm(
@@ -105,6 +115,7 @@ class _Found:
     """What a replay came to: `misses` are late and absent requests."""
 
     metrics: dict[str, Any]
+    regime: dict[str, Any]
     misses: int
     proposed: int
 
@@ -129,15 +140,24 @@ class _Replays:
             return self._done[key]
         engine = replay(
             self.trace,
-            Setting(policy=policy, capacity=capacity, hardware=hardware, seed=seed),
+            Setting(
+                policy=policy,
+                capacity=capacity,
+                hardware=hardware,
+                seed=seed,
+                emulate=self.setting.emulate,
+            ),
             future=self._decode_future if decode else self._future,
             cache_reset=self.setting.cache_reset,
             on_progress=self._bar.update,
         )
         engine.check_integrity()
         misses = sum(p.late + p.misses for p in engine.ledger.passes)
+        requests, geometry = engine.ledger.requests, engine.geometry
+        regime = regime_of(geometry, capacity.total_bytes, hardware)
         found = _Found(
-            metrics=task_metrics(engine.ledger.requests, engine.peak_cache_bytes),
+            metrics=task_metrics(requests, engine.peak_cache_bytes),
+            regime=regime.as_dict(decode_stall_s(requests, geometry.num_layers)),
             misses=misses,
             proposed=sum(p.predicted for p in engine.ledger.passes),
         )
@@ -149,9 +169,11 @@ def _row(
 ) -> Row:
     own = replays.run(policy, capacity, hardware)
     bounds, close = _bounds(replays, own, capacity) if replays.setting.bound else ({}, None)
+    emulate = replays.setting.emulate
+    has_sizes = replays.trace.has_sizes or emulate is not None
     return Row(
         trace=file,
-        has_sizes=replays.trace.has_sizes,
+        has_sizes=has_sizes,
         policy=policy,
         capacity=capacity,
         hardware=hardware,
@@ -159,6 +181,9 @@ def _row(
         bounds=bounds,
         closeness=close,
         warnings=_idle(policy, own, len(replays.trace.requests)),
+        cycles=own.regime["capacity_cycles"],
+        emulates="" if emulate is None else emulate.name,
+        regime=own.regime if has_sizes else None,
     )
 
 
@@ -201,14 +226,15 @@ def _axes(policy: Policy) -> list[Any]:
     return [getattr(policy, axis).as_dict() for axis in AXES]
 
 
-def _capacity(text: str, trace: Trace) -> Capacity:
+def _capacity(text: str, trace: Trace, emulate: RealModel | None) -> Capacity:
     is_size = not (text.endswith(("%", "/layer")) or text.isdigit())
-    if is_size and not trace.has_sizes:
+    if is_size and not trace.has_sizes and emulate is None:
         raise ValueError(
             f"capacity={text!r}: trace {trace.name} does not say how large an expert is. Give "
             "--expert_bytes, or a capacity as a share, a number of experts or N/layer."
         )
-    return parse_capacity(text, trace.geometry)
+    own = trace.geometry
+    return parse_capacity(text, own if emulate is None else emulate.emulated_by(own))
 
 
 def _is_offline(policy: Policy) -> bool:

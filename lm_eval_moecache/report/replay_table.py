@@ -29,6 +29,8 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "link_bytes_per_s": row.hardware.link_bytes_per_s,
                 # Where the trace says no sizes, each expert counts one byte.
                 "has_sizes": row.has_sizes,
+                "emulate": row.emulates or None,
+                "regime": row.regime,
                 "metrics": row.metrics,
                 **{
                     f"{name}_{phase}miss_rate": row.bounds.get(phase, {}).get(name)
@@ -53,6 +55,7 @@ def as_table(rows: Sequence[Row]) -> str:
         *(["Policy"] if by_policy else []),
         *(["Hardware"] if by_hardware else []),
         "Capacity",
+        "Cycles",
         "MiB",
         "Hit",
         "Miss",
@@ -65,6 +68,8 @@ def as_table(rows: Sequence[Row]) -> str:
         "MiB read",
         "TPOT ms",
         "Stall ms/tok",
+        "Transfer/layer",
+        "Bound",
     ]
     writer.value_matrix = [
         [
@@ -81,6 +86,7 @@ def as_table(rows: Sequence[Row]) -> str:
 def _title(rows: Sequence[Row], by_policy: bool, by_hardware: bool) -> str:
     title = "moecache replay"
     title += "" if by_policy else f" ({_policy(rows[0])})"
+    title += f", layers charged as: {rows[0].emulates}" if rows[0].emulates else ""
     return title + ("" if by_hardware else f", hardware: {_hardware(rows[0])}")
 
 
@@ -109,9 +115,10 @@ def _hardware(row: Row) -> str:
 def _cells(row: Row) -> list[str]:
     metrics = row.metrics
     tpot = metrics.get("tpot_ms")
-    sized = row.has_sizes
+    sized, regime = row.has_sizes, row.regime or {}
     return [
         row.capacity.text,
+        _number(row.cycles, "{:.2f}"),
         _number(row.capacity.total_bytes / 2**20 if sized else None, "{:.1f}"),
         _number(metrics["hit_rate"], "{:.4f}"),
         *_rates(row, ""),
@@ -120,6 +127,8 @@ def _cells(row: Row) -> list[str]:
         _number(metrics["bytes_moved"] / 2**20 if sized else None, "{:.1f}"),
         _number(tpot["mean"] if tpot and sized else None, "{:.3f}"),
         _number(metrics["stall_ms_per_token"] if sized else None, "{:.3f}"),
+        _number(regime.get("transfer_per_layer"), "{:.3g}"),
+        regime.get("bound", ""),
     ]
 
 

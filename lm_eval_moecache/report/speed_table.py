@@ -36,7 +36,20 @@ def speed_table(report: Mapping[str, Any]) -> str:
     rows = [*report["tasks"].items(), ("**all**", report["totals"])]
     writer.value_matrix = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
     warnings = [f"Warning: {text}" for text in report["warnings"]]
-    return "\n".join([_title(report), writer.dumps(), *warnings])
+    regime = [regime_line(report["regime"])] if "regime" in report else []
+    return "\n".join([_title(report), writer.dumps(), *regime, *warnings])
+
+
+def regime_line(regime: Mapping[str, Any]) -> str:
+    """Say in which regime a run was: two runs of different ones need not rank policies alike."""
+    ratio = regime["transfer_per_layer"]
+    parts = [
+        f"capacity {regime['capacity_cycles']:.2f} token cycles",
+        "layers take no time" if ratio is None else f"one expert's transfer {ratio:.3g} layers",
+    ]
+    if "bound" in regime:
+        parts.append(f"decoding bound by {regime['bound']}")
+    return f"Regime: {', '.join(parts)}."
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -47,6 +60,8 @@ def _title(report: Mapping[str, Any]) -> str:
         f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
         f"clock: {report['clock']}",
     ]
+    if "emulate" in report:
+        parts.append(f"layers charged as: {report['emulate']['name']}")
     if "draft" in report:
         draft = report["draft"]
         parts.append(f"draft: {draft['name']}, {draft['tokens']} tokens, {draft['bytes']} bytes")

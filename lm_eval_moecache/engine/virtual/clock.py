@@ -40,9 +40,16 @@ class VirtualClock:
             tuple((whole * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in levels)
             for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
         )
-        self._dense_overhead_s = DENSE_KERNELS * hardware.kernel_overhead_s
+        self._dense_overhead_s = (
+            DENSE_KERNELS * hardware.kernel_overhead_s + hardware.layer_overhead_s
+        )
         self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
         self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that a layer takes beside its arithmetic and its memory traffic."""
+        return self._dense_overhead_s + self._expert_overhead_s
 
     def synchronize(self) -> None:
         """Every step has been accounted for when it was taken: there is nothing to wait for."""

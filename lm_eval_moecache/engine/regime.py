@@ -1,0 +1,84 @@
+"""The regime of a run: the dimensionless numbers by which two runs may be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval_moecache.engine.virtual.clock import VirtualClock
+from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.ledger import RequestRecord
+
+LINK, COMPUTE, LAUNCHES = "link", "compute", "launches"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regime:
+    """Where a run lies. Times are seconds of a decode step, per layer and on average over them."""
+
+    cycles: float
+    """Tokens' worth of experts (layers x top-k) that the capacity holds."""
+    transfer_s: float
+    """One expert over the link, latency included."""
+    compute_s: float
+    """Reading and multiplying one layer's weights and its top-k experts."""
+    launches_s: float
+    """Overheads of one layer: kernels, and what a stack adds to them."""
+
+    @property
+    def transfer_per_layer(self) -> float:
+        """One expert's transfer / one layer's decode step without waiting; inf where that is 0."""
+        layer_s = self.compute_s + self.launches_s
+        return self.transfer_s / layer_s if layer_s else float("inf")
+
+    def bound(self, stall_s: float) -> str:
+        """Name what a layer's step takes longest: `stall_s` is its wait for the link."""
+        parts = {COMPUTE: self.compute_s, LAUNCHES: self.launches_s, LINK: stall_s}
+        return max(parts, key=lambda name: parts[name])
+
+    def as_dict(self, stall_s: float | None = None) -> dict[str, Any]:
+        """Return the numbers; what bounds the step only where the wait for the link is known."""
+        ratio = self.transfer_per_layer
+        found: dict[str, Any] = {
+            "capacity_cycles": self.cycles,
+            "transfer_per_layer": None if ratio == float("inf") else ratio,
+            "transfer_s": self.transfer_s,
+            "layer_compute_s": self.compute_s,
+            "layer_launches_s": self.launches_s,
+        }
+        if stall_s is not None:
+            found["layer_stall_s"] = stall_s
+            found["bound"] = self.bound(stall_s)
+        return found
+
+
+def regime_of(geometry: Geometry, capacity_bytes: int, hardware: Hardware) -> Regime:
+    """Return the regime of a model in a cache of these bytes, on this machine."""
+    num_layers, top_k = geometry.num_layers, geometry.top_k
+    best = [levels[0] for levels in geometry.expert_bytes]
+    transfers = [hardware.link_latency_s + size / hardware.link_bytes_per_s for size in best]
+    clock = VirtualClock(hardware, geometry)
+    for layer in range(num_layers):
+        clock.dense(layer, 1)
+        clock.experts(layer, top_k, top_k)
+    launches_s = clock.overhead_s
+    return Regime(
+        cycles=capacity_bytes / (top_k * sum(best)),
+        transfer_s=sum(transfers) / num_layers,
+        compute_s=clock.now / num_layers - launches_s,
+        launches_s=launches_s,
+    )
+
+
+def decode_stall_s(requests: Iterable[RequestRecord], num_layers: int) -> float | None:
+    """Return the mean wait of a layer's decode step for the link; None where nothing was decoded.
+
+    A pass that served several requests counts once.
+    """
+    passes = {p.index: p for request in requests for p in request.passes if p.phase == DECODE}
+    if not passes:
+        return None
+    return sum(p.stall_s for p in passes.values()) / (len(passes) * num_layers)
