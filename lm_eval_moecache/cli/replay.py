@@ -100,13 +100,7 @@ def _parser(needs_traces: bool = True) -> ArgumentParser:
         default="25%",
         help="'5%%', '2GiB', '51', '30/layer'; a,b,c for many",
     )
-    parser.add_argument("--hardware", type=str, default="a100-5gbps", help="profile, or YAML")
-    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
-    parser.add_argument(
-        "--emulate",
-        type=str | None,
-        help="charge each layer as one of this model: a name, a folder, or a YAML",
-    )
+    _add_machine(parser)
     parser.add_argument("--cache_reset", choices=["never", "request"], default="never")
     parser.add_argument("--seed", type=int | None, help="default: the recorded run's")
     parser.add_argument(
@@ -120,6 +114,17 @@ def _parser(needs_traces: bool = True) -> ArgumentParser:
     )
     parser.add_argument("--plot", type=str | None, help="miss rate against capacity: .svg, .png")
     return parser
+
+
+def _add_machine(parser: ArgumentParser) -> None:
+    """Add what says how long things take."""
+    parser.add_argument("--hardware", type=str, default="a100-5gbps", help="profile, or YAML")
+    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
+    parser.add_argument(
+        "--emulate",
+        type=str | None,
+        help="charge each layer as one of this model: a name, a folder, or a YAML",
+    )
 
 
 def _read_options(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
