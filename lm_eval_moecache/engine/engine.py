@@ -39,10 +39,9 @@ class Engine:
         future: Future | None = None,
         mover: Mover | None = None,
     ) -> None:
-        self.own_geometry = geometry
-        """The sizes of the model itself, where `geometry` is what it emulates."""
+        # The model's own sizes, and those it is charged by: they differ where it emulates another.
+        self.setting, self.own_geometry = setting, geometry
         self.geometry = geometry = setting.charged(geometry)
-        self.setting = setting
         self.ledger = Ledger()
         policy, seed = setting.policy, setting.seed
         self.algorithms = Algorithms(

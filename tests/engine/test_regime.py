@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.engine.regime import COMPUTE, LAUNCHES, LINK, regime_of
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.geometry import Geometry
