@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.report.figures import write_figures
 from lm_eval_moecache.report.plots import write_plots
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.views import selected
 from lm_eval_moecache.sweep.spec import read_sweep
 
 
@@ -23,12 +24,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=str | None, help="default: DIR/plots")
     parser.add_argument("--task", type=str | None, help="TASK or TASK:METRIC; default: mean")
     parser.add_argument("--group", default="policy", help="the setting that gives a run its colour")
+    parser.add_argument(
+        "--where", type=str | None, help="only runs with these settings: capacity=5%%,policy=specmd"
+    )
 
 
 def run(arguments: Namespace) -> int:
     folder = Path(arguments.dir)
     target = Path(arguments.output) if arguments.output else folder / "plots"
-    runs = load_runs(folder)
+    runs = _chosen(load_runs(folder), arguments.where)
     own = figures_of(folder)
     # A sweep that names its figures is told by those, unless another picture is asked for.
     if own and arguments.task is None:
@@ -40,6 +44,14 @@ def run(arguments: Namespace) -> int:
     else:
         sys.stdout.writelines(f"{path}\n" for path in written)
     return 0
+
+
+def _chosen(runs: Sequence[Run], where: str | None) -> list[Run]:
+    wanted = dict(item.split("=", 1) for item in (where or "").split(",") if "=" in item)
+    found = [run for run in runs if selected(run, wanted)]
+    if not found or (where and not wanted):
+        raise ValueError(f"--where={where!r}: no run has these settings. Form: SETTING=VALUE,...")
+    return found
 
 
 def figures_of(folder: Path) -> Sequence[Mapping[str, Any]]:

@@ -112,7 +112,7 @@ def _say(text: str) -> None:
 def _check(arguments: Namespace) -> None:
     if not arguments.out:
         raise ValueError("--out must name a folder: the search is kept there, and goes on from it.")
-    allowed = [name for name, (_, _, higher) in METRICS.items() if higher is not None]
+    allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
     if arguments.metric not in allowed:
         raise unknown("metric", arguments.metric, allowed)
     read_number("budget", arguments.budget, least=0, most=100)

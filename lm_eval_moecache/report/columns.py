@@ -5,43 +5,61 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.report.results import Run, Score
 
 AXES = ("routing", "prefetch", "eviction", "miss")
-# Metric of DESIGN 2.3 -> heading, decimals, whether higher is better (None: neither way).
-METRICS: Mapping[str, tuple[str, int, bool | None]] = {
-    "ttft_ms": ("TTFT ms", 3, False),
-    "tpot_ms": ("TPOT ms", 3, False),
-    "itl_ms": ("ITL ms", 3, False),
-    "e2el_ms": ("E2E ms", 3, False),
-    "tok_per_s": ("tok/s", 1, True),
-    "prompt_tok_per_s": ("prompt tok/s", 1, True),
-    "hit_rate": ("Hit", 4, True),
-    "miss_rate": ("Miss", 4, False),
-    "late_rate": ("Late", 4, False),
-    "collision_miss_rate": ("Collision", 4, False),
-    "token_miss_rate": ("Token miss", 4, False),
-    "prefetch_hits": ("Prefetch hits", 0, None),
-    "prefetch_precision": ("Prefetch precision", 4, True),
-    "prefetch_recall": ("Prefetch recall", 4, True),
-    "stall_ms_per_token": ("Stall ms/tok", 3, False),
-    "link_utilization": ("Link use", 3, None),
-    "bytes_moved": ("Bytes moved", 0, False),
-    "bytes_per_token": ("Bytes/tok", 0, False),
-    "evictions": ("Evictions", 0, None),
-    "expert_lifetime_tokens": ("Lifetime tok", 1, None),
-    "routing_fidelity": ("Fidelity", 4, True),
-    "substituted_share": ("Substituted", 4, None),
-    "dropped_share": ("Dropped", 4, None),
-    "low_precision_share": ("Low precision", 4, None),
-    "peak_cache_bytes": ("Peak bytes", 0, False),
-    "draft_acceptance": ("Acceptance", 4, True),
-    "accepted_per_verify": ("Accepted/verify", 3, True),
-    "draft_time_share": ("Drafting", 4, None),
-    "requests": ("Requests", 0, None),
+MEGABYTE = 1e6
+"""What pictures count bytes in; links are told in GB/s."""
+
+
+class Metric(NamedTuple):
+    """The one description of a metric of DESIGN 2.3: how tables and axes name it."""
+
+    heading: str
+    decimals: int
+    higher_is_better: bool | None
+    """None: neither way."""
+    words: str
+    """Words and unit, for an axis. Bytes are drawn in MB: `MEGABYTE`."""
+
+
+METRICS: Mapping[str, Metric] = {
+    "ttft_ms": Metric("TTFT ms", 3, False, "time to first token [ms]"),
+    "tpot_ms": Metric("TPOT ms", 3, False, "time per output token [ms]"),
+    "itl_ms": Metric("ITL ms", 3, False, "inter-token latency [ms]"),
+    "e2el_ms": Metric("E2E ms", 3, False, "end-to-end latency [ms]"),
+    "tok_per_s": Metric("tok/s", 1, True, "output tokens per second"),
+    "prompt_tok_per_s": Metric("prompt tok/s", 1, True, "prompt tokens per second"),
+    "hit_rate": Metric("Hit", 4, True, "hit rate [of requests]"),
+    "miss_rate": Metric("Miss", 4, False, "miss rate [of requests]"),
+    "late_rate": Metric("Late", 4, False, "late rate [of requests]"),
+    "collision_miss_rate": Metric("Collision", 4, False, "collision misses [of requests]"),
+    "token_miss_rate": Metric("Token miss", 4, False, "misses per token [of its top-k]"),
+    "prefetch_hits": Metric("Prefetch hits", 0, None, "prefetch hits [requests]"),
+    "prefetch_precision": Metric(
+        "Prefetch precision", 4, True, "prefetch precision [of proposals]"
+    ),
+    "prefetch_recall": Metric("Prefetch recall", 4, True, "prefetch recall [of requests]"),
+    "stall_ms_per_token": Metric("Stall ms/tok", 3, False, "stall per token [ms]"),
+    "link_utilization": Metric("Link use", 3, None, "link use [of time]"),
+    "bytes_moved": Metric("Bytes moved", 0, False, "moved over the link [MB]"),
+    "bytes_per_token": Metric("Bytes/tok", 0, False, "moved per token [MB]"),
+    "evictions": Metric("Evictions", 0, None, "evictions"),
+    "expert_lifetime_tokens": Metric("Lifetime tok", 1, None, "expert lifetime [tokens]"),
+    "routing_fidelity": Metric("Fidelity", 4, True, "routing fidelity [of executed]"),
+    "substituted_share": Metric("Substituted", 4, None, "substituted [of executed]"),
+    "dropped_share": Metric("Dropped", 4, None, "dropped [of assignments]"),
+    "low_precision_share": Metric("Low precision", 4, None, "low precision [of executed]"),
+    "peak_cache_bytes": Metric("Peak bytes", 0, False, "peak of the cache [MB]"),
+    "draft_acceptance": Metric("Acceptance", 4, True, "accepted drafts [of drafted tokens]"),
+    "accepted_per_verify": Metric(
+        "Accepted/verify", 3, True, "accepted drafts per verify pass [tokens]"
+    ),
+    "draft_time_share": Metric("Drafting", 4, None, "drafting [of decode time]"),
+    "requests": Metric("Requests", 0, None, "requests"),
 }
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
 _PERCENTILES = ("mean", "p50", "p90", "p99")
@@ -57,6 +75,8 @@ class Column:
     decimals: int = 0
     higher_is_better: bool | None = None
     is_number: bool = False
+    words: str = ""
+    """What an axis calls it, with its unit; the heading unless given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +106,15 @@ def metric_column(name: str) -> Column | None:
     phase = next((p for p in _PHASES if base.startswith(p)), "")
     if base.removeprefix(phase) not in METRICS:
         return None
-    heading, decimals, higher = METRICS[base.removeprefix(phase)]
-    shown = _PHASES.get(phase, "") + heading + (f" {percentile}" if dot else "")
-    return Column(name, f"{shown} ({task})" if at else shown, decimals, higher, True)
+    found = METRICS[base.removeprefix(phase)]
+    shown, words = (
+        _PHASES.get(phase, "")
+        + text
+        + (f" {percentile}" if dot else "")
+        + (f" ({task})" if at else "")
+        for text in (found.heading, found.words)
+    )
+    return Column(name, shown, found.decimals, found.higher_is_better, True, words)
 
 
 def metric_value(run: Run, name: str) -> Value:
@@ -110,7 +136,8 @@ def score_column(runs: Sequence[Run], name: str) -> Column | None:
             arrow = "" if score.higher_is_better else " (lower is better)"
             decimals = 3 if score.higher_is_better else 2
             heading = f"{task} {score.metric}{arrow}"
-            return Column(name, heading, decimals, score.higher_is_better, True)
+            words = f"{task} {score.metric.replace('_', ' ')}"
+            return Column(name, heading, decimals, score.higher_is_better, True, words)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _UNDATED: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None},
 }
+_MARKERS = "osD^vP*X<>"
 _PANELS = {"figure.constrained_layout.use": True, "font.size": 9}
 
 
@@ -46,6 +48,24 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
             rows, columns, figsize=(4.5 * columns + 1.5, 2.6 * rows + 1.2), squeeze=False
         )
     return figure, list(axes.flat)
+
+
+def look(index: int) -> dict[str, Any]:
+    """Ten colours times ten markers: no two of a hundred series share both."""
+    return {
+        "color": f"C{index % 10}",
+        "marker": _MARKERS[(index // 10 + index) % len(_MARKERS)],
+        "markersize": 5,
+    }
+
+
+def end_at_one(axes: Any, values: Sequence[float]) -> None:
+    """Let a vertical axis of shares end at 1, which no share exceeds."""
+    if values and min(values) >= 0 and max(values) <= 1:
+        room = max(1 - min(values), 0.05)
+        axes.set_ylim(max(0.0, 1 - 1.1 * room), 1)
+        for line in axes.lines:
+            line.set_clip_on(False)
 
 
 def save(figure: Any, path: str | Path) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.report.columns import Column, Value, setting
-from lm_eval_moecache.report.figure import STYLE, new_figure, pyplot, save
+from lm_eval_moecache.report.columns import MEGABYTE, Column, Value, setting
+from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, pyplot, save
 from lm_eval_moecache.report.results import Run
-from lm_eval_moecache.report.tables import reader, sort_key
+from lm_eval_moecache.report.tables import ACCURACY, reader, sort_key
 from lm_eval_moecache.report.views import selected
 
 _FIELDS = ("title", "name", "panels", "group", "where", "line")
 _PANEL = ("x", "y", "title", "where")
-_MARKERS = "osD^vP*X<>"
 
 
 def write_figures(
@@ -73,6 +72,7 @@ def _panel(
             continue
         point = _number(x.read(run)), _number(y.read(run))
         if point[0] is not None and point[1] is not None:
+            point = point[0] / _scale(x.column), point[1] / _scale(y.column)
             groups.setdefault(_name(run, names), []).append((point[0], point[1]))
     if not groups:
         raise ValueError(f"figures: {figure['name']!r}: no run has where={where!r} and figures.")
@@ -82,13 +82,14 @@ def _panel(
             [a for a, _ in ordered],
             [b for _, b in ordered],
             linestyle="-" if figure.get("line") else "none",
-            marker=_MARKERS[index % len(_MARKERS)],
-            color=f"C{index % 10}",
-            markersize=5,
             label=name,
+            **look(index),
         )
-    axes.set_xlabel(_label(x.column))
-    axes.set_ylabel(_label(y.column))
+    values = [b for points in groups.values() for _, b in points]
+    if y.column.name == ACCURACY or y.column.name in {t for run in runs for t in run.results}:
+        end_at_one(axes, values)
+    axes.set_xlabel(_label(x.column, runs))
+    axes.set_ylabel(_label(y.column, runs))
     axes.set_title(str(panel.get("title", "")))
 
 
@@ -96,6 +97,11 @@ def _name(run: Run, names: Any) -> str:
     listed = [names] if isinstance(names, str) else names
     values = (setting(run, name).raw for name in listed)
     return " ".join(str(value) for value in values if value is not None)
+
+
+def _scale(column: Column) -> float:
+    """Bytes are drawn in MB, as the words of their metrics say."""
+    return MEGABYTE if "[MB]" in column.words else 1.0
 
 
 def _number(value: Value) -> float | None:
@@ -106,7 +112,13 @@ def _number(value: Value) -> float | None:
     return number if kind < 2 else None
 
 
-def _label(column: Column) -> str:
+def _label(column: Column, runs: Sequence[Run]) -> str:
+    """Words and unit; a capacity's unit is told by how it was given."""
     better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
-    text = column.heading.removesuffix(" (lower is better)")
+    text = column.words or column.heading.removesuffix(" (lower is better)")
+    if column.name == "capacity":
+        given = {str(setting(run, "capacity").raw) for run in runs}
+        for ending, unit in (("%", "% of all expert bytes"), ("/layer", "experts a layer")):
+            if all(each.endswith(ending) for each in given):
+                text = f"capacity [{unit}]"
     return text + better[column.higher_is_better]

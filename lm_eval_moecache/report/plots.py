@@ -1,6 +1,7 @@
 """Draws the trade-offs of a folder of runs: Pareto plots and capacity curves, as SVG and PNG.
 
-The same runs give the same files to the byte, on one version of matplotlib.
+What varies is drawn as series and panels; nothing is averaged. The same runs give the same files
+to the byte, on one version of matplotlib.
 """
 
 from __future__ import annotations
@@ -10,30 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.report.columns import METRICS, accuracy, find_score, metric_value, setting
-from lm_eval_moecache.report.figure import STYLE, pyplot, save
+from lm_eval_moecache.report.columns import (
+    MEGABYTE,
+    METRICS,
+    accuracy,
+    find_score,
+    metric_value,
+    setting,
+)
+from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, pyplot, save
 from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
+from lm_eval_moecache.report.series import Panel, check_one_run_a_place, panels_of
 
-_MARKERS = "osD^vP*X<>"
-_MEGABYTE = 1e6
+_CAPACITY = "capacity"
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One quantity to draw; `sign` is -1 where less is better."""
+    """One quantity to draw; `sign` is -1 where less is better, `is_share` where 1 is the most."""
 
     name: str
     label: str
     read: Callable[[Run], float | None]
     sign: int = 1
+    is_share: bool = False
 
 
-ABSCISSAS = (
-    Axis("tok_per_s", "output tokens per second", lambda run: _metric(run, "tok_per_s")),
-    Axis("miss_rate", "miss rate", lambda run: _metric(run, "miss_rate"), -1),
-    Axis("memory", "cache capacity, MB", lambda run: _capacity_mb(run), -1),
-)
 CURVES = ("tok_per_s", "ttft_ms", "miss_rate")
 
 
@@ -43,20 +47,22 @@ def write_plots(
     """Write every plot that the runs have figures for; return the files.
 
     `task` draws that task's score instead of the mean accuracy; `group` is the setting that
-    gives a run its colour and its curve.
+    gives a run its colour and its curve. Settings that vary beside it make series of their own,
+    or panels where these are many. Raises ValueError where they are too many for a picture.
     """
     plt = pyplot()
     quality = _quality(runs, task)
     written: list[Path] = []
+    memory = _memory_axis()
     with plt.rc_context(STYLE):
-        for axis in ABSCISSAS:
+        for axis in (_metric_axis("tok_per_s"), _metric_axis("miss_rate"), memory):
             if _drawable(runs, axis, quality):
-                figure = _tradeoff(plt, runs, axis, quality, group)
-                written += _save(figure, folder, f"{quality.name}_{axis.name}")
+                figures = [_draw(runs, axis, quality, group, is_curve=False) for _ in range(2)]
+                written += _save(figures, folder, f"{quality.name}_{axis.name}")
         for ordinate in (quality, *(_metric_axis(name) for name in CURVES)):
-            if _num_capacities(runs) > 1 and _drawable(runs, ABSCISSAS[2], ordinate):
-                figure = _curves(plt, runs, ordinate, group)
-                written += _save(figure, folder, f"capacity_{ordinate.name}")
+            if _num_capacities(runs) > 1 and _drawable(runs, memory, ordinate):
+                figures = [_draw(runs, memory, ordinate, group, is_curve=True) for _ in range(2)]
+                written += _save(figures, folder, f"capacity_{ordinate.name}")
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
@@ -64,14 +70,16 @@ def write_plots(
 
 def _quality(runs: Sequence[Run], task: str | None) -> Axis:
     if task is None:
-        return Axis("accuracy", "accuracy (mean of tasks)", lambda run: accuracy(run).number)
+        read = lambda run: accuracy(run).number  # noqa: E731
+        return Axis("accuracy", "accuracy (mean of tasks)", read, is_share=True)
     found = [score for run in runs if (score := find_score(run, task)) is not None]
     if not found:
         names = dict.fromkeys(name for run in runs for name in run.results)
         raise ValueError(f"task={task!r} has no score. Allowed: {', '.join(names)}.")
     sign = 1 if found[0].higher_is_better else -1
     name = task.replace(":", "_").replace(",", "_")
-    return Axis(name, f"{task} {found[0].metric}", lambda run: _score(run, task), sign)
+    label = f"{task} {found[0].metric.replace('_', ' ')}"
+    return Axis(name, label, lambda run: _score(run, task), sign, is_share=sign > 0)
 
 
 def _score(run: Run, task: str) -> float | None:
@@ -84,13 +92,18 @@ def _metric(run: Run, name: str) -> float | None:
 
 
 def _metric_axis(name: str) -> Axis:
-    heading, _, higher = METRICS[name]
-    return Axis(name, heading, lambda run: _metric(run, name), -1 if higher is False else 1)
+    metric = METRICS[name]
+    sign = -1 if metric.higher_is_better is False else 1
+    return Axis(name, metric.words, lambda run: _metric(run, name), sign)
+
+
+def _memory_axis() -> Axis:
+    return Axis("memory", "capacity of the cache [MB]", _capacity_mb, -1)
 
 
 def _capacity_mb(run: Run) -> float | None:
     number = setting(run, "capacity_bytes").number
-    return None if number is None else number / _MEGABYTE
+    return None if number is None else number / MEGABYTE
 
 
 def _num_capacities(runs: Sequence[Run]) -> int:
@@ -101,42 +114,56 @@ def _drawable(runs: Sequence[Run], x: Axis, y: Axis) -> bool:
     return sum(x.read(run) is not None and y.read(run) is not None for run in runs) > 1
 
 
-def _groups(runs: Sequence[Run], group: str) -> dict[str, list[Run]]:
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(str(setting(run, group).raw), []).append(run)
-    return dict(sorted(groups.items()))
-
-
-def _tradeoff(plt: Any, runs: Sequence[Run], x: Axis, y: Axis, group: str) -> Any:
-    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
-    for index, (name, members) in enumerate(_groups(runs, group).items()):
-        points = _points(members, x, y)
-        axes.plot(*_columns(points), linestyle="none", label=name, **_look(index))
-    known = [run for run in runs if x.read(run) is not None and y.read(run) is not None]
-    front = pareto_front(known, lambda run: _signed(x, run), lambda run: _signed(y, run))
-    line = sorted({point for i in front for point in _points([known[i]], x, y)})
-    axes.plot(*_columns(line), color="0.35", linewidth=1, zorder=0, label="Pareto front")
-    axes.set_xlabel(x.label + (" (less is better)" if x.sign < 0 else ""))
-    axes.set_ylabel(y.label)
-    _legend(axes)
+def _draw(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:
+    """Curves over x, or clouds with the Pareto front of each panel."""
+    known = [r for r in runs if x.read(r) is not None and y.read(r) is not None]
+    panels = panels_of(known, group, _CAPACITY)
+    columns = min(len(panels), 3)
+    figure, places = new_figure(-(-len(panels) // columns), columns)
+    names = sorted({name for panel in panels for name in panel.series})
+    for place in places[len(panels) :]:
+        place.set_visible(False)
+    for place, panel in zip(places, panels, strict=False):
+        if is_curve:
+            check_one_run_a_place(panel, x.read, x.label)
+        _panel(place, panel, x, y, names, is_curve=is_curve)
+    _share_limits(places[: len(panels)])
+    handles: dict[str, Any] = {}
+    for place in places:
+        handles |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
-def _curves(plt: Any, runs: Sequence[Run], y: Axis, group: str) -> Any:
-    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
-    x = ABSCISSAS[2]
-    for index, (name, members) in enumerate(_groups(runs, group).items()):
-        # Several runs of one group at one capacity (another setting varies too): their mean.
-        at: dict[float, list[float]] = {}
-        for place, value in _points(members, x, y):
-            at.setdefault(place, []).append(value)
-        means = [(place, sum(values) / len(values)) for place, values in sorted(at.items())]
-        axes.plot(*_columns(means), label=name, **_look(index))
-    axes.set_xlabel(x.label)
-    axes.set_ylabel(y.label)
-    _legend(axes)
-    return figure
+def _panel(
+    place: Any, panel: Panel, x: Axis, y: Axis, names: Sequence[str], *, is_curve: bool
+) -> None:
+    for name, members in panel.series.items():
+        points = sorted(_points(members, x, y))
+        line = "-" if is_curve else "none"
+        place.plot(*_columns(points), linestyle=line, label=name, **look(names.index(name)))
+    runs = [run for members in panel.series.values() for run in members]
+    if not is_curve:
+        front = pareto_front(runs, lambda run: _signed(x, run), lambda run: _signed(y, run))
+        line_of = sorted({point for i in front for point in _points([runs[i]], x, y)})
+        place.plot(*_columns(line_of), color="0.35", linewidth=1, zorder=0, label="Pareto front")
+    if y.is_share:
+        end_at_one(place, [value for _, value in _points(runs, x, y)])
+    place.set_title(panel.title)
+    place.set_xlabel(x.label + _better(x))
+    place.set_ylabel(y.label + _better(y))
+
+
+def _share_limits(places: Sequence[Any]) -> None:
+    """Panels are compared with each other, so they have one scale."""
+    for get, put in (("get_xlim", "set_xlim"), ("get_ylim", "set_ylim")):
+        limits = [getattr(place, get)() for place in places]
+        for place in places:
+            getattr(place, put)(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _better(axis: Axis) -> str:
+    return "\n(less is better)" if axis.sign < 0 else ""
 
 
 def _signed(axis: Axis, run: Run) -> float | None:
@@ -153,26 +180,9 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _look(index: int) -> dict[str, Any]:
-    """Ten colours times ten markers, so that twenty policies stay apart."""
-    return {
-        "color": f"C{index % 10}",
-        "marker": _MARKERS[(index // 10 + index) % len(_MARKERS)],
-        "markersize": 6,
-    }
-
-
-def _legend(axes: Any) -> None:
-    handles, _ = axes.get_legend_handles_labels()
-    # Beside the axes once it would cover the points.
-    if len(handles) > 6:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-    else:
-        axes.legend()
-
-
-def _save(figure: Any, folder: Path, name: str) -> list[Path]:
+def _save(figures: Sequence[Any], folder: Path, name: str) -> list[Path]:
+    """Write the picture in both forms; it is drawn for each, as writing closes it."""
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    for path in paths:
+    for figure, path in zip(figures, paths, strict=True):
         save(figure, path)
     return paths

@@ -87,7 +87,7 @@ def pick(
     metric, task, loss = str(rule["best"]), str(rule["score"]), float(rule["loss"])
     column = metric_column(metric)
     if column is None or column.higher_is_better is None:
-        allowed = [name for name, (_, _, higher) in METRICS.items() if higher is not None]
+        allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
         raise unknown("views: pick: best", metric, allowed)
     sign = 1 if column.higher_is_better else -1
     others = [name for name in settings if name not in rule["relative_to"]]

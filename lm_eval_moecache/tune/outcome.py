@@ -127,7 +127,7 @@ def read_outcome(study: Any, floor: float) -> Outcome:
 def front_table(found: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict as Markdown, from `Outcome.as_dict`."""
     metric = found["question"]["metric"]
-    heading, decimals, higher = METRICS[metric]
+    heading, decimals, higher, _ = METRICS[metric]
     speed = Column(metric, heading, decimals, None, True)
     shipped = sorted(found["shipped"], key=lambda e: -e["speed"] if higher else e["speed"])
     tables = [

@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report import plots
+from lm_eval_moecache.report.columns import METRICS
+from lm_eval_moecache.report.figure import look
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.series import panels_of
 from tests.report.runs import leaderboard_of_four, record, write
 
 NAMES = (
@@ -43,3 +48,84 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(leaderboard_of_four(tmp_path))]) == 2
     assert "lm-eval-moecache[plots]" in capsys.readouterr().err
+
+
+def grid(folder: Path, prefetches: tuple[str, ...] = ("none", "score")) -> Path:
+    """Seven evictions under each prefetcher at two capacities: as the eviction experiment."""
+    made = []
+    for prefetch in prefetches:
+        for i in range(7):
+            for j, capacity in enumerate(("5%", "25%")):
+                name = f"{prefetch}{i}{j}"
+                each = record(name, capacity=capacity, prefetch=prefetch, eviction=f"rule{i}")
+                policy = each["config"]["moecache"]["policy"]
+                policy["prefetch"], policy["eviction"] = {"name": prefetch}, {"name": f"rule{i}"}
+                each["config"]["moecache"]["totals"]["tok_per_s"] = 100.0 * i + j
+                made.append(each)
+    return write(folder, *made)
+
+
+def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = load_runs(grid(tmp_path))
+    panels = panels_of(runs, "policy", "capacity")
+    assert [panel.title for panel in panels] == ["prefetch: none", "prefetch: score"]
+    for panel in panels:
+        assert list(panel.series) == [f"rule{i}" for i in range(7)]
+        assert all(len(members) == 2 for members in panel.series.values())
+    figure = plots._draw(
+        runs, plots._memory_axis(), plots._metric_axis("tok_per_s"), "policy", is_curve=True
+    )
+    drawn = [line for place in figure.axes for line in place.lines]
+    assert sorted({y for line in drawn for y in line.get_ydata()}) == sorted(
+        100.0 * i + j for i in range(7) for j in range(2)
+    )
+    for place in figure.axes:
+        looks = [(line.get_color(), line.get_marker()) for line in place.lines]
+        assert len(set(looks)) == len(looks) == 7
+        assert place.get_xlabel().startswith("capacity of the cache [MB]")
+        assert place.get_ylabel() == "output tokens per second"
+
+
+def test_too_many_series_and_two_runs_in_one_place_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    many = load_runs(grid(tmp_path / "many", tuple(f"p{i}" for i in range(8))))
+    many += load_runs(write(tmp_path / "more", *(record(f"x{i}", seed=str(i)) for i in range(20))))
+    with pytest.raises(ValueError, match=r"series \(.*vary\) are too many"):
+        panels_of(many, "policy", "capacity")
+    twins = write(tmp_path / "twins", record("a"), record("b"), record("c", capacity="50%"))
+    with pytest.raises(ValueError, match="several runs at capacity"):
+        plots.write_plots(load_runs(twins), tmp_path)
+
+
+def test_a_hundred_series_look_different() -> None:
+    looks = {(look(i)["color"], look(i)["marker"]) for i in range(100)}
+    assert len(looks) == 100
+
+
+def test_axes_of_accuracy_end_at_one(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = load_runs(leaderboard_of_four(tmp_path))
+    figure = plots._draw(
+        runs, plots._metric_axis("tok_per_s"), plots._quality(runs, None), "policy", is_curve=False
+    )
+    [place] = figure.axes
+    low, high = place.get_ylim()
+    assert (low < 0.25, high) == (True, 1)
+    assert {line.get_label() for line in place.lines} == {"on_demand", "specmd", "Pareto front"}
+
+
+def test_every_metric_has_words_and_a_unit() -> None:
+    for name, metric in METRICS.items():
+        assert metric.words[0].islower(), name
+        assert ("[MB]" in metric.words) == ("bytes" in name), name
+        assert ("[ms]" in metric.words) == ("_ms" in name), name
+
+
+def test_runs_are_chosen_by_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder = leaderboard_of_four(tmp_path / "four")
+    out = tmp_path / "out"
+    assert main(["plot", str(folder), f"--output={out}", "--where=policy=specmd"]) == 0
+    assert main(["plot", str(folder), "--where=policy=other"]) == 2
+    assert "no run has these settings" in capsys.readouterr().err
