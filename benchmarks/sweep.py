@@ -1,120 +1,141 @@
-"""Times a sweep of 64 virtual-clock runs on tiny, and where its time goes.
+"""Times a grid of 180 cells that runs the model once against running it for every cell.
 
-    python benchmarks/sweep.py [--jobs 2] [--limit 4]
+    python benchmarks/sweep.py [--jobs 1] [--limit 4] [--sample 12] [--kills 0]
 
-Prints the wall time per run, how often and how long the model was loaded, and the share of the
-runs' time spent outside the model: lm-eval's tasks, prompts and scoring, our bookkeeping between
-passes, and the writing of records. Hooks inside a pass count as the model's. Shares are of CPU
-time, which other jobs on the machine change little.
+4 evictions x 3 prefetchers x 5 capacities x 3 bandwidths on two tasks. A random sample of cells is
+also run live: their records have to equal the replayed ones to the byte outside `environment`, and
+their mean time, times the cells, is what `--live` takes. With `--kills` the sweep is killed so
+many times at random moments before it is allowed to finish. Exit code 1 where a record differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import multiprocessing
+import random
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.sweep.evaluation import quiet
-from lm_eval_moecache.sweep.executors import local_pool
-from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
-from lm_eval_moecache.sweep.validation import check_cells
-from lm_eval_moecache.sweep.worker import run_cell
 
-POLICIES = ["on_demand", "specmd", "mixtral_offloading", "importance_scheduling"]
-EVICTIONS = ["lru", "lfu", "fifo", "least_stale"]
-CAPACITIES = ["5%", "10%", "25%", "50%"]
-NUM_RUNS = 64
-# The model's methods that are timed. A load puts up its first cache by itself.
-PARTS = {"model": ("_model_call", "_model_generate"), "load": ("__init__",), "cache": ("install",)}
-
-
-@cache
-def stopwatch() -> dict[str, list[float]]:
-    """Return this process' seconds by part and call; the first call puts the stopwatch in place."""
-    spent: dict[str, list[float]] = {part: [] for part in PARTS}
-    for part, names in PARTS.items():
-        for name in names:
-            _time(name, part, spent)
-    return spent
+GRID = {
+    "eviction": ["lru", "lfu", "fifo", "least_stale"],
+    "prefetch": ["none", "next_gate", "score"],
+    "capacity": ["5%", "10%", "25%", "50%", "75%"],
+    "bandwidth": ["1GB/s", "5GB/s", "25GB/s"],
+}
+NUM_CELLS = 180
 
 
-def _time(name: str, part: str, spent: dict[str, list[float]]) -> None:
-    """Add the seconds of every call of a method of the model to its part."""
-    inner = getattr(MoECacheLM, name)
-
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        begin = time.process_time()
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            spent[part].append(time.process_time() - begin)
-
-    setattr(MoECacheLM, name, timed)
-
-
-def measured(planned: Planned, folder: str) -> dict[str, Any]:
-    """Run a cell; return the process, and the run's seconds by part and in all."""
-    spent = stopwatch()
-    before, begin = {part: len(calls) for part, calls in spent.items()}, time.process_time()
-    outcome = run_cell(planned, folder, "benchmark")
-    if outcome.error is not None:
-        raise RuntimeError(outcome.error)
-    calls = {part: spent[part][before[part] :] for part in PARTS}
-    return {"process": os.getpid(), "all": time.process_time() - begin, **calls}
+def write(folder: Path, limit: int, **cells: Any) -> Path:
+    folder.mkdir()
+    sweep = {
+        "name": "benchmark",
+        "tasks": ["tiny_gsm8k", "tiny_mmlu"],
+        "limit": limit,
+        "base": {"pretrained": "tiny", "policy": "on_demand", "device": "cpu"},
+        **cells,
+    }
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep))
+    return path
 
 
-def main() -> None:
+def run(path: Path, live: bool = False) -> float:
+    begin = time.perf_counter()
+    report = run_sweep(read_sweep(path), path.parent, live=live)
+    assert not report.failed, report.failed
+    return time.perf_counter() - begin
+
+
+def kill(path: Path, times: int, chance: random.Random) -> int:
+    """Start the sweep in a child and kill it, again and again; return how many kills struck."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lm_eval_moecache.sweep.run", "lm_eval_moecache.harness.lm"])
+    struck = 0
+    for _ in range(times):
+        child = context.Process(target=run, args=(path,))
+        child.start()
+        # From the import over the recording run to the last replays.
+        child.join(chance.expovariate(1 / 15))
+        struck += child.is_alive()
+        child.kill()
+        child.join()
+    return struck
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in sorted((folder / "runs").glob("*.json"))]
+    by_hash = {record["configuration_hash"]: record for record in found}
+    assert len(by_hash) == len(found), "one configuration was written twice"
+    return by_hash
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    texts = [json.dumps({**record, "environment": None}) for record in (one, other)]
+    return texts[0] == texts[1]
+
+
+def seconds(found: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
+    spent = [record["environment"]["seconds"] for record in found]
+    return [each[kind] for each in spent if kind in each]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--sample", type=int, default=12)
+    parser.add_argument("--kills", type=int, default=0)
     options = parser.parse_args()
+    chance = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sweep = {
-            "tasks": ["tiny_gsm8k", "tiny_mmlu"],
-            "limit": options.limit,
-            "grid": {"policy": POLICIES, "eviction": EVICTIONS, "capacity": CAPACITIES},
-        }
-        (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-        with quiet():
-            planned = check_cells(read_sweep(folder / "sweep.yaml").cells())
-        assert len(planned) == NUM_RUNS, len(planned)
-        begin = time.perf_counter()
-        with local_pool(options.jobs) as pool:
-            futures = [pool.submit(measured, each, name) for each in planned]
-            found = [future.result() for future in as_completed(futures)]
-        wall_s = time.perf_counter() - begin
-        report(found, wall_s, options.jobs)
+        shared = write(Path(name) / "shared", options.limit, grid=GRID, jobs=options.jobs)
+        if options.kills:
+            print(f"kills               {kill(shared, options.kills, chance)} of {options.kills}")
+        shared_s = run(shared)
+        found = records(shared.parent)
+        assert len(found) == NUM_CELLS, len(found)
+        chosen = chance.sample(sorted(found), options.sample)
+        cells = [found[key]["configuration"]["model_args"] for key in chosen]
+        live = write(Path(name) / "live", options.limit, runs=cells, jobs=options.jobs)
+        live_s = run(live, live=True)
+        expected = records(live.parent)
+        different = [r["run_id"] for k, r in expected.items() if not same(found[k], r)]
+        assert set(expected) == set(chosen), "the sample is not what was asked for"
+        report(list(found.values()), list(expected.values()), shared_s, live_s, options)
+        sizes = [path.stat().st_size for path in (shared.parent / "traces").glob("*.parquet")]
+        print(f"traces              {len(sizes)}, {sum(sizes) / 1e6:.2f} MB")
+        print(f"records that differ {len(different)} of {len(expected)} {different or ''}")
+    return 1 if different else 0
 
 
-def report(runs: Sequence[Mapping[str, Any]], wall_s: float, jobs: int) -> None:
-    count = len(runs)
-    whole_s = sum(run["all"] for run in runs)
-    parts_s = {part: sum(sum(run[part]) for run in runs) for part in PARTS}
-    loads: dict[int, int] = {}
-    for run in runs:
-        loads[run["process"]] = loads.get(run["process"], 0) + len(run["load"])
-    rest_s = whole_s - sum(parts_s.values())
-    print(f"runs               {count} in {jobs} processes")
-    print(f"wall time          {wall_s:.1f} s, {wall_s / count:.2f} s a run")
-    print(f"CPU time           {whole_s / count:.2f} s a run, of these:")
-    print(f"  in the model     {parts_s['model'] / whole_s:.1%}")
-    print(
-        f"  loading it       {parts_s['load'] / whole_s:.1%}; loads by process: {[*loads.values()]}"
-    )
-    print(f"  a new cache      {parts_s['cache'] / whole_s:.1%}")
-    print(f"  everything else  {rest_s / whole_s:.1%}, {rest_s / count:.3f} s a run")
+def report(
+    found: Sequence[Mapping[str, Any]],
+    expected: Sequence[Mapping[str, Any]],
+    shared_s: float,
+    live_s: float,
+    options: argparse.Namespace,
+) -> None:
+    runs, replays = seconds(found, "evaluate"), seconds(found, "replay")
+    of_live = live_s / len(expected) * NUM_CELLS
+    print(f"cells               {len(found)}: {len(runs)} ran the model, {len(replays)} replayed")
+    print(f"replay              {sum(replays) / max(len(replays), 1):.3f} s each")
+    live = seconds(expected, "evaluate")
+    print(f"live run            {sum(live) / len(live):.2f} s each")
+    if not options.kills:
+        print(f"sharing             {shared_s:.1f} s by the clock, {options.jobs} processes")
+        print(f"--live              {of_live:.1f} s, from {len(expected)} cells")
+        print(f"ratio               {of_live / shared_s:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

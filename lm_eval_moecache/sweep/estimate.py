@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from lm_eval_moecache.records.files import read_json
+from lm_eval_moecache.sweep.bounds import bound_cells
 from lm_eval_moecache.sweep.files import finished
 from lm_eval_moecache.sweep.sharing import TRACES, Division, divide
 from lm_eval_moecache.sweep.spec import SweepFile
@@ -52,9 +53,11 @@ def estimate(
     Times and sizes are the medians of what this folder has finished.
     """
     planned = check_cells(sweep.cells())
+    planned += () if live else bound_cells(planned, sweep.bounds)
     done = finished(folder)
     waiting = [p for p in planned if rerun or p.configuration_hash not in done]
-    division = Division(tuple(waiting), ()) if live else divide(waiting, folder)
+    skipped = [p for p in planned if p not in waiting]
+    division = Division(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
     replays = {p.run_id for p in division.replays}
     states = {p.run_id: "to replay" if p.run_id in replays else "to run" for p in waiting}
     rows = tuple(

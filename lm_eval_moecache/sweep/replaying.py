@@ -10,9 +10,10 @@ from typing import Any
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.sweep.identity import Planned
-from lm_eval_moecache.sweep.sharing import SharedRun
+from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.speed_rows import replace_speed
 from lm_eval_moecache.trace.file import read_trace
+from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -36,7 +37,12 @@ def replayed(planned: Planned, folder: Path) -> tuple[dict[str, Any], str]:
     stat = files.results.stat()
     shared, trace = _read(str(files.results), str(files.trace), stat.st_mtime_ns)
     config = planned.config
-    engine = replay(trace, config.setting(trace.geometry), cache_reset=config.cache_reset)
+    engine = replay(
+        trace,
+        config.setting(trace.geometry),
+        future=Future(trace) if is_offline(planned) else None,
+        cache_reset=config.cache_reset,
+    )
     engine.check_integrity()
     requests = engine.ledger.requests
     kept: dict[str, Any] = json.loads(shared)["kept"]

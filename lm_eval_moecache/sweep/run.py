@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lm_eval_moecache.records.files import read_json
+from lm_eval_moecache.sweep.bounds import bound_cells
 from lm_eval_moecache.sweep.executors import execute
 from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
 from lm_eval_moecache.sweep.identity import Planned
@@ -57,11 +58,14 @@ class Report:
 def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False) -> Report:
     """Run what is not finished. Raises ValueError before the first run if any cell cannot start.
 
-    Cells with equal outputs run the model once and are replayed, unless they are to be run `live`.
+    Cells with equal outputs run the model once and are replayed, unless they are to be run `live`;
+    then there are no bounds, which only replays can make.
     """
     started = time.monotonic()
     cells = sweep.cells()
     planned = check_cells(cells)
+    bounds = () if live else bound_cells(planned, sweep.bounds)
+    planned += bounds
     with only_sweep(folder):
         done_before = {} if rerun else finished(folder)
         skipped = [p for p in planned if p.configuration_hash in done_before]
@@ -69,14 +73,14 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
         for each in skipped:
             _relabel(folder, done_before[each.configuration_hash], each)
         remove_leftovers(folder)
-        division = Division(tuple(waiting), ()) if live else divide(waiting, folder)
+        division = Division(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
         outcomes = _with_progress(sweep, folder, division, len(skipped))
     runs = [o for o in outcomes if o.error is None and o.by == BY_MODEL]
     replays = [o for o in outcomes if o.error is None and o.by == BY_REPLAY]
     return Report(
         experiment=sweep.name,
         runs=len(planned),
-        merged=len(cells) - len(planned),
+        merged=len(cells) + len(bounds) - len(planned),
         skipped=tuple(each.run_id for each in skipped),
         done=tuple(o.run_id for o in outcomes if o.error is None),
         failed=tuple(o for o in outcomes if o.error is not None),

@@ -4,7 +4,7 @@ Outputs do not depend on the cache where nothing is lost: one cell of a group ru
 records what the others have to see, and these are replayed. A replay's figures are a live run's.
 
 <experiment>/traces/<name>.parquet    the routing, and what the cells' prefetchers proposed
-<experiment>/traces/<name>.json       the results that all cells of the group have in common
+<experiment>/traces/<name>.common     JSON: the results that all cells of the group have in common
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ class Division:
     replays: tuple[Planned, ...]
 
 
-def divide(waiting: Sequence[Planned], folder: Path) -> Division:
-    """Choose for each group of cells which one runs the model, if any has to."""
+def divide(waiting: Sequence[Planned], folder: Path, finished: Sequence[Planned] = ()) -> Division:
+    """Choose for each group of cells which one runs the model, if any has to.
+
+    Where only bounds are left of a group and its trace is gone, a finished cell records it anew.
+    """
     runs: list[Planned] = []
     replays: list[Planned] = []
     groups: dict[str, list[Planned]] = {}
@@ -55,14 +58,22 @@ def divide(waiting: Sequence[Planned], folder: Path) -> Division:
         wanted = detail_of(group)
         if SharedRun(folder, name).serves(wanted):
             replays += _shared(group, name)
-        elif len(group) == 1:
+        elif len(group) == 1 and not is_offline(group[0]):
             runs += group
         else:
+            able = [each for each in group if not is_offline(each)]
+            able = able or [each for each in finished if share_name(each) == name]
             # A cell that has failed before may fail again: another one is tried first.
-            first = min(group, key=lambda each: _has_failed(folder, each))
+            first = min(able, key=lambda each: _has_failed(folder, each))
             runs.append(_recording(first, name, wanted, folder))
             replays += _shared([each for each in group if each is not first], name)
     return Division(tuple(runs), tuple(replays))
+
+
+def is_offline(planned: Planned) -> bool:
+    """Whether only a replay can make this cell."""
+    policy = planned.config.policy
+    return bool(policy.eviction.algorithm.is_offline or policy.prefetch.algorithm.is_offline)
 
 
 def share_name(planned: Planned) -> str | None:
@@ -133,7 +144,7 @@ def detail_of(group: Iterable[Planned]) -> Detail:
 def _looks_on(prefetch: Any) -> bool:
     """Whether a prefetcher's proposals have to be recorded: it sees more than the experts."""
     algorithm = prefetch.algorithm
-    if not algorithm.is_active:
+    if not algorithm.is_active or algorithm.is_offline:
         return False
     # An instance may look further ahead than its class says. Of an outside class nothing is known.
     depth = algorithm.depth or prefetch.parameters.get("depth", 0)
@@ -165,7 +176,7 @@ class SharedRun:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.trace = folder / TRACES / f"{name}.parquet"
-        self.results = folder / TRACES / f"{name}.json"
+        self.results = folder / TRACES / f"{name}.common"
         self.partial = folder / TRACES / f".{name}.part"
 
     def serves(self, wanted: Detail) -> bool:

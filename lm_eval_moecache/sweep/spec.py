@@ -50,7 +50,8 @@ class SweepFile:
 
     Each mapping of `runs` (one empty run where there is none) is crossed with every combination
     of each `grid`, over `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
-    evaluation's `OPTIONS`. A cell that has all items of an `exclude` entry is left out.
+    evaluation's `OPTIONS`. A cell that has all items of an `exclude` entry is left out. `bounds`
+    (belady, oracle) adds a replay that knows the future wherever a lossless cell stands.
     """
 
     name: str
@@ -64,6 +65,7 @@ class SweepFile:
     grid: tuple[Mapping[str, Any], ...] = ({},)
     runs: tuple[Mapping[str, Any], ...] = ({},)
     exclude: tuple[Mapping[str, Any], ...] = ()
+    bounds: tuple[str, ...] = ()
     executor: str = "local"
     executor_options: Mapping[str, Any]
     jobs: int = 1

@@ -205,3 +205,32 @@ def test_a_dry_run_counts_runs_and_replays(
     assert main(["sweep", str(path), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "2 runs of the model" in said and "2 replays" in said and "about" in said
+
+
+def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
+    grid = {"eviction": ["lru", "fifo"], "capacity": ["50%", "75%"], "miss": ["fetch", "drop"]}
+    given = {**base, "policy": "on_demand"}
+    path = write_sweep(tmp_path / "x", base=given, grid=grid, bounds=["belady", "oracle"])
+    assert main(["sweep", str(path)]) == 0
+    found = list(records(path.parent).values())
+    bounds = {
+        (r["label"], r["config"]["moecache"]["capacity"]): r["config"]["moecache"]["totals"]
+        for r in found
+        if r["label"]
+    }
+    assert len(found) == 12 and len(bounds) == 4
+    for record in found:
+        report = record["config"]["moecache"]
+        if record["label"] or report["policy"]["miss"]["name"] == "drop":
+            continue
+        belady = bounds["bound: belady", report["capacity"]]
+        assert belady["miss_rate"] < report["totals"]["miss_rate"]
+        oracle = bounds["bound: oracle", report["capacity"]]
+        assert oracle["prefetch_precision"] == 1.0
+    # Their traces gone, bounds alone still need a run: of a cell that is finished.
+    for trace in (path.parent / "traces").iterdir():
+        trace.unlink()
+    for run in (path.parent / "runs").glob("*belady*"):
+        run.unlink()
+    assert main(["sweep", str(path)]) == 0
+    assert len(records(path.parent)) == 12

@@ -70,6 +70,7 @@ class SweepSchema(Schema):
     grid: Mappings = Field(default_factory=_one_empty)
     runs: Mappings = Field(default_factory=_one_empty)
     exclude: Mappings = Field(default_factory=list)
+    bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
     executor: Literal["local", "ray", "submitit"] = "local"
     executor_options: dict[str, Any] = Field(default_factory=dict)
     jobs: Annotated[int, count(1, 1024)] = 1
