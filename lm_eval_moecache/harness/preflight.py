@@ -16,6 +16,7 @@ from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 
 
@@ -52,6 +53,12 @@ def preflight(
     if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
         _check_routers_can_be_asked(layers)
     return config, theirs
+
+
+def geometry_of(pretrained: str) -> Geometry:
+    """Return the sizes of a model, from its configuration alone."""
+    model = skeleton(pretrained, {})
+    return describe(model, find_moe_layers(model), model_name(pretrained))
 
 
 def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:

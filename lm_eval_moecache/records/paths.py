@@ -22,6 +22,11 @@ def policies_dir() -> Path:
     return shipped_dir("policies")
 
 
+def recipes_dir() -> Path:
+    """The folder of the papers' tables and figures, one YAML each."""
+    return shipped_dir("recipes")
+
+
 def task_configs_dir() -> Path:
     """The folder to give to lm-eval's `--include_path`."""
     return shipped_dir("task_configs")

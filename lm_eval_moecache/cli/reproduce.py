@@ -1,0 +1,96 @@
+"""Remake a paper's table or figure by one command, with the paper's own numbers beside ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.cli.main import main as moecache
+from lm_eval_moecache.records.schemas.recipe import Recipe
+from lm_eval_moecache.report.render import as_markdown
+from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.said import said_table
+from lm_eval_moecache.sweep.files import RUNS, write_atomically
+from lm_eval_moecache.sweep.recipes import Found, fit, load_recipe, recipe_names
+
+SAID = "paper.md"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "figure", nargs="?", type=str | None, help="PAPER/FIGURE; without it, the list of all"
+    )
+    parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
+    parser.add_argument("--limit", type=int | float | None, help="documents a task")
+    parser.add_argument("--out", type=str | None, help="default: reproduced/PAPER/FIGURE")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--live", action="store_true", help="run the model for every cell")
+    parser.add_argument("--dry-run", action="store_true", help="write the recipe and estimate only")
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.figure is None:
+        _list(arguments.json)
+        return 0
+    found = load_recipe(arguments.figure)
+    recipe = fit(found, arguments.pretrained, arguments.limit)
+    folder = Path(arguments.out or Path("reproduced") / found.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    code = _analyze(recipe, folder) if recipe.analyze else _sweep(recipe, folder, arguments)
+    if code or arguments.dry_run:
+        return code
+    runs = load_runs(folder / RUNS) if recipe.sweep else []
+    text = _paper(found, recipe, runs)
+    write_atomically(folder / SAID, text)
+    sys.stdout.write(text + f"\nwritten: {folder}\n")
+    return 0
+
+
+def _list(as_json: bool) -> None:
+    recipes = [load_recipe(name) for name in recipe_names()]
+    if as_json:
+        rows = [
+            {"name": f.name, **f.recipe.model_dump(include={"where", "title", "claims"})}
+            for f in recipes
+        ]
+        sys.stdout.write(json.dumps({"figures": rows}, indent=2) + "\n")
+        return
+    for each in recipes:
+        sys.stdout.write(f"{each.name:34s} {each.recipe.title}\n")
+    sys.stdout.write(
+        f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the shipped "
+        "model, `--pretrained MODEL` on another.\n"
+    )
+
+
+def _sweep(recipe: Recipe, folder: Path, arguments: Namespace) -> int:
+    path = folder / "sweep.yaml"
+    write_atomically(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
+    options = [f"--jobs={arguments.jobs}", *(["--live"] if arguments.live else [])]
+    if arguments.dry_run:
+        return moecache(["sweep", str(path), *options, "--dry-run"])
+    code = moecache(["sweep", str(path), *options])
+    if code:
+        return code
+    return moecache(["table", str(folder), "--write"]) or moecache(["plot", str(folder)])
+
+
+def _analyze(recipe: Recipe, folder: Path) -> int:
+    assert recipe.analyze is not None, "a recipe without an analysis"
+    given = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
+    return moecache(["analyze", recipe.analyze.analysis, *given, f"--out={folder}"])
+
+
+def _paper(found: Found, recipe: Recipe, runs: list[Run]) -> str:
+    """Return the page of the paper's numbers beside ours."""
+    head = [f"# {found.name}: {recipe.title}", "", f"{recipe.paper}, {recipe.where}."]
+    if recipe.claims:
+        head.append(f"Claims: {', '.join(recipe.claims)}.")
+    if recipe.notes:
+        head += ["", recipe.notes.strip()]
+    table = said_table("The paper's numbers beside ours", recipe.said, runs)
+    return "\n".join([*head, "", as_markdown([table])])
