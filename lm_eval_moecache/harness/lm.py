@@ -23,7 +23,7 @@ from lm_eval_moecache.harness.caller import check_caller, check_generation
 from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
 from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.harness.precision_hosting import LadderHost
-from lm_eval_moecache.harness.preflight import preflight
+from lm_eval_moecache.harness.preflight import Bare, preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
 from lm_eval_moecache.harness.recording import recorder_of
 from lm_eval_moecache.harness.refusal import ArgumentsError, refusing
@@ -283,11 +283,15 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
 
 
 def check_arguments(
-    pretrained: Any, arguments: Mapping[str, Any], speculative: bool = False
+    pretrained: Any,
+    arguments: Mapping[str, Any],
+    speculative: bool = False,
+    bare: Bare = skeleton,
 ) -> Checked:
     """Divide the arguments into our checked setting and HFLM's, without loading any weights.
 
     Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
+    `bare` builds the model without weights: who checks many settings need not build it each time.
     """
     host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    return preflight(pretrained, arguments, host_keys, speculative)
+    return preflight(pretrained, arguments, host_keys, speculative, bare)

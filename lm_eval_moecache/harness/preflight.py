@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,12 +19,16 @@ from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 
+Bare = Callable[[Any, Mapping[str, Any]], Any]
+"""(what `pretrained=` is, the host's arguments) -> the model without weights."""
+
 
 def preflight(
     pretrained: str | nn.Module,
     arguments: Mapping[str, Any],
     host_keys: Iterable[str],
     speculative: bool = False,
+    bare: Bare = skeleton,
 ) -> tuple[Config, dict[str, Any]]:
     """Return our checked setting and the host's arguments, with the device they resolve to.
 
@@ -40,7 +44,7 @@ def preflight(
     _check_batch_size(config, str(theirs.get("batch_size", 1)))
     if isinstance(pretrained, nn.Module):
         check_loaded(pretrained, config, theirs)
-    model = skeleton(pretrained, theirs)
+    model = bare(pretrained, theirs)
     layers = find_moe_layers(model)
     _check_precision(config, theirs)
     geometry = describe(model, layers, model_name(pretrained), config.ladder)

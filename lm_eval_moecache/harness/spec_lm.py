@@ -14,6 +14,8 @@ from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.harness.draft_checks import check_draft
 from lm_eval_moecache.harness.lm import Checked, MoECacheLM
 from lm_eval_moecache.harness.lm import check_arguments as check_plain
+from lm_eval_moecache.harness.preflight import Bare
+from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.speculative.candidates import watched_by
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft
 from lm_eval_moecache.model.speculative.hooks import DraftHooks
@@ -100,9 +102,11 @@ class MoECacheSpecLM(MoECacheLM):
         return output
 
 
-def check_arguments(pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
+def check_arguments(
+    pretrained: Any, arguments: Mapping[str, Any], bare: Bare = skeleton
+) -> Checked:
     """As `moecache`'s, and check that the draft fits the model, without loading any weights."""
-    config, theirs = check_plain(pretrained, arguments, speculative=True)
+    config, theirs = check_plain(pretrained, arguments, speculative=True, bare=bare)
     check_draft(config, pretrained, theirs)
     return config, theirs
 

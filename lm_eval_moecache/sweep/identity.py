@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from lm_eval_moecache.harness.arguments import Config, read_config
@@ -81,9 +82,15 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Plann
     )
 
 
+@cache
+def default_config() -> Config:
+    """Return the setting of a run that asks for nothing."""
+    return read_config({})
+
+
 def resolve(config: Config) -> dict[str, Any]:
     """Return the setting with its policy and hardware in full, without their comments."""
-    default = read_config({})
+    default = default_config()
     resolved = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

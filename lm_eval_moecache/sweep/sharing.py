@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.sweep.files import FAILED, write_atomically
-from lm_eval_moecache.sweep.identity import Planned, Share
+from lm_eval_moecache.sweep.identity import Planned, Share, default_config
 from lm_eval_moecache.trace.detail import Detail, identity
 
 TRACES = "traces"
@@ -87,7 +86,7 @@ def share_name(planned: Planned) -> str | None:
         return None
     if config.draft is not None or config.trace is not None:
         return None
-    default = read_config({})
+    default = default_config()
     cell = planned.cell
     same = {
         "format": _FORMAT,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.harness.caller import check_generation
 from lm_eval_moecache.harness.plugin import MODELS
+from lm_eval_moecache.harness.preflight import Bare
+from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
 from lm_eval_moecache.sweep.spec import Cell
@@ -20,9 +23,10 @@ def check_cells(cells: Sequence[Cell]) -> list[Planned]:
     """
     planned: dict[str, Planned] = {}
     problems: dict[str, list[str]] = {}
+    bare = _Skeletons()
     for cell in cells:
         try:
-            found = check_cell(cell)
+            found = check_cell(cell, bare)
         except (ValueError, OSError) as error:
             problems.setdefault(str(error), []).append(_shown(cell))
             continue
@@ -36,14 +40,27 @@ def check_cells(cells: Sequence[Cell]) -> list[Planned]:
     return list(planned.values())
 
 
-def check_cell(cell: Cell) -> Planned:
+class _Skeletons:
+    """Builds each model without weights once: that takes longer than all other checks of a cell."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def __call__(self, pretrained: Any, theirs: Mapping[str, Any]) -> Any:
+        key = json.dumps([pretrained, theirs], sort_keys=True, default=repr)
+        if key not in self._built:
+            self._built[key] = skeleton(pretrained, theirs)
+        return self._built[key]
+
+
+def check_cell(cell: Cell, bare: Bare = skeleton) -> Planned:
     """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
     check_task_names(cell.tasks, cell.include_path)
     module, model_class = model_parts(cell.model)
     generation = cell.options.get("gen_kwargs")
     if isinstance(generation, Mapping):
         check_generation(generation, model_class.is_speculative)
-    config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments)
+    config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments, bare=bare)
     return plan(cell, config, host_arguments)
 
 

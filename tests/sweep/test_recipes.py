@@ -1,0 +1,83 @@
+"""The papers' tables and figures: all can be read, fit a model, and one is remade."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.records.schemas.recipe import Ours
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.said import our_value
+from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
+from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.sweep.validation import check_cells
+from tests.conftest import Checkpoint
+
+PAPERS = {"specmd", "sp_moe", "buddymoe", "commitmoe", "cache_conditional"}
+
+
+def test_each_paper_has_recipes_and_there_are_at_least_25(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["reproduce", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert len(figures) >= 25
+    assert {f["name"].partition("/")[0] for f in figures} == PAPERS
+    assert main(["reproduce"]) == 0
+    assert f"{len(figures)} tables and figures" in capsys.readouterr().out
+    assert main(["reproduce", "specmd/figur_4"]) == 2
+    assert "Did you mean 'specmd/figure_4'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("paper", sorted(PAPERS))
+def test_every_recipe_fits_the_shipped_model(tmp_path: Path, paper: str) -> None:
+    for name in recipe_names():
+        if not name.startswith(paper):
+            continue
+        recipe = fit(load_recipe(name), "tiny", 1)
+        assert recipe.said, name
+        if recipe.analyze is not None:
+            continue
+        path = tmp_path / f"{name.replace('/', '-')}.yaml"
+        path.write_text(yaml.safe_dump(recipe.sweep))
+        assert check_cells(read_sweep(path).cells()), name
+
+
+def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint) -> None:
+    folder = str(checkpoint("mixtral"))
+    recipe = fit(load_recipe("buddymoe/table_2"), folder, None)
+    assert recipe.sweep["base"]["capacity"] == "6/layer"
+    assert "bandwidth" not in recipe.sweep["base"]
+    assert recipe.sweep["tasks"] == ["arc_easy", "arc_challenge", "gsm8k"]
+    assert recipe.said[0].ours is not None and recipe.said[0].ours.metric == "arc_easy"
+
+
+def test_a_figure_is_remade_with_the_papers_numbers_beside_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "specmd/figure_4", "--limit=1"]) == 0
+    folder = tmp_path / "reproduced" / "specmd" / "figure_4"
+    for name in ("sweep.yaml", "table.md", "table.csv", "plots/figure.svg", "paper.md"):
+        assert (folder / name).stat().st_size, name
+    runs = load_runs(folder / "runs")
+    found: dict[str, Any] = {
+        run.moecache["policy"]["eviction"]["name"]: run.moecache["totals"]["collision_miss_rate"]
+        for run in runs
+        if not str(run.label).startswith("bound")
+    }
+    where = {"policy": "specmd", "eviction": "lru"}
+    ours = Ours(metric="collision_miss_rate", where=where)
+    assert our_value(ours, runs) == found["lru"]
+    against = {"versus": {"eviction": "score"}, "form": "difference"}
+    other = Ours.model_validate({**ours.model_dump(exclude_unset=True), **against})
+    assert our_value(other, runs) == found["lru"] - found["score"]
+    text = (folder / "paper.md").read_text()
+    assert "0.045 to 0.126" in text and f"{found['lru']:.4g}" in text
+    with pytest.raises(ValueError, match="picks 4 runs"):
+        our_value(Ours(metric="miss_rate", where={"policy": "specmd"}), runs)
