@@ -234,3 +234,34 @@ def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str
         run.unlink()
     assert main(["sweep", str(path)]) == 0
     assert len(records(path.parent)) == 12
+
+
+@pytest.mark.parametrize("lost", ["common", "record", "half"])
+def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
+    tmp_path: Path, base: dict[str, Any], lost: str, capsys: Captured
+) -> None:
+    """What a kill leaves: after the trace, after the results beside it, or while recording."""
+    grid = {"capacity": ["25%", "50%", "75%"]}
+    path = write_sweep(tmp_path / "x", base=base, grid=grid)
+    assert main(["sweep", str(path)]) == 0
+    expected = {key: {**r, "environment": None} for key, r in records(path.parent).items()}
+    runs, traces = path.parent / "runs", path.parent / "traces"
+    [recording] = [
+        r["run_id"] for r in records(path.parent).values() if "run" in r["environment"]["made_by"]
+    ]
+    for record in runs.glob("*.json"):
+        if lost != "common" or record.stem != recording:
+            record.unlink()
+    if lost != "record":
+        next(traces.glob("*.common")).unlink()
+    if lost == "half":
+        next(traces.glob("*.parquet")).unlink()
+        (traces / ".0123.part").mkdir()
+        (traces / ".0123.part" / "run-000.partial").write_bytes(b"half a trace")
+    capsys.readouterr()
+    assert main(["sweep", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["by_model"] == (0 if lost == "record" else 1)
+    found = {key: {**r, "environment": None} for key, r in records(path.parent).items()}
+    assert json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    assert not list(traces.glob(".*"))

@@ -111,13 +111,14 @@ def test_a_failed_run_is_reported_with_exit_code_1_and_retried(
         return real(cell, lm)
 
     monkeypatch.setattr(worker, "evaluate", frail)
-    assert run(path) == 1
+    # Live: the second cell would be replayed from the first, and not fail.
+    assert run(path, "--live") == 1
     assert "the disk is full" in capsys.readouterr().out
     assert len(records(path.parent)) == 1
     [trace] = (path.parent / "failed").glob("*.txt")
     assert "RuntimeError" in trace.read_text()
     monkeypatch.setattr(worker, "evaluate", real)
-    assert run(path) == 0
+    assert run(path, "--live") == 0
     assert len(records(path.parent)) == 2
     assert not (path.parent / "failed").exists()
 
@@ -145,7 +146,8 @@ def test_a_second_sweep_in_the_same_folder_is_refused(
 
 
 def _sweep_in_child(path: Path) -> None:
-    run_sweep(read_sweep(path), path.parent)
+    # Replays are over before a kill could strike; benchmarks/sweep.py --kills has enough of them.
+    run_sweep(read_sweep(path), path.parent, live=True)
 
 
 def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
@@ -179,7 +181,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     assert num_killed >= 8
     assert counts == sorted(counts)
     before = {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
-    last = run_sweep(read_sweep(path), path.parent)
+    last = run_sweep(read_sweep(path), path.parent, live=True)
     assert len(records(path.parent)) == 20
     assert len(last.done) == 20 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
