@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed
 from lm_eval_moecache.cli.main import command_names, main
+from lm_eval_moecache.harness.arguments import KEYS
+from lm_eval_moecache.harness.keys import MEANINGS
 from lm_eval_moecache.records.paths import task_configs_dir
 
 Captured = pytest.CaptureFixture[str]
@@ -125,6 +129,40 @@ def test_an_unknown_option_is_an_error(capsys: Captured) -> None:
         main(["policies", "--jsno"])
     assert caught.value.code == 2
     assert "--jsno" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moecache {version('lm-eval-moecache')}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_command_and_its_options(capsys: Captured, shell: str) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in (*command_names(), "model_args", "capacity", "buddies", "include_path", "rerun"):
+        assert word in script, word
+
+
+def test_the_script_for_bash_completes_a_command(capsys: Captured, tmp_path: Path) -> None:
+    assert main(["completion", "bash"]) == 0
+    path = tmp_path / "complete.sh"
+    path.write_text(capsys.readouterr().out)
+    ask = 'COMP_WORDS=(moecache re); COMP_CWORD=1; _shtab_moecache; echo "${COMPREPLY[@]}"'
+    command = ["bash", "-c", f"source {path}; {ask}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "replay" in done.stdout.split()
+
+
+def test_eval_help_names_our_keys_below_lm_evals_options(capsys: Captured) -> None:
+    assert set(MEANINGS) == set(KEYS)
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.index("--model_args") < text.index("keys of --model_args")
+    for key in KEYS:
+        assert f"\n  {key} " in text
 
 
 MODEL = ["--model", "moecache"]

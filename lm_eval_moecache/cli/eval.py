@@ -15,11 +15,17 @@ def run_raw(argv: list[str]) -> int:
     """Hand everything to lm-eval; our model and task folder are added unless the user names one."""
     from lm_eval.__main__ import cli_evaluate
 
+    from lm_eval_moecache.harness.keys import help_text
     from lm_eval_moecache.harness.plugin import register
 
     register()
     sys.argv = ["lm_eval", "run", *completed(argv)]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    finally:
+        if {"-h", "--help"} & set(argv):
+            # lm-eval has printed its own help, and ends the process.
+            sys.stdout.write(f"\n{help_text()}")
     return 0
 
 

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ RESUMING = {
     "tune": "The study and its runs are kept: the same command goes on with the search.",
 }
 """What an interrupt leaves of a command, and how to go on."""
+_HINTS = (
+    "`moecache COMMAND --help` shows a command's options, `moecache --version` the version;\n"
+    "`moecache completion bash` (or zsh, tcsh) prints a script that completes commands and options."
+)
 NOTHING_KEPT = "The same command begins anew."
 
 
@@ -43,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(_overview())
+        return 0
+    if arguments == ["--version"]:
+        sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
         return 0
     name, rest = arguments[0], arguments[1:]
     try:
@@ -69,13 +77,19 @@ def _run(name: str, argv: list[str]) -> int:
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     if hasattr(module, "run_raw"):
         return int(module.run_raw(argv))
+    return int(module.run(parsed(parser_of(name), argv)))
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """Return the parser of a command that does not parse for itself."""
     from jsonargparse import ArgumentParser
 
+    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     parser = ArgumentParser(prog=f"moecache {name}", description=module.__doc__)
     parser.add_argument("--config", action="config", help="read options from a YAML file")
     parser.add_argument("--json", action="store_true", help="print machine-readable output")
     module.add_arguments(parser)
-    return int(module.run(parsed(parser, argv)))
+    return parser
 
 
 def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
@@ -95,11 +109,11 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 def _overview() -> str:
     lines = ["usage: moecache COMMAND [options]", ""]
-    lines += [f"  {name:10s} {_summary(name)}" for name in command_names()]
-    return "\n".join([*lines, "", "`moecache COMMAND --help` shows a command's options.", ""])
+    lines += [f"  {name:10s} {summary_of(name)}" for name in command_names()]
+    return "\n".join([*lines, "", _HINTS, ""])
 
 
-def _summary(name: str) -> str:
+def summary_of(name: str) -> str:
     # Read, not imported: some commands bring torch and lm-eval, seconds for a line of text.
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]

@@ -76,44 +76,42 @@ def _policies(names: str, overrides: Mapping[str, Any]) -> list[Policy]:
     return list(found.values())
 
 
-def _parser(needs_traces: bool = True) -> ArgumentParser:
-    parser = ArgumentParser(
+def parser(needs_traces: bool = True) -> ArgumentParser:
+    made = ArgumentParser(
         prog="moecache replay",
         description=__doc__,
         epilog="Parameters of an axis: --eviction.order=fifo. See `moecache policies` for all.",
     )
-    parser.add_argument("--config", action="config", help="read options from a YAML file")
-    parser.add_argument("--json", action="store_true", help="print machine-readable output")
+    made.add_argument("--config", action="config", help="read options from a YAML file")
+    made.add_argument("--json", action="store_true", help="print machine-readable output")
     count = "+" if needs_traces else "*"
-    parser.add_argument("traces", nargs=count, type=str, help="trace files: .parquet, .csv, .jsonl")
-    parser.add_argument(
+    made.add_argument("traces", nargs=count, type=str, help="trace files: .parquet, .csv, .jsonl")
+    made.add_argument(
         "--policy", type=str, default="on_demand", help="composition, or YAML (default: on_demand)"
     )
     for axis in AXES:
-        parser.add_argument(
-            f"--{axis}", type=str | None, help=f"replace the policy's {axis}; a,b,c"
-        )
-    parser.add_argument("--phases", type=str | None, help="all, or decode, for lossy algorithms")
-    parser.add_argument(
+        made.add_argument(f"--{axis}", type=str | None, help=f"replace the policy's {axis}; a,b,c")
+    made.add_argument("--phases", type=str | None, help="all, or decode, for lossy algorithms")
+    made.add_argument(
         "--capacity",
         type=str,
         default="25%",
         help="'5%%', '2GiB', '51', '30/layer'; a,b,c for many",
     )
-    _add_machine(parser)
-    parser.add_argument("--cache_reset", choices=["never", "request"], default="never")
-    parser.add_argument("--seed", type=int | None, help="default: the recorded run's")
-    parser.add_argument(
+    _add_machine(made)
+    made.add_argument("--cache_reset", choices=["never", "request"], default="never")
+    made.add_argument("--seed", type=int | None, help="default: the recorded run's")
+    made.add_argument(
         "--expert_bytes", type=str | None, help="size of one expert, for .jsonl traces: '12MiB'"
     )
-    parser.add_argument(
+    made.add_argument(
         "--bound",
         type=bool,
         default=True,
         help="also replay on-demand LRU and Belady, for `closeness` and the plot's Belady line",
     )
-    parser.add_argument("--plot", type=str | None, help="miss rate against capacity: .svg, .png")
-    return parser
+    made.add_argument("--plot", type=str | None, help="miss rate against capacity: .svg, .png")
+    return made
 
 
 def _add_machine(parser: ArgumentParser) -> None:
@@ -147,7 +145,7 @@ def _read_options(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
         kept = {k: v for k, v in parameters.items() if k.partition(".")[0] not in named}
         parameters = kept | new
         rest += plain
-    arguments = _parser(needs_traces=not traces).parse_args(rest)
+    arguments = parser(needs_traces=not traces).parse_args(rest)
     arguments.traces = arguments.traces or traces
     given = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
     return arguments, given | parameters
@@ -177,7 +175,7 @@ def _read_file(file: str) -> dict[str, Any]:
     found = read_yaml(file, f"config={file!r}")
     if not isinstance(found, dict):
         raise ValueError(f"config={file!r} must hold a mapping of options.")
-    known = set(vars(_parser().get_defaults())) - {"config"}
+    known = set(vars(parser().get_defaults())) - {"config"}
     options: dict[str, Any] = {}
     for key, value in found.items():
         axis, dot, _ = str(key).partition(".")

@@ -8,12 +8,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
-import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lm_eval_moecache.records.files import PART, read_json, write_whole
 from lm_eval_moecache.records.numbers import finite
@@ -66,23 +69,23 @@ def only_sweep(folder: Path) -> Iterator[None]:
     """Hold the folder against a second sweep; the lock goes with the process, however it ends."""
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(_lock_file(runs), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
     with contextlib.ExitStack() as stack:
-        try:
-            import fcntl
-        except ImportError:  # Windows has no flock: there the user has to take care.
-            pass
-        else:
-            # The folder itself is locked, so that no lock file is left to be committed.
-            handle = os.open(runs, os.O_RDONLY)
-            stack.callback(os.close, handle)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
+        stack.callback(lock.release)
         # Of sweeps that were killed before, and of workers that an interrupt has ended.
         stack.callback(_remove_leftovers, folder)
         _remove_leftovers(folder)
         yield
+
+
+def _lock_file(folder: Path) -> Path:
+    """Name the lock of a folder: not in it, where it would be left to be committed."""
+    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"moecache-sweep-{digest}.lock"
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -81,7 +82,7 @@ class Codec(ABC):
             found = version(self.library)
         except PackageNotFoundError:
             found = None
-        if found is None or _release(found) < _release(self.minimum):
+        if found is None or Version(found) < Version(self.minimum):
             raise ValueError(
                 f"precision={self.name!r} needs {self.library}>={self.minimum}, but "
                 f"{'none' if found is None else found} is installed. Allowed: "
@@ -104,13 +105,3 @@ def num_weights(shape: Sequence[int], codec: Codec, multiple: int) -> int:
             "without groups, as int8 or bf16."
         )
     return count
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Read the leading numbers of a version: `0.2.8.post1` as (0, 2, 8)."""
-    parts = []
-    for part in text.split("."):
-        if not part.isdigit():
-            break
-        parts.append(int(part))
-    return tuple(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -21,6 +20,11 @@ from torch import Tensor, nn
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.tiers import DiskTier, RamTier, Stored, Tier, find_stored
+
+try:
+    import resource
+except ImportError:  # Windows: there the peak of host memory is left out
+    resource = None  # type: ignore[assignment]
 
 
 class ExpertLoader:
@@ -70,8 +74,10 @@ class ExpertLoader:
         finally:
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.figures = {"seconds": time.perf_counter() - start_s, "peak_host_bytes": peak}
+        self.figures = {"seconds": time.perf_counter() - start_s}
+        if resource is not None:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.figures["peak_host_bytes"] = peak
         if torch.cuda.is_available():
             self.figures["peak_device_bytes"] = torch.cuda.max_memory_allocated()
 

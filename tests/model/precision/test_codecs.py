@@ -150,6 +150,20 @@ def test_an_old_or_absent_library_is_an_error_that_says_what_would_do(
         codec(name).check("cpu")
 
 
+@pytest.mark.parametrize(
+    ("found", "will_do"), [("0.46.1", True), ("0.46.1rc1", False), ("v0.47.0+cu128", True)]
+)
+def test_versions_are_compared_as_versions(
+    monkeypatch: pytest.MonkeyPatch, found: str, will_do: bool
+) -> None:
+    monkeypatch.setattr("lm_eval_moecache.model.precision.base.version", lambda _: found)
+    if will_do:
+        codec("int8").check("cpu")
+    else:
+        with pytest.raises(ValueError, match=r"needs bitsandbytes>=0\.46\.1"):
+            codec("int8").check("cpu")
+
+
 @pytest.mark.parametrize("name", ["int8", "int4", "int2", "bf16"])
 def test_a_device_that_cannot_is_an_error_that_says_what_would_do(name: str) -> None:
     with pytest.raises(ValueError, match=rf"precision='{name}' does not work on the device 'xpu'"):

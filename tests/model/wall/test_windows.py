@@ -1,0 +1,25 @@
+"""What only Unix has is left out elsewhere, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from lm_eval_moecache.model.wall import loading
+
+
+def test_without_the_resource_module_loading_is_imported_and_times_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    try:
+        importlib.reload(loading)
+        assert loading.resource is None
+        importlib.reload(importlib.import_module("lm_eval_moecache.sweep.files"))
+    finally:
+        monkeypatch.undo()
+        importlib.reload(loading)
+    assert loading.resource is not None
