@@ -15,9 +15,10 @@ from lm_eval_moecache.records.schemas.report import Board
 from lm_eval_moecache.report.html import as_html
 from lm_eval_moecache.report.render import as_csv, as_json, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs_file import PACKED, RUNS
 from lm_eval_moecache.report.tables import Table, leaderboard
 from lm_eval_moecache.report.views import selected, view_table
-from lm_eval_moecache.sweep.files import RUNS, write_atomically
+from lm_eval_moecache.sweep.files import write_atomically
 from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.tune.outcome import front_table
 
@@ -87,11 +88,15 @@ def board_folders(folder: Path) -> list[Path]:
     """Return the folders that have a table of their own: sweeps, and those with a `table.yaml`."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r}: there is no such folder.")
-    sweeps = {p.parent for p in folder.rglob("sweep.yaml") if any((p.parent / RUNS).glob("*.json"))}
+    sweeps = {p.parent for p in folder.rglob("sweep.yaml") if _has_runs(p.parent)}
     found = sorted(sweeps | {path.parent for path in folder.rglob(BOARD)})
     if not found:
         raise ValueError(f"{str(folder)!r} has neither finished sweeps nor a {BOARD} below it.")
     return found
+
+
+def _has_runs(folder: Path) -> bool:
+    return (folder / PACKED).is_file() or any((folder / RUNS).glob("*.json"))
 
 
 def other_tables(folder: Path) -> dict[Path, str]:

@@ -116,6 +116,6 @@ def _loss(run: Run, base: Run, task: str) -> float:
     """How much worse a score is than the baseline's, as a share of it."""
     new, old = find_score(run, task), find_score(base, task)
     if new is None or old is None or not old.value:
-        raise ValueError(f"views: pick: {run.path.name} or its baseline has no score of {task!r}.")
+        raise ValueError(f"views: pick: {run.run_id} or its baseline has no score of {task!r}.")
     change = new.value / old.value - 1
     return -change if old.higher_is_better else change

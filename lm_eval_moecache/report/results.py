@@ -11,6 +11,7 @@ from typing import Any
 from lm_eval_moecache.records.files import exists, read_json
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
+from lm_eval_moecache.report.runs_file import PACKED, read_packed
 
 logger = logging.getLogger(__name__)
 # Of several metrics of a task the first of these is its accuracy; else the first it reports.
@@ -112,9 +113,10 @@ def load_runs(place: Path) -> list[Run]:
     if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
     if place.is_file():
-        runs = [run for run in [_load(place)] if run is not None]
+        runs = _load(place)
     else:
-        runs = [run for path in sorted(place.rglob("*.json")) if (run := _load_or_tell(path))]
+        paths = [*place.rglob("*.json"), *place.rglob(PACKED)]
+        runs = [run for path in sorted(paths) for run in _load_or_tell(path)]
     if not runs:
         raise ValueError(
             f"{str(place)!r} holds no results of moecache runs: JSON files written by "
@@ -123,17 +125,23 @@ def load_runs(place: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run.experiment, run.run_id, str(run.path)))
 
 
-def _load_or_tell(path: Path) -> Run | None:
+def _load_or_tell(path: Path) -> list[Run]:
     try:
         return _load(path)
     except ValueError as error:
         logger.warning("left out: %s", error)
-        return None
+        return []
 
 
-def _load(path: Path) -> Run | None:
-    """Return the run in a file, or None where the file is some other JSON."""
-    data = read_json(path, repr(str(path)))
+def _load(path: Path) -> list[Run]:
+    """Return the runs in a file; none where the file is some other JSON."""
+    if path.name == PACKED:
+        return [run for record in read_packed(path) if (run := _run(record, path))]
+    run = _run(read_json(path, repr(str(path))), path)
+    return [] if run is None else [run]
+
+
+def _run(data: Any, path: Path) -> Run | None:
     if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
         return None
     if "moecache" not in data["config"] or "results" not in data:

@@ -2,6 +2,7 @@
 
 <experiment>/sweep.yaml
 <experiment>/runs/<run-id>.json       one finished run
+<experiment>/runs.jsonl.gz            or all of them, after `moecache pack`
 <experiment>/failed/<run-id>.txt      why a run failed; removed when it succeeds
 """
 
@@ -22,9 +23,10 @@ from lm_eval_moecache.records.files import PART, read_json, write_whole
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
+from lm_eval_moecache.report.runs_file import PACKED, RUNS, read_packed, unpack
 
 logger = logging.getLogger(__name__)
-RUNS, FAILED = "runs", "failed"
+FAILED = "failed"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -50,9 +52,11 @@ def write_failure(folder: Path, run_id: str, text: str) -> None:
 def finished(folder: Path) -> dict[str, Path]:
     """Return configuration hash -> file of every finished run.
 
-    A file that is none is told of and left out: its cell runs again.
+    A file that is none is told of and left out: its cell runs again. Packed runs are finished, too.
     """
-    found: dict[str, Path] = {}
+    packed = folder / PACKED
+    records = read_packed(packed) if packed.is_file() else []
+    found = {str(record.get("configuration_hash")): packed for record in records}
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
             record = check(ResultsFile, read_json(path, str(path)), str(path))
@@ -60,13 +64,16 @@ def finished(folder: Path) -> dict[str, Path]:
             logger.warning("no finished run: %s", error)
             continue
         if record.configuration_hash is not None:
-            found.setdefault(record.configuration_hash, path)
+            found[record.configuration_hash] = path
     return found
 
 
 @contextlib.contextmanager
 def only_sweep(folder: Path) -> Iterator[None]:
-    """Hold the folder against a second sweep; the lock goes with the process, however it ends."""
+    """Hold the folder against a second sweep; the lock goes with the process, however it ends.
+
+    Packed runs are unpacked: a sweep changes runs one by one.
+    """
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
     lock = FileLock(_lock_file(runs), timeout=0)
@@ -79,6 +86,7 @@ def only_sweep(folder: Path) -> Iterator[None]:
         # Of sweeps that were killed before, and of workers that an interrupt has ended.
         stack.callback(_remove_leftovers, folder)
         _remove_leftovers(folder)
+        unpack(folder)
         yield
 
 

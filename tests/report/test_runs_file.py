@@ -1,0 +1,105 @@
+"""Runs in one packed file: equal records, equal bytes, and every command reads both forms."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs_file import PACKED, pack, read_packed, unpack, write_packed
+from lm_eval_moecache.sweep.files import finished, only_sweep
+from tests.report.runs import leaderboard_of_four, record, write
+
+Captured = pytest.CaptureFixture[str]
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.dictionaries(st.text(min_size=1), st.dictionaries(st.text(), TREES), min_size=1, max_size=3))
+def test_any_record_comes_back_equal(records: dict[str, dict[str, object]]) -> None:
+    import tempfile
+
+    made = [{**tree, "run_id": name} for name, tree in sorted(records.items())]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / PACKED
+        write_packed(path, made)
+        assert read_packed(path) == sorted(made, key=lambda each: str(each["run_id"]))
+
+
+def test_tables_and_comparisons_are_the_same_from_both_forms(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    loose, packed = (leaderboard_of_four(tmp_path / name) for name in ("loose", "packed"))
+    assert main(["pack", str(tmp_path / "packed")]) == 0
+    assert "4 runs" in capsys.readouterr().out
+    assert sorted(p.name for p in packed.iterdir()) == [PACKED]
+    tables = []
+    for folder in (loose, packed):
+        assert main(["table", str(folder)]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    assert main(["compare", str(loose), str(packed), "--same_machine=yes"]) == 0
+    assert main(["compare", str(loose), str(packed / PACKED), "--same_machine=yes"]) == 0
+
+
+def test_pandas_reads_it_in_one_line(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pack(leaderboard_of_four(tmp_path))
+    frame = pandas.read_json(tmp_path / PACKED, lines=True)
+    assert list(frame["run_id"]) == ["a", "b", "c", "d"]
+
+
+def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (
+        write(tmp_path / "1", record("a"), record("b")),
+        write(tmp_path / "2", record("b"), record("a")),
+    )
+    pack(first), pack(second)
+    assert (first / PACKED).read_bytes() == (second / PACKED).read_bytes()
+
+
+def test_a_sweep_goes_on_in_a_packed_folder(tmp_path: Path) -> None:
+    folder = leaderboard_of_four(tmp_path)
+    before = {run.run_id for run in load_runs(folder)}
+    pack(folder)
+    assert set(finished(folder)) == before
+    with only_sweep(folder):
+        assert {path.stem for path in finished(folder).values()} == before
+        assert not (folder / PACKED).exists()
+    # A run made anew is the newer one.
+    pack(folder)
+    write(folder, record("a", tok_per_s=1.0), record("e"))
+    assert pack(folder) == 5
+    speeds = {r.run_id: r.moecache["totals"]["tok_per_s"] for r in load_runs(folder)}
+    assert speeds["a"] == 1.0 and speeds["d"] == 200
+    assert unpack(folder) == 5
+    assert len(list((folder / "runs").glob("*.json"))) == 5
+
+
+def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, capsys: Captured) -> None:
+    folder = write(tmp_path, record("a"), record("b"))
+    (folder / "runs" / "c.json").write_text("{")
+    assert main(["pack", str(folder)]) == 2
+    assert "c.json" in capsys.readouterr().err
+    assert len(list((folder / "runs").glob("*.json"))) == 3
+    (folder / "runs" / "c.json").unlink()
+    pack(folder)
+    data = (folder / PACKED).read_bytes()
+    (folder / PACKED).write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="no readable file of runs"):
+        load_runs(folder / PACKED)
+    (folder / PACKED).write_bytes(gzip.compress(json.dumps({"x": 1}).encode()))
+    with pytest.raises(ValueError, match="line 1 is no run"):
+        load_runs(folder / PACKED)
+    assert main(["pack", str(tmp_path / "runs")]) == 2
