@@ -11,13 +11,18 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.cli.table import _FORMATS, board_folders, collect, other_tables
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.runs_file import PACKED
 from lm_eval_moecache.report.speed_table import speed_table
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
 # A recipe alone has no results to tell of yet.
 FOLDERS = sorted(
-    {RESULTS / path.relative_to(RESULTS).parts[0] for path in RESULTS.rglob("*/*.json")}
+    {
+        RESULTS / path.relative_to(RESULTS).parts[0]
+        for pattern in ("*/*.json", f"*/{PACKED}")
+        for path in RESULTS.rglob(pattern)
+    }
 )
 BOARDS = board_folders(RESULTS)
 VERDICTS = ("holds", "holds in part", "does not hold", "not testable")
@@ -31,6 +36,12 @@ def test_every_committed_table_comes_from_its_jsons_to_the_byte(folder: Path) ->
         committed = folder / f"table.{name}"
         assert committed.is_file(), "run: moecache table results --each --write"
         assert committed.read_text() == render(tables), committed
+
+
+def test_runs_lie_packed_and_no_search_is_kept() -> None:
+    loose = [*RESULTS.rglob("runs/*.json"), *RESULTS.rglob("*.journal")]
+    assert loose == [], "run: moecache pack results"
+    assert len(list(RESULTS.rglob(PACKED))) > 20
 
 
 def test_analyses_and_searches_are_told_as_their_jsons_say() -> None:
