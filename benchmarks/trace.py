@@ -1,0 +1,155 @@
+"""Measures traces of a generated run: bytes a token by what is kept, and the memory of a replay.
+
+    python benchmarks/trace.py [--tokens 2000] [--requests 0]
+
+16 MoE layers of 64 experts, 8 a token, routing that repeats itself like real models' (half of a
+token's experts are the last one's). `--requests 5000000` writes a trace of so many expert requests,
+with the proposals of one prefetcher, and replays it in a process of its own: its peak resident
+memory is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.detail import identity
+from lm_eval_moecache.trace.file import read_trace
+from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.writer import TraceWriter
+
+LAYERS, EXPERTS, TOP_K = 16, 64, 8
+GEOMETRY = Geometry(
+    model="generated",
+    num_layers=LAYERS,
+    num_experts=EXPERTS,
+    top_k=TOP_K,
+    expert_bytes=((12_582_912,),) * LAYERS,
+    dense_bytes=(16_777_216,) * LAYERS,
+)
+POLICY = load_policy("mixtral_offloading")
+TEXT = 256
+"""Tokens of a request: a quarter is read at once, the others are decoded."""
+
+
+def logits_of(num_tokens: int) -> Iterator[FloatArray]:
+    """Yield each token's [layers, experts] logits, float16, of which half is the last token's."""
+    rng = np.random.default_rng(0)
+    lasting = rng.normal(size=(LAYERS, EXPERTS))
+    for _ in range(num_tokens):
+        lasting = 0.85 * lasting + 0.53 * rng.normal(size=(LAYERS, EXPERTS))
+        yield (1.5 * lasting).astype(np.float16).astype(np.float32)
+
+
+def write(folder: Path, num_tokens: int, kept: str) -> Path:
+    """Record the run, keeping the `experts`, the `proposals` too, or `all` that a trace can."""
+    choice = identity(POLICY.prefetch, 0, "")
+    header = Header(
+        geometry=GEOMETRY,
+        seed=0,
+        predicted_depth=1 if kept == "all" else 0,
+        proposals=(choice,) if kept == "proposals" else (),
+        has_logits=kept == "all",
+    )
+    writer = TraceWriter(folder, kept, header)
+    prompt: list[FloatArray] = []
+    pass_index = 0
+    for place, logits in enumerate(logits_of(num_tokens)):
+        prompt.append(logits)
+        if place % TEXT < TEXT // 4 - 1:
+            continue
+        batch = np.stack(prompt, axis=1)
+        prompt = []
+        first = place % TEXT + 1 - batch.shape[1]
+        write_pass(writer, pass_index, batch, place // TEXT, first, kept)
+        pass_index += 1
+    path = writer.close()
+    assert path is not None, "no token was written"
+    return path
+
+
+def write_pass(
+    writer: TraceWriter, index: int, batch: FloatArray, request: int, first: int, kept: str
+) -> None:
+    """Write one pass: `batch` is [layers, tokens, experts]."""
+    num_tokens = batch.shape[1]
+    tokens: IntArray = np.arange(first, first + num_tokens)
+    phase = PREFILL if first == 0 else DECODE
+    writer.begin_pass(index, phase, np.full(num_tokens, request), tokens)
+    chosen = np.argsort(-batch, axis=-1, kind="stable")[:, :, :TOP_K]
+    for layer in range(LAYERS):
+        experts = chosen[layer]
+        ahead = [batch[layer + 1]] if layer + 1 < LAYERS else []
+        proposed: list[int] = []
+        if ahead and kept == "proposals":
+            # A gate that is right about seven of eight: an eighth of its picks are the next ones.
+            guess = np.unique(np.roll(chosen[layer + 1], 1, axis=-1)[:, : TOP_K - 1])
+            proposed = (guess + (layer + 1) * EXPERTS).tolist()
+        scores = np.take_along_axis(softmax(batch[layer]), experts, -1) if kept == "all" else None
+        writer.add(
+            layer,
+            experts,
+            scores,
+            batch[layer] if kept == "all" else None,
+            ahead if kept == "all" else [],
+            [proposed] if kept == "proposals" else [],
+        )
+
+
+def run(path: Path) -> None:
+    """Replay with the recorded proposals, and print what it took."""
+    begin = time.perf_counter()
+    trace = read_trace(path)
+    read_s = time.perf_counter() - begin
+    setting = Setting(
+        policy=POLICY,
+        capacity=parse_capacity("25%", GEOMETRY),
+        hardware=load_hardware("a100-5gbps", None),
+    )
+    engine = replay(trace, setting)
+    replay_s = time.perf_counter() - begin - read_s
+    requests = sum(p.requests for p in engine.ledger.passes)
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"replay     {requests} requests, read {read_s:.1f} s, replayed {replay_s:.1f} s")
+    print(f"peak       {peak_gib:.2f} GiB resident")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--replay", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.replay:
+        run(Path(options.replay))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for kept in ("experts", "proposals", "all"):
+            size = write(Path(name), options.tokens, kept).stat().st_size
+            print(f"{kept:10s} {size / options.tokens / 1000:.3f} kB a token", flush=True)
+        if options.requests:
+            # A prompt's tokens share experts: counted from the decoded ones alone.
+            tokens = -(-options.requests // (LAYERS * TOP_K) * 4 // 3)
+            path = write(Path(name), tokens, "proposals")
+            print(f"trace      {tokens} tokens, {path.stat().st_size / 1e6:.1f} MB", flush=True)
+            subprocess.run([sys.executable, __file__, "--replay", str(path)], check=True)
+
+
+if __name__ == "__main__":
+    main()
