@@ -66,6 +66,12 @@ def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager
     return manager
 
 
+def task_sizes(tasks: Sequence[str]) -> dict[str, int]:
+    """Return how many documents each leaf task of these has."""
+    found = loadable(tasks, ()).load(list(tasks))["tasks"]
+    return {name: len(task.eval_docs) for name, task in found.items()}
+
+
 def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
     """Run a cell's tasks and return the part of lm-eval's results that a rerun repeats."""
     with _no_collectors():

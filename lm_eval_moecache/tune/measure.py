@@ -53,7 +53,13 @@ class Question:
     model_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of every run: `precision`, `dtype`, `device` ..."""
 
-    def cell(self, policy: Mapping[str, Any], label: str | None = None) -> Cell:
+    def cell(
+        self,
+        policy: Mapping[str, Any],
+        label: str | None = None,
+        samples: Mapping[str, Sequence[int]] | None = None,
+    ) -> Cell:
+        """Return the run of a policy, on `samples` (task -> documents) in place of the first."""
         given = {
             "pretrained": self.pretrained,
             "capacity": self.capacity,
@@ -62,7 +68,9 @@ class Question:
             **self.model_args,
             **policy,
         }
-        options = {} if self.limit is None else {"limit": self.limit}
+        options: dict[str, Any] = {} if self.limit is None else {"limit": self.limit}
+        if samples is not None:
+            options = {"samples": {task: list(numbers) for task, numbers in samples.items()}}
         return Cell(
             model="moecache",
             model_args=given,
@@ -138,9 +146,14 @@ class Bench:
         self.reference = self._read(planned)
         self.trace = load_trace(str(files[-1]), logits=True, predicted=True)
 
-    def candidate(self, name: str, args: Mapping[str, Any]) -> Candidate:
+    def candidate(
+        self,
+        name: str,
+        args: Mapping[str, Any],
+        samples: Mapping[str, Sequence[int]] | None = None,
+    ) -> Candidate:
         """Check a policy. Raises ValueError, with the reason, where it cannot run here."""
-        planned = check_cell(self.question.cell(args, label=name))
+        planned = check_cell(self.question.cell(args, label=name, samples=samples))
         return Candidate(name=name, policy=planned.config.policy, planned=planned)
 
     def replay(self, policy: Policy) -> float:

@@ -43,6 +43,8 @@ class Outcome:
     entries: tuple[Entry, ...]
     left_out: Mapping[str, str]
     counts: Mapping[str, int]
+    confirmation: Mapping[str, Any] | None = None
+    """What the best does on documents that the search has not seen."""
 
     @property
     def sign(self) -> int:
@@ -89,6 +91,7 @@ class Outcome:
             "shipped": [e.as_dict() for e in self.entries if e.kind == SHIPPED],
             "left_out": dict(self.left_out),
             "trials": dict(self.counts),
+            "confirmation": self.confirmation and dict(self.confirmation),
         }
 
 
@@ -124,6 +127,19 @@ def read_outcome(study: Any, floor: float) -> Outcome:
     )
 
 
+def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
+    """Return one sentence for the tables."""
+    if found is None:
+        return "Not confirmed: the search has seen all documents. Give --limit to keep some."
+    count = sum(found["documents"].values())
+    verdict = "within" if found["within_budget"] else "beyond"
+    return (
+        f"On {count} other documents {name} loses {found['points_lost']:.2f} points (accuracy "
+        f"{found['accuracy']:.3f} against {found['reference_accuracy']:.3f}), {verdict} the "
+        f"budget, at {found['speed']:.1f} against {found['reference_speed']:.1f}."
+    )
+
+
 def front_table(found: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict as Markdown, from `Outcome.as_dict`."""
     metric = found["question"]["metric"]
@@ -135,6 +151,8 @@ def front_table(found: Mapping[str, Any]) -> str:
         _table("Shipped compositions", shipped, speed),
     ]
     lines = [as_markdown(tables), found["verdict"]]
+    if found["best"] is not None and "confirmation" in found:
+        lines.append(confirmation_text(found["best"]["name"], found["confirmation"]))
     lines += [f"Left out: {name}: {reason}" for name, reason in found["left_out"].items()]
     return "\n".join(lines) + "\n"
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 from lm_eval_moecache.sweep.files import only_sweep, write_atomically
+from lm_eval_moecache.tune.confirm import confirm
 from lm_eval_moecache.tune.measure import BY_REPLAY, Bench, Question, overrides_of
-from lm_eval_moecache.tune.outcome import Entry, Outcome, front_table, policy_yaml, read_outcome
+from lm_eval_moecache.tune.outcome import (
+    Entry,
+    Outcome,
+    confirmation_text,
+    front_table,
+    policy_yaml,
+    read_outcome,
+)
 from lm_eval_moecache.tune.search import Effort, Search
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, read_space
 from lm_eval_moecache.tune.study import open_study
@@ -21,7 +30,10 @@ def tune(
     space_file: Path | None,
     say: Callable[[str], object],
 ) -> Outcome:
-    """Search, confirm the best by a run of the model, and write `front.*` and `best.yaml`.
+    """Search, confirm the best by runs of the model, and write `front.*` and `best.yaml`.
+
+    A best that was only replayed is run once: both must say the same. Then it runs on documents
+    that the search has not seen, beside plain loading, which tells what it loses there.
 
     Raises ValueError for anything the options can cause, before the first run.
     """
@@ -35,6 +47,9 @@ def tune(
         best = outcome.fastest()
         if best is not None:
             _confirm(bench, best, say)
+            found = confirm(bench, best)
+            outcome = dataclasses.replace(outcome, confirmation=found)
+            say(confirmation_text(best.name, found))
     write_atomically(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
     write_atomically(folder / "front.md", front_table(outcome.as_dict()))
     if best is not None:

@@ -93,6 +93,26 @@ def test_a_search_measures_shipped_and_drawn_policies_and_writes_the_best(
     assert json.loads((folder / "front.json").read_text()) == found
 
 
+def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--trials=0", "--limit=1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = found["confirmation"]
+    assert told["documents"] == {"toy_answer": 1}
+    assert told["points_lost"] == 100 * (told["reference_accuracy"] - told["accuracy"])
+    runs = load_runs(tmp_path / "found" / "runs")
+    own = {run.label: run for run in runs if str(run.label).endswith("other documents")}
+    assert len(own) == 2
+    for run in own.values():
+        # Document 0 was searched.
+        assert list(run.samples["toy_answer"]["exact_match,none"]) == ["1"]
+    assert "On 1 other documents" in (tmp_path / "found" / "front.md").read_text()
+    assert main([*command, "--trials=0", f"--out={tmp_path / 'all'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["confirmation"] is None
+    assert "Not confirmed" in (tmp_path / "all" / "front.md").read_text()
+
+
 def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
     tmp_path: Path, command: list[str], checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
