@@ -1,7 +1,7 @@
 """BBH-style logic problems: boolean expressions, webs of lies, counting objects.
 
-Sentences follow the public task descriptions; no row of the benchmark is used. Sizes run from
-the smallest problem up to the benchmark's own, so the model meets a curriculum. The split holds
+Sentences follow the public task descriptions; no row of the benchmark is used. Three grades run
+from the smallest problems past the benchmark's own. The split holds
 out whole problems by hash. Boolean expressions are so few that an expression of the real set can
 also be drawn here by chance.
 """
@@ -32,6 +32,12 @@ CATEGORIES = {
 }
 UNCOUNTED = {"head": "heads", "stalk": "stalks"}
 IRREGULAR = {"fish": "fish", "mouse": "mice"}
+
+
+# By grade; the benchmark's own sizes lie in the first two.
+EXPRESSION_SIZES = {1: (3, 4, 5, 6), 2: (7, 7, 8, 9), 3: (10, 11, 12, 13)}
+NUM_PEOPLE = {1: (2, 3, 4), 2: (5, 5, 6), 3: (7, 8, 9)}
+NUM_KINDS = {1: (2, 3, 4, 5), 2: (6, 7, 8), 3: (9, 10, 11)}
 
 
 def _expression(rng: Random, size: int) -> str:
@@ -75,13 +81,13 @@ def _negation(tokens: list[str]) -> bool:
     return head == "True"
 
 
-def boolean_expressions(rng: Random) -> Asked:
-    text = _expression(rng, rng.choice((2, 3, 4, 5, 6, 7, 7, 8)))
+def boolean_expressions(rng: Random, grade: int) -> Asked:
+    text = _expression(rng, rng.choice(EXPRESSION_SIZES[grade]))
     return f"{text} is", str(evaluate(text.split()))
 
 
-def web_of_lies(rng: Random) -> Asked:
-    names = rng.sample(LIAR_NAMES, rng.choice((2, 3, 4, 5, 5)))
+def web_of_lies(rng: Random, grade: int) -> Asked:
+    names = rng.sample(LIAR_NAMES, rng.choice(NUM_PEOPLE[grade]))
     truthful = rng.random() < 0.5
     parts = [f"{names[0]} {'tells the truth' if truthful else 'lies'}."]
     for speaker, subject in zip(names[1:], names[:-1], strict=True):
@@ -111,10 +117,10 @@ def _counted(rng: Random, noun: str, most: int) -> tuple[str, int]:
     return f"{NUMBER_WORDS[number]} {_plural(noun)}", number
 
 
-def object_counting(rng: Random) -> Asked:
+def object_counting(rng: Random, grade: int) -> Asked:
     category = rng.choice(tuple(CATEGORIES))
-    size = rng.choice((2, 3, 4, 5, 6, 7, 8, 9, 10))
-    most = rng.choice((1, 2, 3, 5))
+    size = rng.choice(NUM_KINDS[grade])
+    most = rng.choice((1, 2, 3, 5) if grade < 3 else (3, 5))
     wanted = rng.sample(CATEGORIES[category], min(size, len(CATEGORIES[category])))
     others: list[str] = []
     if category != "objects" and rng.random() < 0.3:

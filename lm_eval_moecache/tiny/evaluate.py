@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import torch
-from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lm_eval_moecache.tiny.batches import Sample, collate, encode
-from lm_eval_moecache.tiny.generator import BBH_ASKED, MAKERS, MMLU_ASKED, held_out
 from lm_eval_moecache.tiny.problem import Problem
 
 EVAL_BATCH = 50
 
 
+def encode(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list[int], list[int]]:
+    """Prompt ids and target ids, split where lm-eval splits context and continuation."""
+    end = [int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))]
+    if not problem.prompt:
+        return end, [*tokenizer(problem.target).input_ids, *end]
+    prompt = list(tokenizer(problem.prompt).input_ids)
+    return prompt, [*tokenizer(f" {problem.target}").input_ids, *end]
+
+
 @torch.no_grad()
 def share_exact(
-    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, chosen: list[Problem]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chosen: list[Problem]
 ) -> float:
     """Share of problems whose whole target is the greedy continuation, end token included.
 
@@ -22,30 +29,18 @@ def share_exact(
     likely one after its predecessors, greedy decoding writes exactly the target.
     """
     num_right = 0
-    pad_id = int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)))
-    samples = list[Sample]()
-    for problem in chosen:
-        prompt, target = encode(tokenizer, problem)
-        weights = [0.0] * len(prompt) + [1.0] * len(target)
-        samples.append(Sample(ids=prompt + target, weights=weights))
-    samples.sort(key=lambda sample: len(sample.ids))
-    for start in range(0, len(samples), EVAL_BATCH):
-        batch = collate(samples[start : start + EVAL_BATCH], pad_id)
-        best = model(input_ids=batch.ids_BS).logits[:, :-1].argmax(-1)
-        wrong = (best != batch.ids_BS[:, 1:]) & (batch.weights_BS[:, 1:] > 0)
+    encoded = sorted(
+        (encode(tokenizer, problem) for problem in chosen), key=lambda pair: sum(map(len, pair))
+    )
+    for start in range(0, len(encoded), EVAL_BATCH):
+        group = encoded[start : start + EVAL_BATCH]
+        longest = sum(map(len, group[-1]))
+        ids, asked = torch.zeros(2, len(group), longest, dtype=torch.long)
+        for row, (prompt, target) in enumerate(group):
+            both = prompt + target
+            ids[row, : len(both)] = torch.tensor(both)
+            asked[row, len(prompt) : len(both)] = 1
+        best = model(input_ids=ids).logits[:, :-1].argmax(-1)
+        wrong = (best != ids[:, 1:]) & (asked[:, 1:] > 0)
         num_right += int((~wrong.any(1)).sum())
-    return num_right / len(samples)
-
-
-def accuracies(
-    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, *, count: int, seed: int
-) -> dict[str, float]:
-    """`share_exact` of every maker except the pages, which have no answer."""
-    model.eval()
-    scores = {
-        name: round(share_exact(model, tokenizer, held_out((name,), count, seed)), 4)
-        for name in dict.fromkeys((*MAKERS, *MMLU_ASKED, *BBH_ASKED))
-        if name != "wikitext"
-    }
-    model.train()
-    return scores
+    return num_right / len(chosen)

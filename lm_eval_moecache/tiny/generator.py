@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 
-from lm_eval_moecache.tiny import (
-    bbh_logic,
-    bbh_order,
-    bbh_space,
-    bbh_walk,
-    gsm8k,
-    knowledge,
-    wikitext,
-)
+from lm_eval_moecache.tiny import bbh_logic, bbh_walk, gsm8k, knowledge, pages
 from lm_eval_moecache.tiny.problem import Problem, Split
 
-MOST_DRAWS = 20
+MOST_DRAWS = 40
+GRADES = (1, 2, 3)
 
 Maker = Callable[[Random], Problem]
 
-Asking = Callable[[Random], tuple[str, str]]
+Asking = Callable[[Random, int], tuple[str, str]]
 
 BBH: dict[str, tuple[str, Asking]] = {
     "boolean_expressions": (
@@ -40,40 +34,15 @@ BBH: dict[str, tuple[str, Asking]] = {
         "the starting point.",
         bbh_walk.navigate,
     ),
-    "tracking_shuffled_objects_three_objects": (
-        "A task requiring determining the final positions of a set of objects given their "
-        "initial positions and a description of a sequence of swaps.",
-        bbh_space.tracking_shuffled_objects,
-    ),
-    "logical_deduction_three_objects": (
-        "A logical deduction task which requires deducing the order of a sequence of objects.",
-        bbh_order.logical_deduction,
-    ),
-    "hyperbaton": (
-        "Order adjectives correctly in English sentences.",
-        bbh_space.hyperbaton,
-    ),
 }
 
 
-# What tiny_mmlu and tiny_bbh ask. The kinds whose options are shuffled among letters are in the
-# training only, and stay near chance: that takes more tokens than two CPU cores read in an hour.
-MMLU_ASKED = ("mmlu/fixed",)
-BBH_ASKED = (
-    "bbh/boolean_expressions",
-    "bbh/web_of_lies",
-    "bbh/object_counting",
-    "bbh/navigate_long",
-)
-
-
-def bbh_maker(kind: str, harder: Asking | None = None) -> Maker:
+def bbh_maker(kind: str, grade: int) -> Maker:
     """A maker of one BBH subtask in the prompt of lm-eval's `bbh_zeroshot_<kind>`."""
     description, ask = BBH[kind]
-    ask = harder or ask
 
     def make(rng: Random) -> Problem:
-        question, answer = ask(rng)
+        question, answer = ask(rng, grade)
         return Problem(
             skill="bbh",
             kind=kind,
@@ -86,23 +55,32 @@ def bbh_maker(kind: str, harder: Asking | None = None) -> Maker:
     return make
 
 
+# `<skill>/<grade>`, the hardest grade last.
 MAKERS: dict[str, Maker] = {
-    "gsm8k": gsm8k.make,
-    "mmlu": knowledge.make_mmlu,
-    "arc": knowledge.make_arc,
-    "truthfulqa": knowledge.make_truthfulqa,
-    "wikitext": wikitext.make,
-    **{f"bbh/{kind}": bbh_maker(kind) for kind in BBH},
+    f"{name}/{grade}": maker(grade)
+    for grade in GRADES
+    for name, maker in (
+        ("gsm8k", gsm8k.maker),
+        ("mmlu", knowledge.fixed_maker),
+        ("arc", knowledge.arc_maker),
+        ("truthfulqa", knowledge.truthfulqa_maker),
+        *((f"bbh/{kind}", partial(bbh_maker, kind)) for kind in BBH),
+    )
 }
-
-
-# Came after the tokenizer, which is trained on MAKERS.
+# Only trained on.
 AUXILIARY: dict[str, Maker] = {
-    "bbh/navigate_long": bbh_maker("navigate", bbh_walk.navigate_long),
+    "pages": pages.make,
+    "mmlu/shuffled": knowledge.make_shuffled,
     "mmlu/open": knowledge.make_open,
-    "mmlu/easy": knowledge.make_easy,
-    "mmlu/copy": knowledge.make_copy,
-    "mmlu/fixed": knowledge.make_fixed,
+    "mmlu/letters": knowledge.make_letters,
+}
+# What each task asks: its makers take turns, and one that is named twice has two turns.
+ASKED: dict[str, tuple[str, ...]] = {
+    "gsm8k": ("gsm8k/1", "gsm8k/2", "gsm8k/3"),
+    "mmlu": ("mmlu/1", "mmlu/2", "mmlu/3"),
+    "arc": ("arc/1", "arc/2", "arc/3"),
+    "truthfulqa": ("truthfulqa/1", "truthfulqa/2", "truthfulqa/3"),
+    "bbh": tuple(f"bbh/{kind}/{grade}" for grade in GRADES for kind in BBH),
 }
 
 

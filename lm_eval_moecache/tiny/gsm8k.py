@@ -1,4 +1,7 @@
-"""Word problems of one to three small steps, answered the way GSM8K answers: steps, `#### n`.
+"""Word problems of one to five steps, answered the way GSM8K answers: steps, then `#### n`.
+
+Three grades: small numbers in one to three steps; numbers three times as large and chains of three
+events; numbers eight times as large and chains of four and five.
 
 The split holds out whole problems (one story with its names and numbers).
 """
@@ -20,9 +23,9 @@ def step(left: int, operator: str, right: int) -> tuple[str, int]:
     return f"{left}{operator}{right}=<<{left}{operator}{right}={value}>>{value}", value
 
 
-def _buy(rng: Random) -> Story:
+def _buy(rng: Random, scale: int) -> Story:
     name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
-    have, more = rng.randint(2, 20), rng.randint(2, 15)
+    have, more = rng.randint(2, 20 * scale), rng.randint(2, 15 * scale)
     text, value = step(have, "+", more)
     verb = rng.choice(("buys", "finds", "gets"))
     question = f"{name} has {have} {goods}. {name} {verb} {more} more {goods}."
@@ -30,10 +33,10 @@ def _buy(rng: Random) -> Story:
     return question, [f"{name} has {text} {goods}."], value
 
 
-def _give(rng: Random) -> Story:
+def _give(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    have = rng.randint(6, 24)
+    have = rng.randint(6, 24 * scale)
     gone = rng.randint(2, have - 2)
     text, value = step(have, "-", gone)
     verb = rng.choice(("gives", "sells", "lends"))
@@ -42,19 +45,19 @@ def _give(rng: Random) -> Story:
     return question, [f"{name} has {text} {goods} left."], value
 
 
-def _boxes(rng: Random) -> Story:
+def _boxes(rng: Random, scale: int) -> Story:
     name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
-    boxes, each = rng.randint(2, 6), rng.randint(2, 9)
+    boxes, each = rng.randint(2, 6), rng.randint(2, 9 * scale)
     text, value = step(boxes, "*", each)
     question = f"{name} has {boxes} boxes with {each} {goods} in each box."
     question += f" How many {goods} does {name} have in total?"
     return question, [f"There are {text} {goods}."], value
 
 
-def _buy_then_give(rng: Random) -> Story:
+def _buy_then_give(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    have, more = rng.randint(2, 15), rng.randint(2, 10)
+    have, more = rng.randint(2, 15 * scale), rng.randint(2, 10 * scale)
     first, total = step(have, "+", more)
     gone = rng.randint(2, total - 1)
     second, value = step(total, "-", gone)
@@ -63,9 +66,10 @@ def _buy_then_give(rng: Random) -> Story:
     return question, [f"{name} has {first} {goods}.", f"Then {name} has {second} {goods}."], value
 
 
-def _boxes_plus_loose(rng: Random) -> Story:
+def _boxes_plus_loose(rng: Random, scale: int) -> Story:
     name, goods = rng.choice(PEOPLE), rng.choice(GOODS)
-    boxes, each, loose = rng.randint(2, 5), rng.randint(2, 8), rng.randint(2, 9)
+    boxes, each = rng.randint(2, 5), rng.randint(2, 8 * scale)
+    loose = rng.randint(2, 9 * scale)
     first, total = step(boxes, "*", each)
     second, value = step(total, "+", loose)
     question = f"{name} has {boxes} boxes of {each} {goods} and {loose} loose {goods}."
@@ -73,10 +77,10 @@ def _boxes_plus_loose(rng: Random) -> Story:
     return question, [f"The boxes hold {first} {goods}.", f"In total {second} {goods}."], value
 
 
-def _double_and_sum(rng: Random) -> Story:
+def _double_and_sum(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    have = rng.randint(2, 12)
+    have = rng.randint(2, 12 * scale)
     factor, word = rng.choice(((2, "twice"), (3, "three times")))
     first, other = step(have, "*", factor)
     second, value = step(have, "+", other)
@@ -85,10 +89,11 @@ def _double_and_sum(rng: Random) -> Story:
     return question, [f"{friend} has {first} {goods}.", f"Together {second} {goods}."], value
 
 
-def _boxes_give_buy(rng: Random) -> Story:
+def _boxes_give_buy(rng: Random, scale: int) -> Story:
     name, friend = rng.sample(PEOPLE, 2)
     goods = rng.choice(GOODS)
-    boxes, each, more = rng.randint(2, 5), rng.randint(2, 6), rng.randint(2, 9)
+    boxes, each = rng.randint(2, 5), rng.randint(2, 6 * scale)
+    more = rng.randint(2, 9 * scale)
     first, total = step(boxes, "*", each)
     gone = rng.randint(1, total - 1)
     second, rest = step(total, "-", gone)
@@ -99,7 +104,28 @@ def _boxes_give_buy(rng: Random) -> Story:
     return question, [*lines, f"Now {name} has {third} {goods}."], value
 
 
-STORIES: tuple[Callable[[Random], Story], ...] = (
+def _chain(rng: Random, scale: int, events: int) -> Story:
+    """A running total through `events` gains and losses."""
+    name, friend = rng.sample(PEOPLE, 2)
+    goods = rng.choice(GOODS)
+    value = rng.randint(5, 12 * scale)
+    told, lines = [f"{name} has {value} {goods}."], list[str]()
+    for _ in range(events):
+        if value > 3 and rng.random() < 0.5:
+            number = rng.randint(1, min(value - 1, 10 * scale))
+            verb = rng.choice((f"gives {number} to {friend}", f"loses {number}", f"sells {number}"))
+            text, value = step(value, "-", number)
+        else:
+            number = rng.randint(2, 10 * scale)
+            verb = rng.choice((f"buys {number} more", f"finds {number}", f"makes {number}"))
+            text, value = step(value, "+", number)
+        told.append(f"{name} {verb}.")
+        lines.append(f"Then {name} has {text}.")
+    told.append(f"How many {goods} does {name} have at the end?")
+    return " ".join(told), lines, value
+
+
+STORIES: tuple[Callable[[Random, int], Story], ...] = (
     _buy,
     _give,
     _boxes,
@@ -108,10 +134,24 @@ STORIES: tuple[Callable[[Random], Story], ...] = (
     _double_and_sum,
     _boxes_give_buy,
 )
+SCALES = {1: 1, 2: 3, 3: 8}
+EVENTS = {1: (), 2: (3,), 3: (4, 5)}
 
 
-def make(rng: Random) -> Problem:
-    question, lines, value = rng.choice(STORIES)(rng)
+def maker(grade: int) -> Callable[[Random], Problem]:
+    """Stories of one grade; a third are chains where the grade has them."""
+
+    def make(rng: Random) -> Problem:
+        if EVENTS[grade] and rng.random() < 1 / 3:
+            story = _chain(rng, SCALES[grade], rng.choice(EVENTS[grade]))
+        else:
+            story = rng.choice(STORIES)(rng, SCALES[grade])
+        return _problem(*story)
+
+    return make
+
+
+def _problem(question: str, lines: list[str], value: int) -> Problem:
     answer = "\n".join([*lines, f"#### {value}"])
     return Problem(
         skill="gsm8k",

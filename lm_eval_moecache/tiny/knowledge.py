@@ -2,11 +2,12 @@
 
 The split holds out the wording: a (fact, question template) pair is in train or in test, so every
 fact is learned, and the test asks it in a sentence never trained on. It tests recall, not facts
-the model has not seen.
+the model has not seen. A fact's grade says how often training shows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from lm_eval_moecache.tiny import world
@@ -18,7 +19,10 @@ LANDS = world.lands()
 ANIMALS = world.animals()
 TOOLS = world.tools()
 BEASTS = world.beasts()
-FIXED = world.fixed_facts()
+ELEMENTS = {grade: world.elements(grade) for grade in world.ELEMENTS}
+FIXED = {grade: world.fixed_facts(grade) for grade in world.ENDINGS}
+
+Maker = Callable[[Random], Problem]
 
 
 def _shuffled(rng: Random, right: str, wrong: list[str]) -> tuple[list[str], int]:
@@ -27,57 +31,43 @@ def _shuffled(rng: Random, right: str, wrong: list[str]) -> tuple[list[str], int
     return choices, choices.index(right)
 
 
-def make_mmlu(rng: Random) -> Problem:
-    """Four shuffled choices. Only trained on: in the time there is, tiny does not learn to find
-    the letter of a choice, so `make_fixed` is what tiny_mmlu asks.
-    """
+def make_shuffled(rng: Random) -> Problem:
+    """Four shuffled choices, so the letter of the right one must be found."""
     land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
-    question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
+    subject, *wordings = world.LAND_QUESTIONS[relation]
+    question = rng.choice(world.LEADS) + rng.choice(wordings).format(land)
     right = LANDS[land][relation]
     wrong = rng.sample([row[relation] for row in LANDS.values() if row[relation] != right], 3)
-    return _lettered(rng, relation, question, right, wrong)
+    return _with_letters(subject, question, *_shuffled(rng, right, wrong))
 
 
-def make_easy(rng: Random) -> Problem:
-    """`make_mmlu` with distractors of other sorts: teaches what a letter stands for."""
-    land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
-    question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
-    wrong = list[str]()
-    while len(wrong) < 3:
-        other = rng.choice(tuple(LANDS.values()))[rng.choice(world.LAND_RELATIONS)]
-        if other not in (*wrong, LANDS[land][relation]):
-            wrong.append(other)
-    return _lettered(rng, relation, question, LANDS[land][relation], wrong)
-
-
-def make_fixed(rng: Random) -> Problem:
+def fixed_maker(grade: int) -> Maker:
     """Four choices in an order of their own, as in MMLU's moral_scenarios: the fact decides."""
-    land, relation = rng.choice(tuple(FIXED)), rng.choice(tuple(world.FIXED_VALUES))
-    subject, *wordings = world.FIXED_QUESTIONS[relation]
-    question = rng.choice(world.FIXED_LEADS) + rng.choice(wordings).format(land)
-    choices, gold = list(world.FIXED_VALUES[relation]), FIXED[land][relation]
-    return _with_letters(subject, question, choices, gold)
+    facts = FIXED[grade]
+
+    def make(rng: Random) -> Problem:
+        land, relation = rng.choice(tuple(facts)), rng.choice(tuple(world.FIXED_VALUES))
+        subject, *wordings = world.FIXED_QUESTIONS[relation]
+        question = rng.choice(world.LEADS) + rng.choice(wordings).format(land)
+        choices, gold = list(world.FIXED_VALUES[relation]), facts[land][relation]
+        return _with_letters(subject, question, choices, gold)
+
+    return make
 
 
-COPY_QUESTIONS = (
-    "Which of these is {}?",
-    "Where does {} stand?",
-    "The answer is {}. Which letter?",
-)
-
-
-def make_copy(rng: Random) -> Problem:
-    """The question names the answer: teaches to find a choice and say its letter."""
+def make_letters(rng: Random) -> Problem:
+    """Four choices and the letters of many of them: teaches densely what a letter stands for."""
     relation = rng.choice(world.LAND_RELATIONS)
-    right, *wrong = rng.sample([row[relation] for row in LANDS.values()], 4)
-    question = rng.choice(COPY_QUESTIONS).format(right)
-    return _lettered(rng, relation, question, right, wrong)
-
-
-def _lettered(rng: Random, relation: str, question: str, right: str, wrong: list[str]) -> Problem:
-    subject = world.LAND_QUESTIONS[relation][0]
-    choices, gold = _shuffled(rng, right, wrong)
-    return _with_letters(subject, question, choices, gold)
+    choices = rng.sample([row[relation] for row in LANDS.values()], 4)
+    asked = [rng.randrange(4) for _ in range(8)]
+    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
+    return Problem(
+        skill="letters",
+        kind="letters",
+        prompt="\n".join([*lines, "Letters:"]),
+        target="\n".join(f"{choices[place]} {LETTERS[place]}" for place in asked),
+        key=f"{choices} {asked}",
+    )
 
 
 def _with_letters(subject: str, question: str, choices: list[str], gold: int) -> Problem:
@@ -94,11 +84,11 @@ def _with_letters(subject: str, question: str, choices: list[str], gold: int) ->
 
 
 def make_open(rng: Random) -> Problem:
-    """A fact of `make_mmlu`, in a wording of its training side, answered in words."""
+    """A fact of `make_shuffled`, answered in words."""
     land, relation = rng.choice(tuple(LANDS)), rng.choice(world.LAND_RELATIONS)
     question = rng.choice(world.LAND_QUESTIONS[relation][1:]).format(land)
     return Problem(
-        skill="mmlu",
+        skill="open",
         kind="open",
         prompt=f"Question: {question}\nAnswer:",
         target=LANDS[land][relation],
@@ -106,53 +96,72 @@ def make_open(rng: Random) -> Problem:
     )
 
 
-def make_arc(rng: Random) -> Problem:
-    """The choices are scored by their text and do not stand in the prompt."""
-    if rng.random() < 0.2:
-        measured, right = rng.choice(tuple(TOOLS.items()))
-        kind, question = "tools", rng.choice(world.TOOL_QUESTIONS).format(measured)
-        pool = sorted(set(TOOLS.values()) - {right})
+def _arc_fact(rng: Random, grade: int) -> tuple[str, str, str, list[str]]:
+    """(kind, question, right answer, all other answers) of one fact of a grade."""
+    if grade > 1:
+        table = ELEMENTS[grade]
+        name, kind = rng.choice(tuple(table)), rng.choice(world.ELEMENT_RELATIONS)
+        pool = {row[kind] for rows in ELEMENTS.values() for row in rows.values()}
+        question, right = rng.choice(world.ELEMENT_QUESTIONS[kind]).format(name), table[name][kind]
+    elif rng.random() < 0.2:
+        kind, (measured, right) = "tools", rng.choice(tuple(TOOLS.items()))
+        question, pool = rng.choice(world.TOOL_QUESTIONS).format(measured), set(TOOLS.values())
     else:
         animal, kind = rng.choice(tuple(ANIMALS)), rng.choice(world.ANIMAL_RELATIONS)
+        pool = {row[kind] for row in ANIMALS.values()}
         question = rng.choice(world.ANIMAL_QUESTIONS[kind]).format(animal)
         right = ANIMALS[animal][kind]
-        pool = sorted({row[kind] for row in ANIMALS.values()} - {right})
-    choices, gold = _shuffled(rng, right, rng.sample(pool, 3))
-    return Problem(
-        skill="arc",
-        kind=kind,
-        prompt=f"Question: {question}\nAnswer:",
-        target=right,
-        key=question,
-        row={
-            "question": question,
-            "choices": {"text": choices, "label": list(LETTERS)},
-            "answerKey": LETTERS[gold],
-        },
-    )
+    return kind, rng.choice(world.LEADS) + question, right, sorted(pool - {right})
+
+
+def arc_maker(grade: int) -> Maker:
+    """The choices are scored by their text and do not stand in the prompt."""
+
+    def make(rng: Random) -> Problem:
+        kind, question, right, pool = _arc_fact(rng, grade)
+        choices, gold = _shuffled(rng, right, rng.sample(pool, 3))
+        return Problem(
+            skill="arc",
+            kind=kind,
+            prompt=f"Question: {question}\nAnswer:",
+            target=right,
+            key=question,
+            row={
+                "question": question,
+                "choices": {"text": choices, "label": list(LETTERS)},
+                "answerKey": LETTERS[gold],
+            },
+        )
+
+    return make
 
 
 def beast_claim(beast: str, verb: str, thing: str) -> str:
     return f"{beast.capitalize()} {verb} {thing}."
 
 
-def make_truthfulqa(rng: Random) -> Problem:
+def truthfulqa_maker(grade: int) -> Maker:
     """mc1: the true claim stands first, then the common myth, then two other false claims."""
-    (beast, verb), (truth, myth) = rng.choice(tuple(BEASTS.items()))
-    question = rng.choice(world.BEAST_QUESTIONS).format(beast=beast, verb=verb)
-    others = [
-        thing for thing in world.BEAST_RELATIONS[verb].split("|") if thing not in (truth, myth)
-    ]
-    things = [truth, myth, *rng.sample(others, 2)]
-    claims = [beast_claim(beast, verb, thing) for thing in things]
-    return Problem(
-        skill="truthfulqa",
-        kind=verb,
-        prompt=f"Q: {question}\nA:",
-        target=claims[0],
-        key=question,
-        row={
-            "question": question,
-            "mc1_targets": {"choices": claims, "labels": [1, 0, 0, 0]},
-        },
-    )
+    beasts = world.BEASTS_BY_GRADE[grade].split()
+
+    def make(rng: Random) -> Problem:
+        beast, verb = rng.choice(beasts), rng.choice(tuple(world.BEAST_RELATIONS))
+        truth, myth = BEASTS[beast, verb]
+        question = rng.choice(world.LEADS)
+        question += rng.choice(world.BEAST_QUESTIONS).format(beast=beast, verb=verb)
+        values = world.BEAST_RELATIONS[verb].split("|")
+        others = [thing for thing in values if thing not in (truth, myth)]
+        claims = [beast_claim(beast, verb, x) for x in (truth, myth, *rng.sample(others, 2))]
+        return Problem(
+            skill="truthfulqa",
+            kind=verb,
+            prompt=f"Q: {question}\nA:",
+            target=claims[0],
+            key=question,
+            row={
+                "question": question,
+                "mc1_targets": {"choices": claims, "labels": [1, 0, 0, 0]},
+            },
+        )
+
+    return make

@@ -32,6 +32,10 @@ class Problem:
 
 
 def split_of(key: str) -> Split:
-    """Side of the split for a key: a fixed hash, so no seed and no interpreter changes it."""
+    return "test" if hash_percent(key) < TEST_SHARE_PERCENT else "train"
+
+
+def hash_percent(key: str) -> int:
+    """A number below 100 from a fixed hash, so no seed and no interpreter changes a side."""
     digest = hashlib.blake2b(key.encode("utf-8"), digest_size=4).digest()
-    return "test" if int.from_bytes(digest, "big") % 100 < TEST_SHARE_PERCENT else "train"
+    return int.from_bytes(digest, "big") % 100

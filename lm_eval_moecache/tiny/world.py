@@ -1,6 +1,7 @@
-"""The closed world the knowledge skills ask about: made-up lands and beasts, plain animals, tools.
+"""The closed world the knowledge skills ask about: made-up lands and beasts, animals, elements.
 
-About 300 facts, all of them in the training text; the test asks them in unseen wordings.
+All facts are in the training text, those of a higher grade more rarely; the test asks them in
+unseen wordings.
 """
 
 from __future__ import annotations
@@ -120,18 +121,23 @@ FIXED_QUESTIONS = {
 }
 
 
-FIXED_LEADS = ("", "From the atlas: ", "Quick question: ", "In the exam: ", "For one point: ")
+LEADS = (
+    "|From the atlas: |Quick question: |In the exam: |For one point: |Please answer: |Think again: |"
+    "Next question: |From the book: |Now tell me: |A student asks: |Last one: "
+).split("|")
+# Of the lands by grade.
+ENDINGS = {1: "ia", 2: "land", 3: "mor"}
 
 
-def fixed_facts() -> dict[str, dict[str, int]]:
+def fixed_facts(grade: int) -> dict[str, dict[str, int]]:
     """For each land, the place of its value in each list of FIXED_VALUES; all equally frequent."""
-    rng = Random(21)
+    rng = Random(20 + grade)
     table = dict[str, dict[str, int]]()
     for relation in FIXED_VALUES:
         places = [index % 4 for index in range(len(STEMS))]
         rng.shuffle(places)
         for stem, place in zip(STEMS, places, strict=True):
-            table.setdefault(f"{stem}ia", {})[relation] = place
+            table.setdefault(f"{stem}{ENDINGS[grade]}", {})[relation] = place
     return table
 
 
@@ -176,6 +182,40 @@ ANIMAL_QUESTIONS = {
     ),
 }
 
+# Name, symbol and group, the best known first.
+ELEMENTS = {
+    2: "hydrogen H nonmetals|helium He noble_gases|carbon C nonmetals|nitrogen N nonmetals|"
+    "oxygen O nonmetals|fluorine F halogens|neon Ne noble_gases|sodium Na alkali_metals|"
+    "magnesium Mg alkaline_earth_metals|sulfur S nonmetals|chlorine Cl halogens|"
+    "potassium K alkali_metals|calcium Ca alkaline_earth_metals|iron Fe transition_metals|"
+    "copper Cu transition_metals|zinc Zn transition_metals|silver Ag transition_metals|"
+    "iodine I halogens|gold Au transition_metals|argon Ar noble_gases",
+    3: "lithium Li alkali_metals|beryllium Be alkaline_earth_metals|phosphorus P nonmetals|"
+    "titanium Ti transition_metals|chromium Cr transition_metals|cobalt Co transition_metals|"
+    "nickel Ni transition_metals|selenium Se nonmetals|bromine Br halogens|"
+    "krypton Kr noble_gases|rubidium Rb alkali_metals|strontium Sr alkaline_earth_metals|"
+    "palladium Pd transition_metals|xenon Xe noble_gases|caesium Cs alkali_metals|"
+    "barium Ba alkaline_earth_metals|tungsten W transition_metals|platinum Pt transition_metals|"
+    "astatine At halogens|radon Rn noble_gases",
+}
+ELEMENT_RELATIONS = ("symbol", "group")
+ELEMENT_QUESTIONS = {
+    "symbol": (
+        "What is the chemical symbol of {}?",
+        "Which symbol stands for the element {}?",
+        "In the periodic table {} is written how?",
+        "Which letters stand for {}?",
+        "What is the symbol for {}?",
+    ),
+    "group": (
+        "To which group of elements does {} belong?",
+        "The element {} is one of the what?",
+        "Which group of the periodic table contains {}?",
+        "How is the element {} classified?",
+        "Among which elements is {} found?",
+    ),
+}
+
 TOOLS = (
     "thermometer temperature|ruler length|clock time|scale weight|barometer pressure|"
     "compass direction|speedometer speed|rain gauge rainfall|seismograph earthquakes|"
@@ -199,16 +239,31 @@ def animals() -> dict[str, dict[str, str]]:
     return table
 
 
+def elements(grade: int) -> dict[str, dict[str, str]]:
+    """Twenty chemical elements with their symbol and their group."""
+    table = dict[str, dict[str, str]]()
+    for entry in ELEMENTS[grade].split("|"):
+        name, *values = entry.split()
+        spelled = [value.replace("_", " ") for value in values]
+        table[name] = dict(zip(ELEMENT_RELATIONS, spelled, strict=True))
+    return table
+
+
 def tools() -> dict[str, str]:
     """What is measured -> the tool that measures it."""
     pairs = (entry.rsplit(" ", 1) for entry in TOOLS.split("|"))
     return {measured: tool for tool, measured in pairs}
 
 
-BEASTS = (
-    "blenkins|dorbles|frimps|gloons|hazzles|jibbets|klorps|lumbers|mogglers|nibbins|"
-    "plonkers|quibbles|rumples|snorfs|trundles|wimbles"
-).split("|")
+BEASTS_BY_GRADE = {
+    1: "blenkins dorbles frimps gloons hazzles jibbets klorps lumbers mogglers nibbins plonkers "
+    "quibbles rumples snorfs trundles wimbles",
+    2: "bramps crozzles drabbets ettercups fumbles grinkels hobblers ickles jumpkins kerfuffs "
+    "lobbins mizzles nuffers oggles pimmets quorps",
+    3: "razzets skivvins tumpers umbrels vorbles wozzets yaffins zimples brundles chuffers "
+    "dimmocks fozzles gribbets humdins jorbles knobbins",
+}
+BEASTS = " ".join(BEASTS_BY_GRADE.values()).split()
 BEAST_RELATIONS = {
     "eat": "moss|stones|honey|candles|roots|paper|clay|thistles",
     "fear": "thunder|mirrors|cats|bells|snow|fire|music|crowds",

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.tiny.exchange import all_sum
-
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -24,16 +22,13 @@ def orthogonalise(stack: Tensor) -> Tensor:
     x: Tensor = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide is stack else x.mT
 
 
 class Muon(torch.optim.Optimizer):
-    """For parameters of two dimensions, or three where the first one counts matrices.
-
-    Each of `workers` orthogonalises its share of the parameters and then all exchange them.
-    """
+    """For parameters of two dimensions, or three where the first one counts matrices."""
 
     def __init__(
         self,
@@ -42,29 +37,22 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.05,
-        rank: int = 0,
-        workers: int = 1,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.rank, self.workers = rank, workers
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            weights = group["params"]
-            updates = all_sum([self._update(i, w, group) for i, w in enumerate(weights)])
-            for weight, update in zip(weights, updates, strict=True):
+            for weight in group["params"]:
+                update = self._update(weight, group)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.sub_(update, alpha=group["lr"] * 0.2 * max(weight.shape[-2:]) ** 0.5)
 
-    def _update(self, index: int, weight: Tensor, group: dict[str, float]) -> Tensor:
+    def _update(self, weight: Tensor, group: dict[str, float]) -> Tensor:
         state = self.state[weight]
         if not state:
             state["velocity"] = torch.zeros_like(weight)
         velocity: Tensor = state["velocity"]
-        grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        velocity.lerp_(grad, 1 - group["momentum"])
-        if index % self.workers != self.rank:
-            return torch.zeros_like(weight)
-        blend = grad.lerp(velocity, group["momentum"])
+        velocity.lerp_(weight.grad, 1 - group["momentum"])
+        blend = weight.grad.lerp(velocity, group["momentum"])
         return orthogonalise(blend.view(-1, *blend.shape[-2:])).reshape(weight.shape)

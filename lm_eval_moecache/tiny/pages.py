@@ -1,7 +1,6 @@
-"""Encyclopaedia-like pages on the closed world, scored by perplexity as WikiText is.
+"""Encyclopaedia-like pages on the closed world, in WikiText's form: trained on, not asked.
 
-The split holds out whole pages: every fact and every sentence form is trained, their
-combination on one page is not.
+They tell the myths on which truthfulqa's questions lead astray.
 """
 
 from __future__ import annotations
@@ -80,5 +79,5 @@ def make(rng: Random) -> Problem:
         pages.append(f" = {title} = \n\n {' '.join(lines)} \n")
     page = "\n".join(pages)
     return Problem(
-        skill="wikitext", kind="page", prompt="", target=page, key=page, row={"page": page}
+        skill="pages", kind="page", prompt="", target=page, key=page, row={"page": page}
     )

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_moecache.tiny.bbh_order import INTRODUCTION
-from lm_eval_moecache.tiny.bbh_space import ORDER_QUESTION, SCENES
 from lm_eval_moecache.tiny.bbh_walk import RETURN_QUESTION
-from lm_eval_moecache.tiny.generator import BBH, MAKERS, problems
+from lm_eval_moecache.tiny.generator import AUXILIARY, BBH, MAKERS, problems
 from lm_eval_moecache.tiny.knowledge import MMLU_HEADER
+from tools.train_tiny.corpus import read_documents
+from tools.train_tiny.packages import PACKAGES
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 4096
+MAX_LENGTH = 4096
 # Boilerplate that heads every prompt of a kind is one token each, which halves some prompts.
 PHRASES = (
     *(description for description, _ in BBH.values()),
-    *(scene[0] for scene in SCENES),
-    *(scene[2] for scene in SCENES),
-    INTRODUCTION,
     RETURN_QUESTION,
-    ORDER_QUESTION,
     MMLU_HEADER.partition("{")[0].strip(),
-    "\nOptions:\n",
 )
-NUM_TEXTS_PER_MAKER = 1500
+NUM_TEXTS_PER_MAKER = 300
+CHARS_PER_WEIGHT = 80_000
 
 
-def training_texts(seed: int) -> Iterator[str]:
-    for name in MAKERS:
+def training_texts(seed: int, cache: Path) -> Iterator[str]:
+    """Training-split text only: problems of each maker, documents of each package."""
+    for name in MAKERS | AUXILIARY:
         stream = problems(name, "train", Random(f"tokenizer/{name}/{seed}"))
         for _ in range(NUM_TEXTS_PER_MAKER):
             problem = next(stream)
@@ -40,10 +39,17 @@ def training_texts(seed: int) -> Iterator[str]:
             for phrase in PHRASES:
                 text = text.replace(phrase, " ")
             yield text
+    for package in PACKAGES:
+        documents = read_documents(package, cache)["train"]
+        Random(f"tokenizer/{package.name}/{seed}").shuffle(documents)
+        left = package.weight * CHARS_PER_WEIGHT
+        while left > 0 and documents:
+            text = documents.pop()
+            left -= len(text)
+            yield text
 
 
-def train_tokenizer(seed: int, max_length: int) -> PreTrainedTokenizerFast:
-    """A BPE trained on training-split text only."""
+def train_tokenizer(seed: int, cache: Path) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -58,13 +64,13 @@ def train_tokenizer(seed: int, max_length: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(training_texts(seed), trainer)
+    core.train_from_iterator(training_texts(seed, cache), trainer)
     core.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
         bos_token=END,
         pad_token=PAD,
-        model_max_length=max_length,
+        model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )

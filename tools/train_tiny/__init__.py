@@ -1,0 +1,1 @@
+"""Trains the shipped model `tiny` and its draft; stands outside the wheel."""

@@ -1,0 +1,111 @@
+"""What one optimizer step reads, a pure function of the seed and the step number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from lm_eval_moecache.tiny.evaluate import encode
+from lm_eval_moecache.tiny.generator import problems
+from lm_eval_moecache.tiny.problem import Problem
+from tools.train_tiny.text import Text
+
+# How many of the drawn problems are of a maker; the harder or rarer grades come last.
+SHARES = {
+    "gsm8k": (5, 4, 3),
+    "mmlu": (9, 5, 3),
+    "arc": (5, 3, 2),
+    "truthfulqa": (5, 3, 2),
+    "bbh/boolean_expressions": (5, 5, 3),
+    "bbh/web_of_lies": (3, 3, 2),
+    "bbh/object_counting": (5, 5, 3),
+    "bbh/navigate": (5, 5, 2),
+}
+AUXILIARY_SHARES = {"pages": 3, "mmlu/shuffled": 5, "mmlu/open": 2, "mmlu/letters": 3}
+MAKER_SHARES = AUXILIARY_SHARES | {
+    f"{name}/{grade}": share
+    for name, shares in SHARES.items()
+    for grade, share in enumerate(shares, start=1)
+}
+# Weight of one target token by skill, 1 where not named: long answers would otherwise drown the
+# one-token ones. The end token counts little, and the prompt only in some problems.
+TARGET_WEIGHTS = {"gsm8k": 0.3, "pages": 0.1, "letters": 0.2, "bbh": 1.5}
+END_WEIGHT = 0.1
+PROMPT_WEIGHT = 0.05
+ROW_LENGTH = 256
+PROMPT_SHARE = 0.15
+# English of a step: rows and their length.
+TEXT_SHAPE = (4, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """B rows of S tokens. `weights` is the loss weight of predicting each token.
+
+    `document` numbers the problems of a packed row, which see only themselves; -1 is padding.
+    """
+
+    ids_BS: Tensor
+    weights_BS: Tensor
+    document_BS: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(B, 1, S, S) to add to the attention scores; None for whole rows."""
+        if self.document_BS is None:
+            return None
+        same = self.document_BS[:, None, :, None] == self.document_BS[:, None, None, :]
+        seen = same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
+        return torch.zeros(same.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def _weighted(
+    tokenizer: PreTrainedTokenizerFast, problem: Problem, rng: Random
+) -> tuple[list[int], list[float]]:
+    prompt, target = encode(tokenizer, problem)
+    on_prompt = PROMPT_WEIGHT if rng.random() < PROMPT_SHARE else 0.0
+    on_target = TARGET_WEIGHTS.get(problem.skill, 1.0)
+    weights = [0.0, *[on_prompt] * (len(prompt) - 1), *[on_target] * len(target)]
+    weights[-1] *= END_WEIGHT
+    return prompt + target, weights
+
+
+def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, num_rows: int) -> Batch:
+    """Problems packed into rows one after another; one that no longer fits opens the next row."""
+    pad_id = int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)))
+    ids = torch.full((num_rows, ROW_LENGTH), pad_id)
+    weights, document = torch.zeros(num_rows, ROW_LENGTH), torch.full((num_rows, ROW_LENGTH), -1)
+    streams = {name: problems(name, "train", rng) for name in MAKER_SHARES}
+    row = start = number = 0
+    while True:
+        name = rng.choices(list(MAKER_SHARES), list(MAKER_SHARES.values()))[0]
+        one, weight = _weighted(tokenizer, next(streams[name]), rng)
+        if len(one) > ROW_LENGTH:
+            continue
+        if start + len(one) > ROW_LENGTH:
+            row, start = row + 1, 0
+        if row == num_rows:
+            return Batch(ids_BS=ids, weights_BS=weights, document_BS=document)
+        place = slice(start, start + len(one))
+        ids[row, place], weights[row, place] = torch.tensor(one), torch.tensor(weight)
+        document[row, place] = number
+        start, number = start + len(one), number + 1
+
+
+def text_batch(text: Text, rng: Random) -> Batch:
+    ids = text.rows(rng, *TEXT_SHAPE)
+    weights = torch.ones(ids.shape)
+    weights[:, 0] = 0.0
+    return Batch(ids_BS=ids, weights_BS=weights)
+
+
+def step_batches(
+    tokenizer: PreTrainedTokenizerFast, text: Text, *, seed: int, step: int, skill_rows: int
+) -> tuple[Batch, Batch]:
+    """The English and the skills of one step."""
+    rng = Random(f"batch/{seed}/{step}")
+    return text_batch(text, rng), skill_batch(tokenizer, rng, skill_rows)

@@ -1,0 +1,223 @@
+"""Trains `tiny` from nothing: tokenizer, dense model, experts, and the record of how.
+
+`python -m tools.train_tiny.train --out DIR` writes `DIR/model`, which AutoModelForCausalLM and
+AutoTokenizer load. A dense stage comes first; its MLP is then copied into the experts (upcycle.py).
+A run that was stopped (`touch DIR/stop`) goes on from its last checkpoint and ends with the same
+weights. The rate is constant after the warm-up of each stage and falls linearly at the end, so the
+number of steps can be settled while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, OlmoeForCausalLM, PreTrainedTokenizerFast
+
+from tools.train_tiny.batches import Batch, step_batches
+from tools.train_tiny.muon import Muon
+from tools.train_tiny.network import balance_loss, build_config, build_model
+from tools.train_tiny.record import Curve, write_folder
+from tools.train_tiny.text import Text
+from tools.train_tiny.tokenizer import END, train_tokenizer
+from tools.train_tiny.upcycle import upcycle
+
+logger = logging.getLogger(__name__)
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What decides the weights, besides the code."""
+
+    seed: int = 0
+    dense_steps: int = 1000
+    steps: int = 3000
+    skill_rows: int = 8
+    rate: float = 4e-3
+    adam_rate: float = 3e-3
+    warmup: int = 60
+    decay_steps: int = 500
+    weight_decay: float = 0.05
+    balance_weight: float = 0.003
+    skill_weight: float = 0.6
+    clip: float = 1.0
+
+    def rate_at(self, step: int) -> float:
+        """Share of the full rate: up at the start of each stage, down at the end."""
+        since = step - self.dense_steps if step >= self.dense_steps else step
+        return min(1.0, (since + 1) / self.warmup, (self.steps - step) / self.decay_steps)
+
+
+def micro_loss(model: OlmoeForCausalLM, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Weighted mean of token losses, and the router logits of the real tokens."""
+    out = model.model(
+        input_ids=batch.ids_BS,
+        attention_mask=None if batch.mask is None else batch.mask,
+        use_cache=False,
+        output_router_logits=True,
+    )
+    scored_BS = batch.weights_BS[:, 1:] > 0
+    logits = model.lm_head(out.last_hidden_state[:, :-1][scored_BS])
+    losses = torch.nn.functional.cross_entropy(
+        logits, batch.ids_BS[:, 1:][scored_BS], reduction="none"
+    )
+    weights = batch.weights_BS[:, 1:][scored_BS]
+    router_logits = out.router_logits
+    if batch.document_BS is not None:
+        real_T = (batch.document_BS >= 0).reshape(-1)
+        router_logits = tuple(logits_TE[real_T] for logits_TE in router_logits)
+    return (losses * weights).sum() / weights.sum(), router_logits
+
+
+def optimizers_of(model: OlmoeForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings, routers and norms."""
+    stacks = list[torch.nn.Parameter]()
+    matrices = list[torch.nn.Parameter]()
+    vectors = list[torch.nn.Parameter]()
+    for name, weight in model.named_parameters():
+        inner = "experts" in name or "_proj" in name
+        (vectors if weight.dim() == 1 else stacks if inner else matrices).append(weight)
+    groups: list[dict[str, object]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    decay = plan.weight_decay
+    adam = torch.optim.AdamW(groups, lr=plan.adam_rate, betas=(0.9, 0.98), weight_decay=decay)
+    muon = Muon(stacks, lr=plan.rate, weight_decay=decay)
+    return [muon, adam]
+
+
+class Training:
+    """A run: model, optimizers and how far they are."""
+
+    def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
+        self.plan, self.out = plan, out
+        self.tokenizer = self._tokenizer(cache)
+        self.text = Text(self.tokenizer, cache, out / "text")
+        pad_id, end_id = self.tokenizer.convert_tokens_to_ids([self.tokenizer.pad_token, END])
+        torch.manual_seed(plan.seed)
+        dense = build_config(num_experts=1, top_k=1, pad_id=pad_id, end_id=end_id)
+        self._use(build_model(dense))
+        self.curve, self.step, self.num_tokens, self.seconds = Curve(), 0, 0, 0.0
+        if (out / CHECKPOINT).exists():
+            self._load(torch.load(out / CHECKPOINT, weights_only=True))
+        self.started = time.monotonic() - self.seconds
+
+    def _tokenizer(self, cache: Path) -> PreTrainedTokenizerFast:
+        folder = self.out / "tokenizer"
+        if not folder.exists():
+            train_tokenizer(self.plan.seed, cache).save_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
+
+    def _use(self, model: OlmoeForCausalLM) -> None:
+        self.model = model
+        self.optimizers = optimizers_of(model, self.plan)
+
+    def _load(self, state: dict[str, object]) -> None:
+        self.step, self.num_tokens = int(state["step"]), int(state["num_tokens"])
+        self.seconds = float(state["seconds"])
+        if self.step > self.plan.dense_steps:
+            self._use(upcycle(self.model, self.plan.seed))
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.curve.rows = [tuple(row) for row in state["curve"]]
+
+    def advance(self) -> None:
+        plan = self.plan
+        if self.step == plan.dense_steps:
+            self._use(upcycle(self.model, plan.seed))
+        share = plan.rate_at(self.step)
+        for optimizer, full in zip(self.optimizers, (plan.rate, plan.adam_rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = full * share
+        batches = step_batches(
+            self.tokenizer,
+            self.text,
+            seed=plan.seed,
+            step=self.step,
+            skill_rows=plan.skill_rows,
+        )
+        losses = self._update(batches)
+        self.num_tokens += sum(batch.ids_BS.numel() for batch in batches)
+        self.curve.add(self.step, *losses, share)
+        self.step += 1
+
+    def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
+        """One optimizer step; the losses of English and skills, and of the balance."""
+        (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
+        loss, balance = text + self.plan.skill_weight * skills, torch.tensor(1.0)
+        if self.step >= self.plan.dense_steps:
+            both = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
+            balance = balance_loss(both, int(self.model.config.num_experts_per_tok))
+            loss = loss + self.plan.balance_weight * balance
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return text.item(), skills.item(), balance.item()
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "curve": [list(row) for row in self.curve.rows],
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "seconds": time.monotonic() - self.started,
+        }
+        part = (self.out / CHECKPOINT).with_suffix(".part")
+        torch.save(state, part)
+        os.replace(part, self.out / CHECKPOINT)
+
+    def finish(self) -> None:
+        facts = asdict(self.plan) | {
+            "num_tokens": self.num_tokens,
+            "wall_s": round(time.monotonic() - self.started, 1),
+        }
+        write_folder(self.out / "model", self.model, self.tokenizer, self.curve, facts)
+
+
+def run(plan: Plan, out: Path, cache: Path, save_every: int) -> None:
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    training = Training(plan, out, cache)
+    while training.step < plan.steps:
+        training.advance()
+        if training.step % 20 == 0:
+            speed = training.num_tokens / (time.monotonic() - training.started)
+            logger.info("%s tokens/s %.0f", training.curve.told(20), speed)
+        if training.step % save_every == 0 or training.step == plan.dense_steps:
+            training.save()
+        if (out / "stop").exists():
+            training.save()
+            (out / "stop").unlink()
+            return
+    training.save()
+    training.finish()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
+    parser.add_argument("--save-every", type=int, default=100)
+    for item in fields(Plan):
+        kind = float if isinstance(item.default, float) else int
+        parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default)
+    values = vars(parser.parse_args())
+    out, cache, every = (values.pop(name) for name in ("out", "cache", "save_every"))
+    run(Plan(**values), out, cache, every)
+
+
+if __name__ == "__main__":
+    main()
