@@ -1,24 +1,28 @@
 """The rows of the offline tasks, train and test, for `custom_dataset` in their YAML files.
 
 lm-eval calls each function with the task's metadata as keywords; `seed` and `num_documents` there
-choose another draw. Two loads of one seed give the same rows on every machine.
+choose another draw. Two loads of one seed give the same rows on every machine. `wikitext` alone has
+no draw: its test rows are the pages in held_out/.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import get_args
 
 from datasets import Dataset
 
-from lm_eval_moecache.tiny.generator import BBH_ASKED, MMLU_ASKED, distinct
+from lm_eval_moecache.tiny.generator import ASKED, distinct
 from lm_eval_moecache.tiny.problem import Split
 
 SPLITS: tuple[Split, ...] = get_args(Split)
-NUM_DOCUMENTS = 200
-NUM_PAGES = 20
+NUM_DOCUMENTS = 500
+PAGES: Path = Path(__file__).parent / "held_out" / "pages.jsonl"
 
 
-def _rows(names: tuple[str, ...], seed: int, num_documents: int) -> dict[str, Dataset]:
+def _rows(task: str, seed: int, num_documents: int) -> dict[str, Dataset]:
+    names = ASKED[task]
     return {
         split: Dataset.from_list([dict(p.row) for p in distinct(names, num_documents, seed, split)])
         for split in SPLITS
@@ -26,27 +30,46 @@ def _rows(names: tuple[str, ...], seed: int, num_documents: int) -> dict[str, Da
 
 
 def gsm8k(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
-    return _rows(("gsm8k",), seed, num_documents)
+    return _rows("gsm8k", seed, num_documents)
 
 
 def mmlu(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
-    return _rows(MMLU_ASKED, seed, num_documents)
+    return _rows("mmlu", seed, num_documents)
 
 
 def arc(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
-    return _rows(("arc",), seed, num_documents)
+    return _rows("arc", seed, num_documents)
 
 
 def truthfulqa(
     *, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object
 ) -> dict[str, Dataset]:
-    return _rows(("truthfulqa",), seed, num_documents)
+    return _rows("truthfulqa", seed, num_documents)
 
 
 def bbh(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
     """The kinds in turn, so `--limit 40` has ten of each of the four."""
-    return _rows(BBH_ASKED, seed, num_documents)
+    return _rows("bbh", seed, num_documents)
 
 
-def wikitext(*, seed: int = 0, num_documents: int = NUM_PAGES, **_: object) -> dict[str, Dataset]:
-    return _rows(("wikitext",), seed, num_documents)
+def wikitext(**_: object) -> dict[str, Dataset]:
+    """Real text in the public domain that the model was not trained on; generated pages to train.
+
+    The sources take turns, so a limit has some of each.
+    """
+    by_source = dict[str, list[str]]()
+    for line in PAGES.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        by_source.setdefault(row["source"], []).append(row["page"])
+    longest = max(map(len, by_source.values()))
+    pages = [
+        {"page": pages[place]}
+        for place in range(longest)
+        for pages in by_source.values()
+        if place < len(pages)
+    ]
+    drawn = distinct(("pages",), len(pages), 0, "train")
+    return {
+        "train": Dataset.from_list([{"page": str(problem.row["page"])} for problem in drawn]),
+        "test": Dataset.from_list(pages),
+    }

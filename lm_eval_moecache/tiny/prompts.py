@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from random import Random
 
-from lm_eval_moecache.tiny.generator import BBH_ASKED, MMLU_ASKED, MOST_DRAWS, problems
+from lm_eval_moecache.tiny.generator import ASKED, MOST_DRAWS, problems
 
-KINDS = ("gsm8k", *MMLU_ASKED, "arc", "truthfulqa", *BBH_ASKED)
+KINDS = tuple(dict.fromkeys(name for names in ASKED.values() for name in names))
 
 
 def training_prompts(count: int, seed: int = 0) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, OlmoeForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tools.train_tiny.batches import Batch, step_batches
 from tools.train_tiny.muon import Muon
@@ -45,9 +45,16 @@ class Plan:
     warmup: int = 60
     decay_steps: int = 500
     weight_decay: float = 0.05
-    balance_weight: float = 0.003
+    early_balance_weight: float = 0.003
+    early_balance_steps: int = 200
+    balance_weight: float = 0.01
     skill_weight: float = 0.6
     clip: float = 1.0
+
+    def balance_at(self, step: int) -> float:
+        """Weak while the experts find their topics."""
+        early = step - self.dense_steps < self.early_balance_steps
+        return self.early_balance_weight if early else self.balance_weight
 
     def rate_at(self, step: int) -> float:
         """Share of the full rate: up at the start of each stage, down at the end."""
@@ -55,13 +62,11 @@ class Plan:
         return min(1.0, (since + 1) / self.warmup, (self.steps - step) / self.decay_steps)
 
 
-def micro_loss(model: OlmoeForCausalLM, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Weighted mean of token losses, and the router logits of the real tokens."""
+def micro_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Weighted mean of token losses, and the router logits of the real tokens if it has any."""
+    asked = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
     out = model.model(
-        input_ids=batch.ids_BS,
-        attention_mask=None if batch.mask is None else batch.mask,
-        use_cache=False,
-        output_router_logits=True,
+        input_ids=batch.ids_BS, attention_mask=batch.mask, use_cache=False, **asked
     )
     scored_BS = batch.weights_BS[:, 1:] > 0
     logits = model.lm_head(out.last_hidden_state[:, :-1][scored_BS])
@@ -69,14 +74,14 @@ def micro_loss(model: OlmoeForCausalLM, batch: Batch) -> tuple[Tensor, tuple[Ten
         logits, batch.ids_BS[:, 1:][scored_BS], reduction="none"
     )
     weights = batch.weights_BS[:, 1:][scored_BS]
-    router_logits = out.router_logits
+    router_logits = out.router_logits if asked else ()
     if batch.document_BS is not None:
         real_T = (batch.document_BS >= 0).reshape(-1)
         router_logits = tuple(logits_TE[real_T] for logits_TE in router_logits)
     return (losses * weights).sum() / weights.sum(), router_logits
 
 
-def optimizers_of(model: OlmoeForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings, routers and norms."""
     stacks = list[torch.nn.Parameter]()
     matrices = list[torch.nn.Parameter]()
@@ -103,8 +108,7 @@ class Training:
         self.text = Text(self.tokenizer, cache, out / "text")
         pad_id, end_id = self.tokenizer.convert_tokens_to_ids([self.tokenizer.pad_token, END])
         torch.manual_seed(plan.seed)
-        dense = build_config(num_experts=1, top_k=1, pad_id=pad_id, end_id=end_id)
-        self._use(build_model(dense))
+        self._use(self.first_model(pad_id, end_id))
         self.curve, self.step, self.num_tokens, self.seconds = Curve(), 0, 0, 0.0
         if (out / CHECKPOINT).exists():
             self._load(torch.load(out / CHECKPOINT, weights_only=True))
@@ -116,7 +120,10 @@ class Training:
             train_tokenizer(self.plan.seed, cache).save_pretrained(folder)
         return AutoTokenizer.from_pretrained(folder)
 
-    def _use(self, model: OlmoeForCausalLM) -> None:
+    def first_model(self, pad_id: int, end_id: int) -> PreTrainedModel:
+        return build_model(build_config(num_experts=1, top_k=1, pad_id=pad_id, end_id=end_id))
+
+    def _use(self, model: PreTrainedModel) -> None:
         self.model = model
         self.optimizers = optimizers_of(model, self.plan)
 
@@ -157,7 +164,7 @@ class Training:
         if self.step >= self.plan.dense_steps:
             both = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
             balance = balance_loss(both, int(self.model.config.num_experts_per_tok))
-            loss = loss + self.plan.balance_weight * balance
+            loss = loss + self.plan.balance_at(self.step) * balance
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
         for optimizer in self.optimizers:
@@ -186,10 +193,9 @@ class Training:
         write_folder(self.out / "model", self.model, self.tokenizer, self.curve, facts)
 
 
-def run(plan: Plan, out: Path, cache: Path, save_every: int) -> None:
-    torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    training = Training(plan, out, cache)
+def run(training: Training, save_every: int) -> None:
+    """To the end of the plan, or to the file `stop`."""
+    plan, out = training.plan, training.out
     while training.step < plan.steps:
         training.advance()
         if training.step % 20 == 0:
@@ -205,19 +211,22 @@ def run(plan: Plan, out: Path, cache: Path, save_every: int) -> None:
     training.finish()
 
 
-def main() -> None:
+def start(kind: type[Training], preset: Plan, description: str | None) -> None:
+    """Reads the command line, whose defaults are `preset`, and runs."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    parser = argparse.ArgumentParser(description=__doc__)
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
     parser.add_argument("--save-every", type=int, default=100)
     for item in fields(Plan):
-        kind = float if isinstance(item.default, float) else int
-        parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default)
+        value = getattr(preset, item.name)
+        parser.add_argument(f"--{item.name.replace('_', '-')}", type=type(value), default=value)
     values = vars(parser.parse_args())
     out, cache, every = (values.pop(name) for name in ("out", "cache", "save_every"))
-    run(Plan(**values), out, cache, every)
+    out.mkdir(parents=True, exist_ok=True)
+    run(kind(Plan(**values), out, cache), every)
 
 
 if __name__ == "__main__":
-    main()
+    start(Training, Plan(), __doc__)
