@@ -124,9 +124,7 @@ def random_resident(model: PreTrainedModel, share: float, seed: int) -> Swap:
     """
     num_experts = int(model.config.num_experts)
     rng, size = Random(seed), int(share * num_experts)
-    caches = [
-        OrderedDict.fromkeys(rng.sample(range(num_experts), size)) for _ in moe_blocks(model)
-    ]
+    caches = [OrderedDict.fromkeys(rng.sample(range(num_experts), size)) for _ in moe_blocks(model)]
 
     def swap(layer: int, index: Tensor, _: Tensor) -> Tensor:
         cache, rows = caches[layer], index.tolist()

@@ -22,7 +22,7 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.tiny.generator import BBH_ASKED, held_out
+from lm_eval_moecache.tiny.generator import ASKED, held_out
 
 STOP = {"until": ["Q:", "Question:", "\n\n"], "max_gen_toks": 48}
 Rows = list[list[int]]
@@ -30,8 +30,8 @@ Rows = list[list[int]]
 
 def prompts(count: int) -> list[str]:
     """Half word problems, half BBH, from the test split of the offline tasks."""
-    word = held_out(("gsm8k",), count // 2, 0)
-    logic = held_out(BBH_ASKED, count - count // 2, 0)
+    word = held_out(ASKED["gsm8k"], count // 2, 0)
+    logic = held_out(ASKED["bbh"], count - count // 2, 0)
     return [
         *(f"Question: {p.row['question']}\nAnswer:" for p in word),
         *(f"{p.row['description']}\n\nQ: {p.row['input']}\nA:" for p in logic),

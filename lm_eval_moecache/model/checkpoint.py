@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import transformers
 
-from lm_eval_moecache.records.paths import TINY
-from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
+from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
+
+SHIPPED = {TINY: str(MODEL_DIR), TINY_DRAFT: str(DRAFT_DIR)}
 
 
 def model_path(pretrained: Any) -> Any:
     """Return where a named model lies; a loaded model is returned as it is."""
-    return str(MODEL_DIR) if pretrained == TINY else pretrained
+    return SHIPPED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
 
 
 def skeleton(pretrained: Any, theirs: Mapping[str, Any]) -> Any:

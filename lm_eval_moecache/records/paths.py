@@ -4,6 +4,8 @@ from pathlib import Path
 
 TINY = "tiny"
 """What `pretrained=` calls the shipped model."""
+TINY_DRAFT = "tiny-draft"
+"""What `draft=` calls the dense draft that ships beside it."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 

@@ -78,6 +78,4 @@ def make(rng: Random) -> Problem:
         title, lines = rng.choice((_land_page, _animal_page, _beast_page))(rng)
         pages.append(f" = {title} = \n\n {' '.join(lines)} \n")
     page = "\n".join(pages)
-    return Problem(
-        skill="pages", kind="page", prompt="", target=page, key=page, row={"page": page}
-    )
+    return Problem(skill="pages", kind="page", prompt="", target=page, key=page, row={"page": page})

@@ -122,8 +122,8 @@ FIXED_QUESTIONS = {
 
 
 LEADS = (
-    "|From the atlas: |Quick question: |In the exam: |For one point: |Please answer: |Think again: |"
-    "Next question: |From the book: |Now tell me: |A student asks: |Last one: "
+    "|From the atlas: |Quick question: |In the exam: |For one point: |Please answer: "
+    "|Think again: |Next question: |From the book: |Now tell me: |A student asks: |Last one: "
 ).split("|")
 # Of the lands by grade.
 ENDINGS = {1: "ia", 2: "land", 3: "mor"}

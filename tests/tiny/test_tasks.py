@@ -8,9 +8,11 @@ import pytest
 import yaml
 from lm_eval import tasks as lm_eval_tasks
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
-from lm_eval_moecache.tiny.documents import NUM_DOCUMENTS, NUM_PAGES
-from lm_eval_moecache.tiny.generator import BBH, BBH_ASKED, MMLU_ASKED, held_out
+from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.tiny.documents import NUM_DOCUMENTS, PAGES
+from lm_eval_moecache.tiny.generator import ASKED, BBH, held_out
 
 CONFIGS = Path(__file__).parents[2] / "task_configs"
 LM_EVAL = Path(lm_eval_tasks.__file__).parent
@@ -41,19 +43,26 @@ def loaded() -> dict:
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_load_with_their_number_of_documents(loaded: dict, name: str) -> None:
     documents = list(loaded[f"tiny_{name}"].test_docs())
-    assert len(documents) == (NUM_PAGES if name == "wikitext" else NUM_DOCUMENTS)
+    num_pages = len(PAGES.read_text(encoding="utf-8").splitlines())
+    assert len(documents) == (num_pages if name == "wikitext" else NUM_DOCUMENTS)
 
 
 @pytest.mark.parametrize("name", ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh"))
 def test_prompt_and_target_are_those_the_model_was_trained_on(loaded: dict, name: str) -> None:
     task = loaded[f"tiny_{name}"]
-    makers = {"bbh": BBH_ASKED, "mmlu": MMLU_ASKED}.get(name, (name,))
     documents = task.test_docs()
-    for problem, row in zip(held_out(makers, 14, seed=0), documents, strict=False):
+    for problem, row in zip(held_out(ASKED[name], 14, seed=0), documents, strict=False):
         target = task.doc_to_target(row)
         if name in ("mmlu", "arc", "truthfulqa"):
             target = task.doc_to_choice(row)[int(target)]
         assert (task.doc_to_text(row), target) == (problem.prompt, problem.target)
+
+
+def test_held_out_text_has_twenty_thousand_tokens_and_no_page_twice(loaded: dict) -> None:
+    pages = [row["page"] for row in loaded["tiny_wikitext"].test_docs()]
+    assert len(set(pages)) == len(pages)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    assert sum(len(tokenizer(page).input_ids) for page in pages) >= 20_000
 
 
 def test_group_holds_the_six_tasks() -> None:

@@ -1,20 +1,35 @@
-"""The training code: the quick experts pass, the optimizer, and resumable batches."""
+"""The training code: the quick experts pass, upcycling, the optimizer, packed batches."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from random import Random
+
+import pytest
 import torch
 from transformers import AutoTokenizer, OlmoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.tiny.batches import step_batches
-from lm_eval_moecache.tiny.muon import orthogonalise
-from lm_eval_moecache.tiny.network import balance_loss, build_config, build_model
-from lm_eval_moecache.tiny.tokenizer import VOCAB_SIZE
-from lm_eval_moecache.tiny.train import Plan
+from lm_eval_moecache.tiny.generator import AUXILIARY, MAKERS
+from tools.train_tiny.batches import MAKER_SHARES, ROW_LENGTH, skill_batch
+from tools.train_tiny.corpus import _documents, _plain_line
+from tools.train_tiny.muon import orthogonalise
+from tools.train_tiny.network import balance_loss, build_config, build_model
+from tools.train_tiny.packages import PACKAGES, read_members
+from tools.train_tiny.tokenizer import VOCAB_SIZE
+from tools.train_tiny.train import Plan
+from tools.train_tiny.upcycle import redraw
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
+)
 
 
+@needs_compiler
+@pytest.mark.slow
 def test_sorted_experts_equal_transformers_experts_with_gradients() -> None:
-    config = build_config(pad_id=0, end_id=1)
+    config = build_config(num_experts=64, top_k=8, pad_id=0, end_id=1)
     config.num_hidden_layers = 2
     torch.manual_seed(0)
     fast = build_model(config)
@@ -28,6 +43,15 @@ def test_sorted_experts_equal_transformers_experts_with_gradients() -> None:
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-3, atol=1e-5)
 
 
+def test_redrawn_neurons_are_new_and_the_others_are_kept() -> None:
+    torch.manual_seed(0)
+    gate_up, down, drawn = torch.randn(8, 6), torch.randn(6, 4), torch.tensor([0, 2])
+    new_gate_up, new_down = redraw(gate_up, down, drawn)
+    same_rows = (new_gate_up == gate_up).all(1).tolist()
+    assert same_rows == [False, True, False, True] * 2
+    assert (new_down == down).all(0).tolist() == [False, True, False, True]
+
+
 def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
     torch.manual_seed(0)
     for shape in ((3, 24, 16), (2, 16, 24)):
@@ -38,23 +62,62 @@ def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
 def test_balance_loss_is_one_for_even_routing_and_more_for_a_collapse() -> None:
     even = torch.eye(4).repeat(8, 1) * 10
     collapsed = torch.tensor([[10.0, 0.0, 0.0, 0.0]]).repeat(32, 1)
-    real = torch.ones(32, dtype=torch.bool)
-    assert abs(float(balance_loss((even,), real, 1)) - 1) < 1e-3
-    assert float(balance_loss((collapsed,), real, 1)) > 3
+    assert abs(float(balance_loss([even], 1)) - 1) < 1e-3
+    assert float(balance_loss([collapsed], 1)) > 3
 
 
-def test_batches_depend_on_seed_and_step_only() -> None:
+def test_packed_problems_see_only_themselves() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    draws = [
-        step_batches(tokenizer, seed=0, step=step, num_tokens=512, num_batches=2)
-        for step in (5, 5, 6)
-    ]
-    ids = [[batch.ids_BS.tolist() for batch in batches] for batches in draws]
-    assert ids[0] == ids[1] != ids[2]
+    batch = skill_batch(tokenizer, Random(0), 2)
+    assert batch.ids_BS.shape == (2, ROW_LENGTH)
+    seen = batch.mask[0, 0] == 0
+    document = batch.document_BS[0]
+    for row in range(ROW_LENGTH):
+        assert set(document[seen[row]].tolist()) == {int(document[row])}
+        assert not seen[row, row + 1 :].any()
+    again = skill_batch(tokenizer, Random(0), 2)
+    assert torch.equal(again.ids_BS, batch.ids_BS)
 
 
-def test_rate_is_flat_after_warm_up_and_falls_to_zero() -> None:
-    plan = Plan(steps=1000, warmup=100)
-    assert plan.rate_at(0) == plan.rate / 100
-    assert plan.rate_at(100) == plan.rate_at(799) == plan.rate
-    assert 0 < plan.rate_at(999) < plan.rate / 100
+def test_every_maker_has_a_share_of_the_training() -> None:
+    assert set(MAKER_SHARES) == set(MAKERS | AUXILIARY)
+
+
+def test_rate_rises_in_both_stages_and_falls_at_the_end() -> None:
+    plan = Plan(dense_steps=500, steps=1000, warmup=50, decay_steps=100)
+    assert plan.rate_at(0) == plan.rate_at(500) == 1 / 50
+    assert plan.rate_at(60) == plan.rate_at(600) == plan.rate_at(900) == 1
+    assert 0 < plan.rate_at(999) < 0.02
+
+
+def test_packages_are_pinned_and_only_the_public_domain_is_held_out_to_ship() -> None:
+    assert all(len(package.sha256) == 64 and package.version for package in PACKAGES)
+    shipped = [package for package in PACKAGES if package.public_domain]
+    assert shipped and all("public domain" in package.licence for package in shipped)
+
+
+def test_documents_are_filled_with_neighbours_and_hold_no_entry_twice() -> None:
+    entries = [f"entry {number} " + "x" * 900 for number in range(8)]
+    documents = list(_documents(iter([*entries, entries[0]])))
+    assert "".join(documents).count("entry 0 ") == 1
+    assert [text.count("entry") for text in documents] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "line, plain",
+    [
+        (".B printf", "printf"),
+        (".BR open (2),", "open(2),"),
+        ("a \\fIfile\\fP \\- or not", "a file - or not"),
+        (".sp 2", ""),
+    ],
+)
+def test_roff_becomes_what_the_reader_sees(line: str, plain: str) -> None:
+    assert _plain_line(line) == plain
+
+
+def test_a_file_that_is_no_package_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "none.deb"
+    file.write_bytes(b"!<arch>\n")
+    with pytest.raises(ValueError, match="no data archive"):
+        read_members(file, "./usr")

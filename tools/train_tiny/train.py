@@ -65,9 +65,7 @@ class Plan:
 def micro_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Weighted mean of token losses, and the router logits of the real tokens if it has any."""
     asked = {"output_router_logits": True} if hasattr(model.config, "num_experts") else {}
-    out = model.model(
-        input_ids=batch.ids_BS, attention_mask=batch.mask, use_cache=False, **asked
-    )
+    out = model.model(input_ids=batch.ids_BS, attention_mask=batch.mask, use_cache=False, **asked)
     scored_BS = batch.weights_BS[:, 1:] > 0
     logits = model.lm_head(out.last_hidden_state[:, :-1][scored_BS])
     losses = torch.nn.functional.cross_entropy(
