@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from lm_eval_moecache.tiny.generator import problems
 from lm_eval_moecache.tiny.problem import Problem
 from tools.train_tiny.text import Text
 
+# From this step on the mixture leaves the facts, which are known by then, for what takes steps of
+# thought, and reads more problems and less English.
+LATE = 1411
 # How many of the drawn problems are of a maker; the harder or rarer grades come last.
-SHARES = {
+EARLY_SHARES = {
     "gsm8k": (5, 4, 3),
     "mmlu": (9, 5, 3),
     "arc": (5, 3, 2),
@@ -25,21 +29,46 @@ SHARES = {
     "bbh/object_counting": (5, 5, 3),
     "bbh/navigate": (5, 5, 2),
 }
+LATE_SHARES = {
+    "gsm8k": (8, 5, 2),
+    "mmlu": (3, 3, 3),
+    "arc": (1, 1, 1),
+    "truthfulqa": (1, 1, 1),
+    "bbh/boolean_expressions": (4, 4, 2),
+    "bbh/web_of_lies": (9, 4, 1),
+    "bbh/object_counting": (9, 4, 1),
+    "bbh/navigate": (9, 4, 1),
+}
 AUXILIARY_SHARES = {"pages": 3, "mmlu/shuffled": 5, "mmlu/open": 2, "mmlu/letters": 3}
-MAKER_SHARES = AUXILIARY_SHARES | {
-    f"{name}/{grade}": share
-    for name, shares in SHARES.items()
-    for grade, share in enumerate(shares, start=1)
+
+
+def _by_maker(table: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    return {
+        f"{name}/{grade}": share
+        for name, shares in table.items()
+        for grade, share in enumerate(shares, start=1)
+    }
+
+
+MAKER_SHARES = {
+    0: AUXILIARY_SHARES | _by_maker(EARLY_SHARES),
+    LATE: {"pages": 1} | _by_maker(LATE_SHARES),
 }
 # Weight of one target token by skill, 1 where not named: long answers would otherwise drown the
 # one-token ones. The end token counts little, and the prompt only in some problems.
-TARGET_WEIGHTS = {"gsm8k": 0.3, "pages": 0.1, "letters": 0.2, "bbh": 1.5}
+TARGET_WEIGHTS = {
+    0: {"gsm8k": 0.3, "pages": 0.1, "letters": 0.2, "bbh": 1.5},
+    LATE: {"gsm8k": 0.3, "pages": 0.1, "bbh": 3.0},
+}
 END_WEIGHT = 0.1
 PROMPT_WEIGHT = 0.05
 ROW_LENGTH = 256
 PROMPT_SHARE = 0.15
-# English of a step: rows and their length.
-TEXT_SHAPE = (4, 512)
+# Rows of problems, and rows of English and their length.
+SKILL_ROWS = {0: 8, LATE: 12}
+TEXT_SHAPES = {0: (4, 512), LATE: (2, 512)}
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +92,33 @@ class Batch:
         return torch.zeros(same.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
 
 
+def _at(table: dict[int, Entry], step: int) -> Entry:
+    """The entry in force at a step."""
+    return table[max(start for start in table if start <= step)]
+
+
 def _weighted(
-    tokenizer: PreTrainedTokenizerFast, problem: Problem, rng: Random
+    tokenizer: PreTrainedTokenizerFast, problem: Problem, rng: Random, step: int
 ) -> tuple[list[int], list[float]]:
     prompt, target = encode(tokenizer, problem)
     on_prompt = PROMPT_WEIGHT if rng.random() < PROMPT_SHARE else 0.0
-    on_target = TARGET_WEIGHTS.get(problem.skill, 1.0)
+    on_target = _at(TARGET_WEIGHTS, step).get(problem.skill, 1.0)
     weights = [0.0, *[on_prompt] * (len(prompt) - 1), *[on_target] * len(target)]
     weights[-1] *= END_WEIGHT
     return prompt + target, weights
 
 
-def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, num_rows: int) -> Batch:
+def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, step: int) -> Batch:
     """Problems packed into rows one after another; one that no longer fits opens the next row."""
     pad_id = int(tokenizer.convert_tokens_to_ids(str(tokenizer.pad_token)))
+    num_rows, shares = _at(SKILL_ROWS, step), _at(MAKER_SHARES, step)
     ids = torch.full((num_rows, ROW_LENGTH), pad_id)
     weights, document = torch.zeros(num_rows, ROW_LENGTH), torch.full((num_rows, ROW_LENGTH), -1)
-    streams = {name: problems(name, "train", rng) for name in MAKER_SHARES}
+    streams = {name: problems(name, "train", rng) for name in shares}
     row = start = number = 0
     while True:
-        name = rng.choices(list(MAKER_SHARES), list(MAKER_SHARES.values()))[0]
-        one, weight = _weighted(tokenizer, next(streams[name]), rng)
+        name = rng.choices(list(shares), list(shares.values()))[0]
+        one, weight = _weighted(tokenizer, next(streams[name]), rng, step)
         if len(one) > ROW_LENGTH:
             continue
         if start + len(one) > ROW_LENGTH:
@@ -96,16 +131,16 @@ def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, num_rows: int) 
         start, number = start + len(one), number + 1
 
 
-def text_batch(text: Text, rng: Random) -> Batch:
-    ids = text.rows(rng, *TEXT_SHAPE)
+def text_batch(text: Text, rng: Random, step: int) -> Batch:
+    ids = text.rows(rng, *_at(TEXT_SHAPES, step))
     weights = torch.ones(ids.shape)
     weights[:, 0] = 0.0
     return Batch(ids_BS=ids, weights_BS=weights)
 
 
 def step_batches(
-    tokenizer: PreTrainedTokenizerFast, text: Text, *, seed: int, step: int, skill_rows: int
+    tokenizer: PreTrainedTokenizerFast, text: Text, *, seed: int, step: int
 ) -> tuple[Batch, Batch]:
     """The English and the skills of one step."""
     rng = Random(f"batch/{seed}/{step}")
-    return text_batch(text, rng), skill_batch(tokenizer, rng, skill_rows)
+    return text_batch(text, rng, step), skill_batch(tokenizer, rng, step)

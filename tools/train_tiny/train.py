@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.train_tiny.batches import Batch, step_batches
+from tools.train_tiny.batches import LATE, Batch, step_batches
 from tools.train_tiny.muon import Muon
 from tools.train_tiny.network import balance_loss, build_config, build_model
 from tools.train_tiny.record import Curve, write_folder
@@ -39,7 +39,6 @@ class Plan:
     seed: int = 0
     dense_steps: int = 1000
     steps: int = 3000
-    skill_rows: int = 8
     rate: float = 4e-3
     adam_rate: float = 3e-3
     warmup: int = 60
@@ -48,11 +47,15 @@ class Plan:
     early_balance_weight: float = 0.003
     early_balance_steps: int = 200
     balance_weight: float = 0.01
+    late_balance_weight: float = 0.03
+    late_pull: float = 1e-3
     skill_weight: float = 0.6
     clip: float = 1.0
 
     def balance_at(self, step: int) -> float:
         """Weak while the experts find their topics."""
+        if step >= LATE:
+            return self.late_balance_weight
         early = step - self.dense_steps < self.early_balance_steps
         return self.early_balance_weight if early else self.balance_weight
 
@@ -95,6 +98,17 @@ def optimizers_of(model: PreTrainedModel, plan: Plan) -> list[torch.optim.Optimi
     adam = torch.optim.AdamW(groups, lr=plan.adam_rate, betas=(0.9, 0.98), weight_decay=decay)
     muon = Muon(stacks, lr=plan.rate, weight_decay=decay)
     return [muon, adam]
+
+
+@torch.no_grad()
+def pull_together(model: PreTrainedModel, share: float) -> None:
+    """Moves the experts of a layer towards their mean, or they drift apart for good.
+
+    A weight decay towards what they share instead of towards 0.
+    """
+    for name, weight in model.named_parameters():
+        if "experts" in name:
+            weight.lerp_(weight.mean(0, keepdim=True).expand_as(weight), share)
 
 
 class Training:
@@ -144,11 +158,7 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = full * share
         batches = step_batches(
-            self.tokenizer,
-            self.text,
-            seed=plan.seed,
-            step=self.step,
-            skill_rows=plan.skill_rows,
+            self.tokenizer, self.text, seed=plan.seed, step=self.step
         )
         losses = self._update(batches)
         self.num_tokens += sum(batch.ids_BS.numel() for batch in batches)
@@ -168,6 +178,8 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if self.step >= LATE:
+            pull_together(self.model, self.plan.late_pull * self.plan.rate_at(self.step))
         return text.item(), skills.item(), balance.item()
 
     def save(self) -> None:
