@@ -4,7 +4,7 @@ Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER \
     --trace OLMoE=trace.jsonl --trace Qwen3=qwen.route.csv --corpus output/corpus
 
 Traces are JSON lines of expert ids, or `route_trace v1` CSV (their decode steps). With --corpus
-(see tools/train_tiny/corpus.py) the n-gram baseline is trained on the text the model was trained on.
+(see tools/train_tiny/corpus.py) an n-gram baseline reads the text that the model was trained on.
 """
 
 from __future__ import annotations

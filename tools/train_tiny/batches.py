@@ -18,6 +18,10 @@ from tools.train_tiny.text import Text
 # From this step on the mixture leaves the facts, which are known by then, for what takes steps of
 # thought, and reads more problems and less English.
 LATE = 1411
+# From this step on webs of lies are known and word problems get their time.
+FINAL = 1699
+# From this step on English and problems are balanced each on its own (train.py).
+LAST = 1779
 # How many of the drawn problems are of a maker; the harder or rarer grades come last.
 EARLY_SHARES = {
     "gsm8k": (5, 4, 3),
@@ -39,6 +43,11 @@ LATE_SHARES = {
     "bbh/object_counting": (9, 4, 1),
     "bbh/navigate": (9, 4, 1),
 }
+FINAL_SHARES = LATE_SHARES | {
+    "gsm8k": (18, 7, 1),
+    "bbh/web_of_lies": (3, 4, 2),
+    "bbh/navigate": (6, 5, 2),
+}
 AUXILIARY_SHARES = {"pages": 3, "mmlu/shuffled": 5, "mmlu/open": 2, "mmlu/letters": 3}
 
 
@@ -53,6 +62,7 @@ def _by_maker(table: dict[str, tuple[int, ...]]) -> dict[str, int]:
 MAKER_SHARES = {
     0: AUXILIARY_SHARES | _by_maker(EARLY_SHARES),
     LATE: {"pages": 1} | _by_maker(LATE_SHARES),
+    FINAL: {"pages": 1} | _by_maker(FINAL_SHARES),
 }
 # Weight of one target token by skill, 1 where not named: long answers would otherwise drown the
 # one-token ones. The end token counts little, and the prompt only in some problems.

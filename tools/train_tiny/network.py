@@ -110,3 +110,12 @@ def balance_loss(router_logits: list[Tensor], top_k: int) -> Tensor:
         share_E = torch.bincount(chosen, minlength=num_experts) / chosen.numel()
         losses.append(num_experts * (share_E * probs_TE.mean(0)).sum())
     return torch.stack(losses).mean()
+
+
+def sharpness(router_logits: list[Tensor], top_k: int) -> Tensor:
+    """Mean sum of squares of a token's weights, from 1 / top_k (even) to 1 (one expert alone)."""
+    sums = list[Tensor]()
+    for logits_TE in router_logits:
+        weights_TK = nn.functional.softmax(logits_TE.topk(top_k, dim=-1).values, dim=-1)
+        sums.append(weights_TK.square().sum(-1).mean())
+    return torch.stack(sums).mean()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.train_tiny.batches import LATE, Batch, step_batches
+from tools.train_tiny.batches import LAST, LATE, Batch, step_batches
 from tools.train_tiny.muon import Muon
-from tools.train_tiny.network import balance_loss, build_config, build_model
+from tools.train_tiny.network import balance_loss, build_config, build_model, sharpness
 from tools.train_tiny.record import Curve, write_folder
 from tools.train_tiny.text import Text
 from tools.train_tiny.tokenizer import END, train_tokenizer
@@ -49,6 +49,8 @@ class Plan:
     balance_weight: float = 0.01
     late_balance_weight: float = 0.03
     late_pull: float = 1e-3
+    last_pull: float = 2e-3
+    sharpness_weight: float = 0.3
     skill_weight: float = 0.6
     clip: float = 1.0
 
@@ -58,6 +60,10 @@ class Plan:
             return self.late_balance_weight
         early = step - self.dense_steps < self.early_balance_steps
         return self.early_balance_weight if early else self.balance_weight
+
+    def pull_at(self, step: int) -> float:
+        """Of the experts towards their mean; in the end it does not fall with the rate."""
+        return self.last_pull if step >= LAST else self.late_pull * self.rate_at(step)
 
     def rate_at(self, step: int) -> float:
         """Share of the full rate: up at the start of each stage, down at the end."""
@@ -170,17 +176,32 @@ class Training:
         (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
         loss, balance = text + self.plan.skill_weight * skills, torch.tensor(1.0)
         if self.step >= self.plan.dense_steps:
-            both = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
-            balance = balance_loss(both, int(self.model.config.num_experts_per_tok))
-            loss = loss + self.plan.balance_at(self.step) * balance
+            balance, sharp = self._routing_losses(logits, more)
+            loss = loss + self.plan.balance_at(self.step) * balance + sharp
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if self.step >= LATE:
-            pull_together(self.model, self.plan.late_pull * self.plan.rate_at(self.step))
+            pull_together(self.model, self.plan.pull_at(self.step))
         return text.item(), skills.item(), balance.item()
+
+    def _routing_losses(
+        self, text: tuple[Tensor, ...], skills: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Balance over the whole batch, late over English and problems each, and sharpness.
+
+        Balanced together, experts divide the two among them, and one text uses few of them.
+        """
+        top_k = int(self.model.config.num_experts_per_tok)
+        if self.step < LAST:
+            both = [torch.cat(pair) for pair in zip(text, skills, strict=True)]
+            return balance_loss(both, top_k), torch.tensor(0.0)
+        parts = (list(text), list(skills))
+        balance = torch.stack([balance_loss(part, top_k) for part in parts]).mean()
+        sharp = torch.stack([sharpness(part, top_k) for part in parts]).mean()
+        return balance, self.plan.sharpness_weight * sharp
 
     def save(self) -> None:
         state = {
