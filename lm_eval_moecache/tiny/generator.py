@@ -74,6 +74,15 @@ AUXILIARY: dict[str, Maker] = {
     "mmlu/open": knowledge.make_open,
     "mmlu/letters": knowledge.make_letters,
 }
+# Only asked.
+MISSPELT: dict[str, Maker] = {
+    f"{name}/misspelt": knowledge.misspelling_maker(tuple(map(maker, GRADES)))
+    for name, maker in (
+        ("mmlu", knowledge.fixed_maker),
+        ("arc", knowledge.arc_maker),
+        ("truthfulqa", knowledge.truthfulqa_maker),
+    )
+}
 # What each task asks: its makers take turns, and one that is named twice has two turns.
 ASKED: dict[str, tuple[str, ...]] = {
     "gsm8k": ("gsm8k/1", "gsm8k/2", "gsm8k/3"),
@@ -86,7 +95,7 @@ ASKED: dict[str, tuple[str, ...]] = {
 
 def problems(name: str, split: Split, rng: Random) -> Iterator[Problem]:
     """Endless problems of one maker that the split rule puts on that side."""
-    make = (MAKERS | AUXILIARY)[name]
+    make = (MAKERS | AUXILIARY | MISSPELT)[name]
     while True:
         problem = make(rng)
         if problem.split == split:

@@ -8,6 +8,7 @@ the model has not seen. A fact's grade says how often training shows it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from lm_eval_moecache.tiny import world
@@ -162,6 +163,39 @@ def truthfulqa_maker(grade: int) -> Maker:
                 "question": question,
                 "mc1_targets": {"choices": claims, "labels": [1, 0, 0, 0]},
             },
+        )
+
+    return make
+
+
+NUM_TYPOS = 3
+
+
+def _misspelt(rng: Random, question: str) -> str:
+    """The question with neighbouring letters swapped inside a few of its longer words."""
+    words = question.split(" ")
+    long = [place for place, word in enumerate(words) if len(word) > 3 and word.isalpha()]
+    for place in rng.sample(long, min(NUM_TYPOS, len(long))):
+        word = words[place]
+        at = rng.randrange(1, len(word) - 2)
+        words[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    return " ".join(words)
+
+
+def misspelling_maker(makers: tuple[Maker, ...]) -> Maker:
+    """Questions of any grade as a hurried person types them: asked, never trained on.
+
+    The split is that of the question as it should be spelt.
+    """
+
+    def make(rng: Random) -> Problem:
+        problem = rng.choice(makers)(rng)
+        question = str(problem.row["question"])
+        typed = _misspelt(rng, question)
+        return replace(
+            problem,
+            prompt=problem.prompt.replace(question, typed),
+            row={**problem.row, "question": typed},
         )
 
     return make

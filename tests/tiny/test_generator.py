@@ -18,12 +18,13 @@ from lm_eval_moecache.tiny.generator import (
     BBH,
     GRADES,
     MAKERS,
+    MISSPELT,
     held_out,
     problems,
 )
 from lm_eval_moecache.tiny.problem import split_of
 
-NAMES = tuple(MAKERS | AUXILIARY)
+NAMES = tuple(MAKERS | AUXILIARY | MISSPELT)
 
 DIGEST = """
 import hashlib
@@ -120,7 +121,7 @@ def test_test_sets_hold_no_problem_twice() -> None:
 
 
 def test_tasks_ask_what_there_are_makers_of_and_each_kind_of_bbh() -> None:
-    assert {name for names in ASKED.values() for name in names} <= set(MAKERS)
+    assert {name for names in ASKED.values() for name in names} <= set(MAKERS | MISSPELT)
     assert {name.split("/")[1] for name in ASKED["bbh"]} == set(BBH)
 
 
@@ -157,6 +158,14 @@ def test_lies_agree_with_a_second_reading() -> None:
     for problem in (p for g in GRADES for p in draw(f"bbh/web_of_lies/{g}", "train", 100)):
         num_lies = len(re.findall(r" lies\.", problem.row["input"]))
         assert problem.target == ("Yes" if num_lies % 2 == 0 else "No")
+
+
+def test_misspelt_questions_keep_their_letters_and_their_answer() -> None:
+    for name in MISSPELT:
+        for problem in draw(name, "test", 30):
+            question = problem.row["question"]
+            assert sorted(question) == sorted(problem.key)
+            assert question in problem.prompt
 
 
 def test_a_higher_grade_is_longer() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, OlmoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.generator import AUXILIARY, MAKERS
-from tools.train_tiny.batches import MAKER_SHARES, ROW_LENGTH, skill_batch
+from tools.train_tiny.batches import LATE, MAKER_SHARES, ROW_LENGTH, SKILL_ROWS, skill_batch
 from tools.train_tiny.corpus import _documents, _plain_line
 from tools.train_tiny.muon import orthogonalise
 from tools.train_tiny.network import balance_loss, build_config, build_model
@@ -68,19 +68,20 @@ def test_balance_loss_is_one_for_even_routing_and_more_for_a_collapse() -> None:
 
 def test_packed_problems_see_only_themselves() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    batch = skill_batch(tokenizer, Random(0), 2)
-    assert batch.ids_BS.shape == (2, ROW_LENGTH)
+    batch = skill_batch(tokenizer, Random(0), LATE)
+    assert batch.ids_BS.shape == (SKILL_ROWS[LATE], ROW_LENGTH)
     seen = batch.mask[0, 0] == 0
     document = batch.document_BS[0]
     for row in range(ROW_LENGTH):
         assert set(document[seen[row]].tolist()) == {int(document[row])}
         assert not seen[row, row + 1 :].any()
-    again = skill_batch(tokenizer, Random(0), 2)
+    again = skill_batch(tokenizer, Random(0), LATE)
     assert torch.equal(again.ids_BS, batch.ids_BS)
 
 
 def test_every_maker_has_a_share_of_the_training() -> None:
-    assert set(MAKER_SHARES) == set(MAKERS | AUXILIARY)
+    assert set(MAKER_SHARES[0]) == set(MAKERS | AUXILIARY)
+    assert all(set(shares) <= set(MAKER_SHARES[0]) for shares in MAKER_SHARES.values())
 
 
 def test_rate_rises_in_both_stages_and_falls_at_the_end() -> None:

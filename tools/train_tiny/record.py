@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lm_eval_moecache.tiny.evaluate import share_exact
 from lm_eval_moecache.tiny.generator import MAKERS, held_out
 
-NUM_FINAL = 200
+NUM_FINAL = 40
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 HEADER = ("step", "text_loss", "skill_loss", "balance_loss", "rate_share")
 Row = tuple[int, float, float, float, float]

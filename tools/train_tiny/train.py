@@ -163,9 +163,7 @@ class Training:
         for optimizer, full in zip(self.optimizers, (plan.rate, plan.adam_rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full * share
-        batches = step_batches(
-            self.tokenizer, self.text, seed=plan.seed, step=self.step
-        )
+        batches = step_batches(self.tokenizer, self.text, seed=plan.seed, step=self.step)
         losses = self._update(batches)
         self.num_tokens += sum(batch.ids_BS.numel() for batch in batches)
         self.curve.add(self.step, *losses, share)
