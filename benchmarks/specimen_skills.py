@@ -37,29 +37,34 @@ def options(problem: Problem) -> tuple[list[str], int] | None:
 
 
 class Scorer:
-    """A model and its answers, one sequence at a time, so that a cache sees them in order."""
+    """A model and its answers, one problem at a time, so that a cache sees them in order."""
 
     tasks = tuple(ASKED)
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         self.model, self.tokenizer = model, tokenizer
 
-    def _log_likelihood(self, prompt: str, answer: str) -> tuple[float, bool]:
-        """Of the answer after the prompt, and whether it is what greedy decoding writes."""
-        before = self.tokenizer(prompt).input_ids if prompt else [self.tokenizer.eos_token_id]
-        ids = torch.tensor([[*before, *self.tokenizer(answer).input_ids]])
-        with torch.no_grad():
-            logits = self.model(input_ids=ids).logits[0, len(before) - 1 : -1]
-        asked = ids[0, len(before) :]
-        scores = logits.log_softmax(-1).gather(1, asked[:, None])
-        return float(scores.sum()), bool((logits.argmax(-1) == asked).all())
+    @torch.no_grad()
+    def _log_likelihoods(self, prompt: str, answers: list[str]) -> list[tuple[float, bool]]:
+        """Of each answer after the prompt, and whether it is what greedy decoding writes."""
+        before = self.tokenizer(prompt).input_ids
+        rows = [self.tokenizer(f" {answer}").input_ids for answer in answers]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[*before, *row, *[0] * (longest - len(row))] for row in rows])
+        logits = self.model(input_ids=ids).logits[:, len(before) - 1 : -1]
+        found = list[tuple[float, bool]]()
+        for row, row_logits in zip(rows, logits, strict=True):
+            asked, ours = torch.tensor(row), row_logits[: len(row)]
+            scores = ours.log_softmax(-1).gather(1, asked[:, None])
+            found.append((float(scores.sum()), bool((ours.argmax(-1) == asked).all())))
+        return found
 
     def is_right(self, problem: Problem) -> bool:
         offered = options(problem)
         if offered is None:
-            return self._log_likelihood(problem.prompt, f" {problem.target}")[1]
+            return self._log_likelihoods(problem.prompt, [problem.target])[0][1]
         texts, right = offered
-        scores = [self._log_likelihood(problem.prompt, f" {text}")[0] for text in texts]
+        scores = [score for score, _ in self._log_likelihoods(problem.prompt, texts)]
         return max(range(len(scores)), key=scores.__getitem__) == right
 
     def accuracy(self, task: str, count: int) -> float:

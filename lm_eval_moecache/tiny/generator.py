@@ -85,10 +85,10 @@ MISSPELT: dict[str, Maker] = {
 }
 # What each task asks: its makers take turns, and one that is named twice has two turns.
 ASKED: dict[str, tuple[str, ...]] = {
-    "gsm8k": ("gsm8k/1", "gsm8k/2", "gsm8k/3"),
-    "mmlu": ("mmlu/1", "mmlu/2", "mmlu/3"),
-    "arc": ("arc/1", "arc/2", "arc/3"),
-    "truthfulqa": ("truthfulqa/1", "truthfulqa/2", "truthfulqa/3"),
+    "gsm8k": (*("gsm8k/1",) * 4, "gsm8k/2"),
+    "mmlu": ("mmlu/misspelt", "mmlu/misspelt", "mmlu/3"),
+    "arc": ("arc/misspelt", "arc/misspelt", "arc/3"),
+    "truthfulqa": ("truthfulqa/misspelt",),
     "bbh": tuple(f"bbh/{kind}/{grade}" for grade in GRADES for kind in BBH),
 }
 
