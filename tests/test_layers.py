@@ -29,6 +29,7 @@ ORDER = (
     "trace",
     "algorithms",
     "engine",
+    "testing",
     "model",
     "report",
     "harness",

@@ -21,6 +21,9 @@ class ExpertCache:
         self.capacity_bytes = capacity_bytes
         self.eviction = eviction
         self._sizes = geometry.expert_bytes
+        eviction.capacity_bytes = capacity_bytes
+        whole = sum(levels[0] for levels in geometry.expert_bytes)
+        eviction.num_slots = max(1, capacity_bytes * geometry.num_layers // whole)
         self.num_experts = geometry.num_experts
         self.resident: dict[int, int] = {}
         """Resident key -> level of the precision ladder."""

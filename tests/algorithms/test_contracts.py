@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.algorithms.eviction.lru import LRU
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
 from lm_eval_moecache.cli.policies import collect
 from lm_eval_moecache.records.event import Event
-from tests.algorithms.contract import CONTRACTS, Contract, run_contract
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.testing import CONTRACTS, Contract, EvictionContract, run_contract
+from tests.algorithms.scripts import SCRIPTS, UNSCRIPTED, USE_DOES_NOT_COUNT
 from tests.algorithms.streams import make_geometry, policy_of, run
 
 
@@ -24,7 +30,12 @@ def contract_cases() -> dict[str, type[Contract]]:
         for name in algorithm_names(axis):
             title = f"Test_{axis}_{name}"
             algorithm = find_algorithm(axis, name)
-            cases[title] = type(title, (CONTRACTS[axis],), {"algorithm": algorithm})
+            own: dict[str, Any] = {"algorithm": algorithm}
+            if axis == "eviction":
+                own["scripts"] = SCRIPTS.get(name, ())
+                if name in USE_DOES_NOT_COUNT:
+                    own["looks_at_use"] = False
+            cases[title] = type(title, (CONTRACTS[axis],), own)
     return cases
 
 
@@ -82,6 +93,77 @@ def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
         sys.modules.pop("lm_eval_moecache.algorithms.eviction.newcomer", None)
         if hasattr(folder, "newcomer"):
             delattr(folder, "newcomer")
+
+
+def test_every_eviction_has_a_script_or_a_reason() -> None:
+    assert SCRIPTS.keys() | UNSCRIPTED.keys() == set(algorithm_names("eviction"))
+    assert not SCRIPTS.keys() & UNSCRIPTED.keys()
+
+
+class Forgetful(FIFO):
+    """Evicts what was least recently used, it says."""
+
+
+class NoisyLRU(LRU):
+    """Evicts the least recently used, and takes a question for an answer."""
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        found = super().victim(pinned, layer)
+        if found is not None:
+            self._order.move_to_end(found)
+        return found
+
+
+def test_the_contract_finds_a_rule_that_forgets_use_and_one_that_changes_when_asked() -> None:
+    def case(algorithm: type[Any], **own: Any) -> Any:
+        return type("Case", (CONTRACTS["eviction"],), {"algorithm": algorithm, **own})()
+
+    with pytest.raises(AssertionError, match="give `scripts`"):
+        case(Forgetful).test_what_its_docstring_says_of_use_is_seen()
+    script = ("load 1 2, use 1, leave 2 1",)
+    with pytest.raises(AssertionError, match="load 1 2, use 1"):
+        case(Forgetful, scripts=script).test_who_leaves_is_as_scripted()
+    case(LRU, scripts=script).test_who_leaves_is_as_scripted()
+    with pytest.raises(AssertionError):
+        case(NoisyLRU).test_asking_changes_nothing_before_somebody_leaves()
+    case(LRU).test_asking_changes_nothing_before_somebody_leaves()
+
+
+class TwoQueues(EvictionAlgorithm):
+    """Evicts from the newcomers while they hold more than a quarter of the slots (2Q, simplified).
+
+    A newcomer that is used moves to the others, of which the least recently used leaves.
+    """
+
+    source: ClassVar[str] = "Johnson & Shasha 1994, simplified"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry, seed=seed)
+        self._new: dict[int, None] = {}
+        self._used: dict[int, None] = {}
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self._new[key] = None
+
+    def on_event(self, event: Event) -> None:
+        for key in event.keys:
+            if key in self._new or key in self._used:
+                self._new.pop(key, None)
+                self._used.pop(key, None)
+                self._used[key] = None
+
+    def on_evict(self, key: int) -> None:
+        (self._new if key in self._new else self._used).pop(key)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        crowded = len(self._new) > self.num_slots // 4
+        queues = (self._new, self._used) if crowded else (self._used, self._new)
+        return next((key for queue in queues for key in queue if key not in pinned), None)
+
+
+class TestTwoQueues(EvictionContract):
+    algorithm = TwoQueues
+    scripts = ("load 1 2 3, use 1, leave 1 2 3", "load 1 2 3 4, use 1, leave 2 1 3 4")
 
 
 class Outside(LRU):

@@ -36,6 +36,12 @@ class EvictionAlgorithm(ABC):
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""
 
+    capacity_bytes: int = 0
+    """Bytes of the cache it serves, which sets it before the first call."""
+    num_slots: int = 0
+    """Experts of the model's mean size, at the best level, that the cache has room for: what ARC,
+    2Q and S3-FIFO divide. At least 1; the cache sets it before the first call."""
+
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         self.geometry = geometry
         self.seed = seed

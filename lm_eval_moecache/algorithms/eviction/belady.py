@@ -57,25 +57,22 @@ class Belady(EvictionAlgorithm):
         del self._next[key]
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        passed_over = []
-        found = None
-        while self._heap and found is None:
+        passed_over, best = [], None
+        while self._heap and (best is None or self._heap[0] < best):
             entry = self._heap[0]
             key = entry % self._num_keys
             if self._next.get(key) != entry:
                 heapq.heappop(self._heap)
-            elif key in pinned:
-                passed_over.append(heapq.heappop(self._heap))
-            elif self._times[self._cursor[key]] == self._pass * self.geometry.num_layers + layer:
-                # Its event is the running one, larger than the cache, and has executed it.
-                self._cursor[key] += 1
-                self._next[key] = key - self._ranks[self._cursor[key]] * self._num_keys
-                heapq.heapreplace(self._heap, self._next[key])
-            else:
-                found = key
+                continue
+            if key not in pinned:
+                if -(entry // self._num_keys) == self._pass * self.geometry.num_layers + layer:
+                    # Its event is the running one, larger than the cache, and has executed it.
+                    entry = key - self._times[self._cursor[key] + 1] * self._num_keys
+                best = entry if best is None else min(best, entry)
+            passed_over.append(heapq.heappop(self._heap))
         for entry in passed_over:
             heapq.heappush(self._heap, entry)
-        return found
+        return None if best is None else best % self._num_keys
 
     def _push(self, key: int) -> None:
         """Find the key's next event and enter it; what it had before is found stale later."""

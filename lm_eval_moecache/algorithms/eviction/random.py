@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Container
 from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.geometry import Geometry
 
+_BITS = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+"""2^64 / the golden ratio, by which SplitMix64 steps."""
+
 
 class Random(EvictionAlgorithm):
     """Evicts a resident expert drawn uniformly from those that may leave.
 
-    The draws depend on the seed and on the order of the calls, nothing else.
+    The draws depend on the seed and on how many have left, nothing else.
     Cost: O(1) per draw, redrawn while a pinned key comes up, O(n) where most keys are pinned.
     """
 
@@ -22,10 +25,10 @@ class Random(EvictionAlgorithm):
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)
-        self._random = random.Random(seed)
         self._keys: list[int] = []
         self._place: dict[int, int] = {}
-        self._drawn: int | None = None
+        self._turn = seed * _STEP & _BITS
+        """Changed by each eviction: what is drawn follows from it alone, however often asked."""
 
     def on_insert(self, key: int, prefetched: bool) -> None:
         self._place[key] = len(self._keys)
@@ -36,19 +39,20 @@ class Random(EvictionAlgorithm):
         if last != key:
             self._keys[place] = last
             self._place[last] = place
-        self._drawn = None
+        self._turn = (self._turn + _STEP) & _BITS
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
-        # One draw stands until somebody leaves: asking twice must not change the answer.
-        if self._drawn is not None and self._drawn not in pinned:
-            return self._drawn
-        for _ in range(8):
-            if not self._keys:
-                return None
-            key = self._keys[self._random.randrange(len(self._keys))]
+        num_keys = len(self._keys)
+        for attempt in range(8 if num_keys else 0):
+            key = self._keys[_mix(self._turn + attempt) % num_keys]
             if key not in pinned:
-                self._drawn = key
                 return key
         free = sorted(key for key in self._keys if key not in pinned)
-        self._drawn = self._random.choice(free) if free else None
-        return self._drawn
+        return free[_mix(self._turn + 8) % len(free)] if free else None
+
+
+def _mix(number: int) -> int:
+    """Return 64 random-looking bits of a number: the output function of SplitMix64."""
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _BITS
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _BITS
+    return number ^ (number >> 31)

@@ -1,194 +1,23 @@
-"""What every algorithm promises, as test classes that anybody can run on their own.
+"""What routing, prefetch and miss algorithms promise, and the contract of each axis.
 
-Subclass the contract of an axis and name the algorithm; pytest does the rest:
-
-    from tests.algorithms.contract import EvictionContract
-
-    class TestMine(EvictionContract):
-        algorithm = MyEviction
-        parameters = {"patience": 3}  # optional
-
-`test_contracts.py` does so for every file in the package's four folders.
+Subclass the contract of an axis and name the algorithm; pytest does the rest. `parameters` are
+optional. `tests/algorithms/test_contracts.py` does so for every file in the package's four folders.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
-from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
-from lm_eval_moecache.algorithms.registry import base_of, parameters_of
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
-from tests.algorithms.streams import (
-    StreamFuture,
-    all_events,
-    fresh,
-    laddered,
-    make_geometry,
-    make_stream,
-    policy_of,
-    run,
-)
-from tests.artifacts import profile_parameter
-
-GEOMETRY = make_geometry()
-PASSES = make_stream(GEOMETRY)
-
-
-class Contract:
-    """What holds on every axis."""
-
-    axis: ClassVar[str]
-    algorithm: ClassVar[type[Any]]
-    parameters: ClassVar[dict[str, Any]] = {}
-
-    def make(self, seed: int = 0) -> Any:
-        given = profile_parameter(self.algorithm, GEOMETRY) | self.parameters
-        geometry = laddered(GEOMETRY) if getattr(self.algorithm, "uses_ladder", 0) else GEOMETRY
-        made = self.algorithm(geometry, seed=seed, **given)
-        if getattr(made, "is_offline", False):
-            made.prepare(StreamFuture(GEOMETRY, PASSES))
-        return made
-
-    def policy(self) -> Policy:
-        """The on-demand policy with this algorithm, and what it insists to be paired with."""
-        defaults = {n: p.default for n, p in parameters_of(self.algorithm).items()}
-        choice = Choice(
-            axis=self.axis,
-            name=f"{self.algorithm.__module__}.{self.algorithm.__name__}",
-            algorithm=self.algorithm,
-            parameters=defaults | self.parameters,
-        )
-        partners = {axis: names[-1] for axis, names in self.algorithm.pairs_with.items()}
-        return dataclasses.replace(policy_of(partners), **{self.axis: choice})
-
-    def test_it_is_a_subclass_of_the_axis_base_and_names_its_source(self) -> None:
-        assert issubclass(self.algorithm, base_of(self.axis))
-        assert len(self.algorithm.source) > 3
-        assert self.algorithm.__doc__
-
-    def test_every_parameter_has_a_type_and_a_default(self) -> None:
-        for name, parameter in parameters_of(self.algorithm).items():
-            assert parameter.kind is parameter.KEYWORD_ONLY, name
-            assert parameter.default is not parameter.empty, name
-            assert parameter.annotation is not parameter.empty, name
-
-    def test_a_run_keeps_the_conservation_laws_and_repeats_itself(self) -> None:
-        for capacity in ("30%", "1", "100%"):
-            first, again = (run(self.policy(), GEOMETRY, capacity) for _ in range(2))
-            assert first.figures == again.figures
-            for record in first.engine.ledger.passes:
-                assert record.hits + record.late + record.misses == record.requests
-                assert 0 <= record.unfaithful <= record.executed <= record.token_requests
-
-    def test_the_seed_matters_only_where_it_says_so(self) -> None:
-        """`draws` decides whether a seed without effect is warned of."""
-        figures = [run(self.policy(), GEOMETRY, "60%", seed=seed).figures for seed in range(4)]
-        assert any(other != figures[0] for other in figures[1:]) == self.algorithm.draws
-
-    def test_a_run_leaves_the_events_it_was_given_alone(self) -> None:
-        before = copy.deepcopy(PASSES)
-        run(self.policy(), GEOMETRY)
-        for old, new in zip(all_events(before), all_events(PASSES), strict=True):
-            assert old.keys == new.keys
-            np.testing.assert_array_equal(old.experts, new.experts)  # type: ignore[arg-type]
-            np.testing.assert_array_equal(old.logits, new.logits)  # type: ignore[arg-type]
-
-
-class Pool:
-    """The least that an eviction algorithm can live in: a set of keys of a fixed size."""
-
-    def __init__(self, eviction: EvictionAlgorithm, size: int) -> None:
-        self.eviction = eviction
-        self.size = size
-        self.keys: set[int] = set()
-        self.victims: list[int] = []
-
-    def serve(self, event: Event) -> None:
-        """Load an event's keys as the layer step does, then tell of their use."""
-        pinned = set(event.keys)
-        for key in event.keys:
-            if key in self.keys:
-                continue
-            if len(self.keys) == self.size:
-                self.evict(pinned, event.layer)
-            if len(self.keys) < self.size:
-                self.insert(key)
-        self.eviction.on_event(event)
-
-    def insert(self, key: int, prefetched: bool = False) -> None:
-        self.keys.add(key)
-        self.eviction.on_insert(key, prefetched)
-
-    def evict(self, pinned: set[int], layer: int) -> None:
-        victim = self.eviction.victim(pinned, layer)
-        again = self.eviction.victim(pinned, layer)
-        assert victim == again, "asking twice changed the answer"
-        if victim is None:
-            assert self.keys <= pinned, f"no victim though {self.keys - pinned} are free"
-            return
-        assert victim in self.keys and victim not in pinned
-        self.keys.remove(victim)
-        self.victims.append(victim)
-        self.eviction.on_evict(victim)
-
-    def serve_all(self) -> Pool:
-        for events in PASSES:
-            self.eviction.on_pass(events[0].pass_index)
-            for event in events:
-                self.serve(fresh(event))
-        return self
-
-
-class EvictionContract(Contract):
-    axis = "eviction"
-
-    def make(self, seed: int = 0) -> EvictionAlgorithm:
-        made: EvictionAlgorithm = super().make(seed)
-        return made
-
-    def test_it_evicts_only_free_residents(self) -> None:
-        for size in (1, 4, 9):
-            assert Pool(self.make(), size).serve_all().victims
-
-    def test_the_same_seed_makes_the_same_choices(self) -> None:
-        first, again = (Pool(self.make(3), 7).serve_all().victims for _ in range(2))
-        assert first == again
-
-    def test_a_pinned_key_never_goes(self) -> None:
-        pool = Pool(self.make(), 8).serve_all()
-        for free in sorted(pool.keys):
-            assert pool.eviction.victim(pool.keys - {free}, 0) == free
-        assert pool.eviction.victim(pool.keys, 0) is None
-
-    def test_every_key_goes_in_the_end_and_it_can_start_anew(self) -> None:
-        pool = Pool(self.make(), 8).serve_all()
-        before, served = set(pool.keys), len(pool.victims)
-        while pool.keys:
-            pool.evict(set(), 1)
-        assert sorted(pool.victims[served:]) == sorted(before)
-        assert pool.eviction.victim(set(), 1) is None
-        pool.insert(5)
-        assert pool.eviction.victim(set(), 0) == 5
-
-    def test_prefetched_keys_can_be_wanted_again_used_and_evicted(self) -> None:
-        pool = Pool(self.make(), 4)
-        pool.eviction.on_pass(0)
-        for key in (9, 2, 17):
-            pool.insert(key, prefetched=True)
-            pool.eviction.on_predicted(key)
-        pool.serve(fresh(PASSES[0][0]))
-        while pool.keys:
-            pool.evict(set(), 2)
-        assert {9, 2, 17} <= set(pool.victims)
+from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract
+from lm_eval_moecache.testing.eviction import EvictionContract
+from lm_eval_moecache.testing.streams import all_events, fresh
 
 
 class RoutingContract(Contract):

@@ -1,0 +1,27 @@
+"""Contract tests that any package runs on an algorithm of its own, in three lines:
+
+from lm_eval_moecache.testing import EvictionContract
+
+class TestMine(EvictionContract):
+    algorithm = MyEviction
+"""
+
+from lm_eval_moecache.testing.base import Contract
+from lm_eval_moecache.testing.contracts import (
+    CONTRACTS,
+    MissContract,
+    PrefetchContract,
+    RoutingContract,
+    run_contract,
+)
+from lm_eval_moecache.testing.eviction import EvictionContract
+
+__all__ = [
+    "CONTRACTS",
+    "Contract",
+    "EvictionContract",
+    "MissContract",
+    "PrefetchContract",
+    "RoutingContract",
+    "run_contract",
+]

@@ -1,0 +1,233 @@
+"""Routing that looks like a model's, without a model: topics, tokens, layers, gates.
+
+Letters: T tokens, L layers, E experts, K experts per token, D hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.algorithms.policy import Policy, load_policy
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.setting import Draft
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing.artifacts import equip
+from lm_eval_moecache.trace.future import Future
+
+DEPTH = 2
+Pass = Sequence[Event]
+Output = npt.NDArray[np.float64]
+
+
+def make_geometry(num_layers: int = 3, num_experts: int = 8, top_k: int = 3) -> Geometry:
+    return Geometry(
+        model="stream",
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_bytes=((100,),) * num_layers,
+        dense_bytes=(200,) * num_layers,
+    )
+
+
+def laddered(geometry: Geometry) -> Geometry:
+    """Store each expert at two lower precisions as well."""
+    levels = tuple((sizes[0], sizes[0] // 2, sizes[0] // 4) for sizes in geometry.expert_bytes)
+    return dataclasses.replace(geometry, expert_bytes=levels, precision=("int8", "int4", "int2"))
+
+
+def make_hardware() -> Hardware:
+    """A link on which about two experts move while one layer runs."""
+    return Hardware(
+        name="stream",
+        peak_flops=1e6,
+        memory_bytes_per_s=400.0,
+        link_bytes_per_s=250.0,
+        link_latency_s=0.01,
+        kernel_overhead_s=0.001,
+        memory_bytes=1e6,
+    )
+
+
+@lru_cache(maxsize=64)
+def make_stream(
+    geometry: Geometry, seed: int = 0, num_requests: int = 3, num_decodes: int = 3
+) -> tuple[Pass, ...]:
+    """Requests of one prefill and some decode steps; the gates see what the next layers will."""
+    rng = np.random.default_rng(seed)
+    hidden = 6
+    gates_LED = rng.normal(size=(geometry.num_layers, geometry.num_experts, hidden))
+    passes: list[Pass] = []
+    for _ in range(num_requests):
+        topic_D = rng.normal(size=hidden)
+        for phase in (PREFILL, *[DECODE] * num_decodes):
+            tokens = int(rng.integers(2, 6)) if phase == PREFILL else 1
+            state_TD = topic_D + 0.7 * rng.normal(size=(tokens, hidden))
+            events = []
+            for layer in range(geometry.num_layers):
+                reach = range(layer, min(layer + DEPTH + 1, geometry.num_layers))
+                seen = [(state_TD @ gates_LED[at].T).astype(np.float32) for at in reach]
+                predicted = dict(zip(reach[1:], seen[1:], strict=True))
+                if layer == geometry.num_layers - 1 and phase == DECODE:
+                    # What only a trained predictor looks at: the next token's first layer.
+                    predicted[0] = (state_TD @ gates_LED[0].T).astype(np.float32)
+                events.append(make_event(geometry, len(passes), layer, seen[0], phase, predicted))
+                state_TD = state_TD + 0.2 * rng.normal(size=state_TD.shape)
+            passes.append(events)
+    return tuple(passes)
+
+
+def make_event(
+    geometry: Geometry,
+    pass_index: int,
+    layer: int,
+    logits: Any,
+    phase: str = DECODE,
+    predicted: Mapping[int, Any] | None = None,
+) -> Event:
+    """Build the event that a plain softmax-then-top-k router makes of [tokens, experts] logits."""
+    logits_TE = np.asarray(logits, dtype=np.float32)
+    experts_TK = np.argsort(-logits_TE, axis=-1, kind="stable")[:, : geometry.top_k]
+    return Event(
+        pass_index=pass_index,
+        layer=layer,
+        phase=phase,
+        num_tokens=len(logits_TE),
+        keys=unique_in_order(layer, geometry.num_experts, experts_TK),
+        experts=experts_TK,
+        weights=np.take_along_axis(softmax(logits_TE), experts_TK, -1),
+        logits=logits_TE,
+        predicted={at: np.asarray(p, dtype=np.float32) for at, p in (predicted or {}).items()},
+    )
+
+
+def fresh(event: Event, depth: int = DEPTH, wraps: bool = False) -> Event:
+    """Copy an event, as the layer step changes it, with predictions only as far as asked.
+
+    `wraps`: also what a trained predictor says of the next token.
+    """
+    reach = range(0 if wraps else event.layer + 1, event.layer + depth + 1)
+    predicted = {at: p for at, p in event.predicted.items() if at in reach}
+    return event._replace(keys=list(event.keys), predicted=predicted)
+
+
+class StreamFuture(Future):
+    """What a replay would know of a stream."""
+
+    def __init__(self, geometry: Geometry, passes: Sequence[Pass]) -> None:
+        self._needs = [event.keys for events in passes for event in events]
+        self.num_events = len(self._needs)
+        self.times, self.start = array("q"), [0]
+        for key in range(geometry.num_layers * geometry.num_experts):
+            when = [i for i, keys in enumerate(self._needs) if key in keys]
+            self.times.extend([*when, self.num_events])
+            self.start.append(len(self.times))
+
+    def keys_of(self, event: int) -> list[int]:
+        return list(self._needs[event]) if event < self.num_events else []
+
+
+@dataclass
+class Run:
+    """An engine after a stream, and what each token's executed experts weighed, [T, E] each."""
+
+    engine: Engine
+    outputs: list[Output]
+
+    @property
+    def figures(self) -> list[object]:
+        """Everything that could move: the ledger to the last digit, and the weights."""
+        records = [dataclasses.astuple(record) for record in self.engine.ledger.passes]
+        return [*records, self.engine.clock.now, *[o.tolist() for o in self.outputs]]
+
+    @property
+    def misses(self) -> int:
+        return sum(record.misses + record.late for record in self.engine.ledger.passes)
+
+
+def policy_of(overrides: Mapping[str, Any], base: str = "on_demand") -> Policy:
+    return load_policy(base, overrides)
+
+
+def run(
+    policy: Policy, geometry: Geometry, capacity: object = "30%", seed: int = 0, **stream: int
+) -> Run:
+    """Serve a stream under a policy and check the conservation laws after every event.
+
+    The store has several levels where the policy is for that.
+    """
+    if policy.miss.algorithm.uses_ladder:
+        geometry = laddered(geometry)
+    passes = make_stream(geometry, **stream)
+    setting = Setting(
+        policy=equip(policy, geometry),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=make_hardware(),
+        seed=seed,
+        draft=Draft(geometry=geometry) if policy.prefetch.algorithm.needs_draft else None,
+    )
+    engine = Engine(geometry, setting, StreamFuture(geometry, passes))
+    outputs = []
+    depth = max(engine.algorithms.routing.depth, engine.algorithms.prefetch.depth)
+    wraps = engine.algorithms.prefetch.uses_predictor
+    for events in passes:
+        if setting.draft is not None and events[0].phase != PREFILL:
+            draft(engine, events)
+        engine.begin_pass(events[0].phase, events[0].num_tokens)
+        for event in events:
+            engine.enter(event.layer, event.num_tokens)
+            outputs.append(weigh(event, engine.run(fresh(event, depth, wraps)).selection))
+            engine.check_integrity()
+        engine.end_pass()
+        engine.check_integrity()
+    return Run(engine, outputs)
+
+
+def draft(engine: Engine, events: Sequence[Event]) -> None:
+    """Draft one token, whose states are nearly those of the pass to come."""
+    stage, rng = engine.begin_draft(), np.random.default_rng(events[0].pass_index)
+    for event in events:
+        stage.dense(event.layer, 1)
+        if stage.wants(event.layer):
+            noise = 0.3 * rng.normal(size=event.logits[-1:].shape)
+            stage.predict(event.layer, (event.logits[-1:] + noise).astype(np.float32))
+        stage.experts(event.layer, engine.geometry.top_k, 1)
+        engine.check_integrity()
+
+
+def weigh(event: Event, selection: Selection | None) -> Output:
+    """Weigh a selection expert by expert as a softmax-over-all router would: [tokens, experts]."""
+    chosen = selection or Selection(event.experts)
+    scores = softmax(event.logits)
+    output = np.zeros(scores.shape)
+    for token, experts in enumerate(chosen.experts.tolist()):
+        sources = experts if chosen.weigh_as is None else chosen.weigh_as[token].tolist()
+        weights = [float(scores[token, source]) for source in sources]
+        if chosen.weights is not None:
+            given = chosen.weights[token].tolist()
+            weights = [w if math.isnan(g) else g for w, g in zip(weights, given, strict=True)]
+        keep = [True] * len(experts) if chosen.keep is None else chosen.keep[token].tolist()
+        kept = sum(w for w, k in zip(weights, keep, strict=True) if k)
+        factor = sum(weights) / kept if chosen.renormalize and kept else 1.0
+        for expert, weight, keeps in zip(experts, weights, keep, strict=True):
+            output[token, expert] += weight * factor * keeps
+    return output
+
+
+def all_events(passes: Sequence[Pass]) -> Iterator[Event]:
+    for events in passes:
+        yield from (fresh(event) for event in events)

@@ -1,0 +1,21 @@
+"""Who leaves after what, by hand: one line or more for each eviction rule (see `testing.play`)."""
+
+from collections.abc import Mapping, Sequence
+
+SCRIPTS: Mapping[str, Sequence[str]] = {
+    "fifo": ["load 3 1 2, use 3, leave 3 1 2", "load 2 1, prefetch 0, want 2, leave 2 1 0"],
+    "fld": ["load 1 2 17 9, use 1, leave 17 9 2 1"],
+    "frequency_layer": ["load 1 2, use 1, leave 2 1"],
+    "hazard": ["load 1 2, use 1, leave 2 1", "load 1 2 3, use 3, use 1, want 2, leave 3 1 2"],
+    "layered_lru": ["load 1 2 3 9, use 1, leave 2 3 1 9"],
+    "least_stale": ["load 1 2 3, use 1, use 2, pass, use 1, leave 3 2 1"],
+    "lfru": ["load 1 2, use 1, leave 2 1"],
+    "lfu": ["load 1 2 3, use 1, use 1, use 2, leave 3 2 1"],
+    "lhu": ["load 1 2 3, use 1, use 1, use 2, leave 3 2 1"],
+    "lru": ["load 1 2 3, use 1, leave 2 3 1", "load 1 2, want 1, prefetch 3, leave 1 2 3"],
+    "score": ["load 1 2, use 1 2, leave 2 1"],
+    "shallow_first": ["load 1 2 17 9, use 1, leave 17 9 2 1"],
+}
+UNSCRIPTED = {"random": "its choices are draws", "belady": "it goes by the future alone"}
+USE_DOES_NOT_COUNT = {"fifo"}
+"""Their docstrings speak of use to say so."""
