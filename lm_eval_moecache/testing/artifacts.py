@@ -121,7 +121,7 @@ def profile_parameter(algorithm: type[Any], geometry: Geometry, **given: Any) ->
 
 def equip(policy: Policy, geometry: Geometry) -> Policy:
     """Give every algorithm of a policy that wants a profile, and names none, one that fits."""
-    changes = {}
+    changes: dict[str, Any] = {}
     for axis in AXES:
         choice: Choice = getattr(policy, axis)
         if getattr(choice.algorithm, "artifact_kind", None) and not choice.parameters["profile"]:
