@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.setting import LINKS, PRIORITY
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
@@ -46,6 +47,7 @@ def run_raw(argv: list[str]) -> int:
         seed=None if arguments.seed is None else read_count("seed", arguments.seed),
         expert_bytes=_expert_bytes(arguments.expert_bytes),
         bound=arguments.bound,
+        link=arguments.link,
         emulate=None if arguments.emulate is None else load_real_model(arguments.emulate),
     )
     rows = run_sweep(arguments.traces, setting, show_progress=sys.stderr.isatty())
@@ -116,6 +118,12 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
 
 def _add_machine(parser: ArgumentParser) -> None:
     """Add what says how long things take."""
+    parser.add_argument(
+        "--link",
+        choices=list(LINKS),
+        default=PRIORITY,
+        help="demands first (default), or fifo: nothing is overtaken or withdrawn",
+    )
     parser.add_argument("--hardware", type=str, default="a100-5gbps", help="profile, or YAML")
     parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
     parser.add_argument(

@@ -16,6 +16,10 @@ PROMPT_LOOKUP = "prompt_lookup"
 """The draft that repeats what the prompt said."""
 
 
+PRIORITY, FIFO = LINKS = ("priority", "fifo")
+"""Disciplines of the link: demands first, or everything in order of issue."""
+
+
 class Builder(Protocol):
     """Builds one axis' algorithm for a model: what `policy.Choice` does."""
 
@@ -63,6 +67,8 @@ class Setting:
     seed: int = 0
     draft: Draft | None = None
     """The draft model of speculative decoding; None also where drafts come from the prompt."""
+    link: str = PRIORITY
+    """Whether demands overtake prefetches, and these are withdrawn when their event is over."""
     emulate: RealModel | None = None
     """The model whose sizes each layer is charged as (virtual clock only)."""
     throttle_bytes_per_s: float | None = None

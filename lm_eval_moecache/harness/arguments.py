@@ -8,7 +8,15 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, Setting, offline, without_draft
+from lm_eval_moecache.engine.setting import (
+    LINKS,
+    PRIORITY,
+    PROMPT_LOOKUP,
+    Setting,
+    offline,
+    without_draft,
+)
+from lm_eval_moecache.harness.clock_checks import check_clock
 from lm_eval_moecache.harness.scan_checks import check_scan
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
@@ -35,6 +43,7 @@ _CHOICES = {
     "store": ("ram", "disk"),
     "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
+    "link": LINKS,
 }
 KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
@@ -81,6 +90,8 @@ class Config:
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None
     """What the wall clock slows its link down to."""
+    link: str = PRIORITY
+    """Discipline of the virtual link."""
     emulate: RealModel | None = None
     """The real model whose sizes the layers are charged as (virtual clock only)."""
     precision: str | None = None
@@ -98,6 +109,7 @@ class Config:
             policy=self.policy,
             capacity=parse_capacity(self.capacity, charged),
             emulate=emulate,
+            link=self.link,
             hardware=self.hardware,
             seed=self.seed,
             throttle_bytes_per_s=self.throttle_bytes_per_s,
@@ -146,7 +158,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     choices = _choose(given)
-    _check_clock(choices, given, policy)
+    check_clock(choices, given, policy)
     check_scan(choices["scoring"], policy, capacity)
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
@@ -250,40 +262,3 @@ def _trace_folder(folder: object) -> str | None:
         raise ValueError(f"trace={folder!r} names no folder. Allowed: one; or leave trace= out.")
     prepare_folder(str(folder))
     return str(folder)
-
-
-def _check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
-    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
-    if choices["clock"] == "virtual":
-        for key in ("store", "store_dir"):
-            if key in given:
-                raise ValueError(
-                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
-                    "moved. Allowed with it: clock=wall."
-                )
-        return
-    if "hardware" in given:
-        raise ValueError(
-            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
-            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
-        )
-    if "emulate" in given:
-        raise ValueError(
-            f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
-            "the model's own experts. Allowed with it: clock=virtual."
-        )
-    if "store_dir" in given and choices["store"] != "disk":
-        raise ValueError(
-            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
-            "store=disk."
-        )
-    if policy.miss.algorithm.cached_first:
-        raise ValueError(
-            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
-            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
-        )
-    if choices["scoring"] == "scan":
-        raise ValueError(
-            "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
-            "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
-        )

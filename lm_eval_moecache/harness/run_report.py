@@ -8,6 +8,7 @@ from typing import Any
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
+from lm_eval_moecache.engine.setting import FIFO
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
@@ -38,6 +39,7 @@ def run_report(
         "clock": config.clock,
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
+        "link": config.link,
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
@@ -46,6 +48,7 @@ def run_report(
             config.policy.phases,
             config.scoring,
             idle_seed=0 if config.policy.draws else config.seed,
+            idle_link=config.link == FIFO and not config.policy.prefetch.algorithm.is_active,
             idle_cutoff=_prefetches_nothing(engine),
             idle_levels=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
         ),

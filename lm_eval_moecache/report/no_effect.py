@@ -17,15 +17,21 @@ def settings_without_effect(
     idle_seed: int = 0,
     idle_levels: Sequence[str] = (),
     idle_cutoff: bool = False,
+    idle_link: bool = False,
 ) -> list[str]:
     """Return a sentence for each setting that did nothing, naming the tasks where that depends.
 
     `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
     `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
     `idle_levels` are the precisions of a ladder of which the policy uses the first alone;
-    `idle_cutoff` says that the solver left draft-stage prefetch no layer.
+    `idle_cutoff` says that the solver left draft-stage prefetch no layer; `idle_link` that the
+    link had nothing to put into another order.
     """
     warnings = _idle_algorithms(idle_seed, idle_levels, idle_cutoff)
+    if idle_link:
+        warnings.append(
+            "link=fifo: this policy prefetches nothing, so the figures are those of link=priority."
+        )
     if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
         warnings.append(
             f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "

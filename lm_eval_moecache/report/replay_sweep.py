@@ -13,7 +13,7 @@ from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_po
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.setting import PRIORITY, Setting
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
@@ -39,6 +39,7 @@ class SweepSetting:
     seed: int | None = None
     expert_bytes: int | None = None
     bound: bool = True
+    link: str = PRIORITY
     emulate: RealModel | None = None
     """The model whose sizes the traced layers are charged as; None for the trace's own."""
 
@@ -146,6 +147,7 @@ class _Replays:
                 hardware=hardware,
                 seed=seed,
                 emulate=self.setting.emulate,
+                link=self.setting.link,
             ),
             future=self._decode_future if decode else self._future,
             cache_reset=self.setting.cache_reset,

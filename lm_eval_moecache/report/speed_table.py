@@ -23,7 +23,7 @@ _COLUMNS = (
 )
 _AXES = ("routing", "prefetch", "eviction", "miss")
 # The title names these settings where they are not at their defaults.
-_DEFAULTS = {"phases": "all", "scoring": "parallel", "cache_reset": "never"}
+_DEFAULTS = {"phases": "all", "scoring": "parallel", "cache_reset": "never", "link": "priority"}
 
 
 def speed_table(report: Mapping[str, Any]) -> str:
@@ -66,7 +66,10 @@ def _title(report: Mapping[str, Any]) -> str:
         draft = report["draft"]
         parts.append(f"draft: {draft['name']}, {draft['tokens']} tokens, {draft['bytes']} bytes")
     settings = {**report, "phases": policy["phases"]}
-    parts += [f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings[k] != usual]
+    # A report of before `link` was a setting has none.
+    parts += [
+        f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings.get(k, usual) != usual
+    ]
     return ", ".join(parts)
 
 

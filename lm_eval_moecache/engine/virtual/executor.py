@@ -8,7 +8,7 @@ from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.setting import Draft, Setting
+from lm_eval_moecache.engine.setting import FIFO, Draft, Setting
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
 from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
@@ -32,7 +32,9 @@ class VirtualExecutor(Executor):
             ExpertCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry)
             for size in setting.capacity.bytes_by_partition
         ]
-        super().__init__(geometry, algorithms, pools, VirtualLink(setting.hardware))
+        super().__init__(
+            geometry, algorithms, pools, VirtualLink(setting.hardware, setting.link == FIFO)
+        )
         self.clock = VirtualClock(setting.hardware, geometry)
         self._geometry = geometry
         self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
@@ -137,7 +139,12 @@ class VirtualExecutor(Executor):
         """
         event, fetches, link = plan.event, plan.demands, self.link
         remaining, ready_s = event.keys, self.clock.now
-        if link.inflight is not None:
+        if link.fifo and link.active:
+            wanted = {fetch.key for fetch in fetches}
+            ready_s = max(ready_s, self.traffic.work_off(wanted, pinned, event.layer))
+            fetches = [f for f in fetches if cache.resident.get(f.key, f.level + 1) > f.level]
+            cache.unused_prefetches -= pinned
+        elif link.inflight is not None:
             # It lands before any of these can start, and while the compute stands still.
             if link.inflight in pinned:
                 ready_s = link.busy_until
@@ -147,7 +154,7 @@ class VirtualExecutor(Executor):
             cache.unused_prefetches -= pinned
         if self._ladder:
             let_worse_go(cache, fetches)
-        is_active = link.active
+        is_active = link.active and not link.fifo
         for key, level in fetches:
             if is_active and link.is_pending(key):
                 link.withdraw(key)

@@ -7,10 +7,16 @@ from lm_eval_moecache.records.hardware import Hardware
 
 
 class VirtualLink(Link):
-    """One transfer at a time; each takes latency + bytes / bandwidth seconds."""
+    """One transfer at a time; each takes latency + bytes / bandwidth seconds.
 
-    def __init__(self, hardware: Hardware) -> None:
+    With `fifo` everything moves in the order in which it was asked for: prefetches are neither
+    overtaken by demands nor withdrawn when their event is over. That is CommitMoE's premise, of
+    transfers that "cannot be canceled once initiated".
+    """
+
+    def __init__(self, hardware: Hardware, fifo: bool = False) -> None:
         super().__init__()
+        self.fifo = fifo
         self._latency_s = hardware.link_latency_s
         self._bytes_per_s = hardware.link_bytes_per_s
         self.busy_until = 0.0
@@ -45,6 +51,12 @@ class VirtualLink(Link):
         self.bytes_moved += nbytes
         self.transfers += 1
         return self.busy_until
+
+    def submit(self, key: int, due: int, now: float, batch: int | None = None) -> None:
+        super().submit(key, 0 if self.fifo else due, now, batch)
+
+    def cancel_due(self, due: int) -> int:
+        return 0 if self.fifo else super().cancel_due(due)
 
     def peek(self) -> tuple[int, float] | None:
         """Return (key, earliest start) of the next queued prefetch, or None."""

@@ -52,6 +52,34 @@ class Traffic:
                 link.postpone(key, now)
                 return
 
+    def work_off(self, keys: Set[int], pinned: Set[int], layer: int) -> float:
+        """Move what was asked for before a demand of these keys, which a fifo link does first.
+
+        Where every key is pending that is up to the last of them, else all that waits. What finds
+        no room, as all else is pinned, is dropped. Returns when the last of the keys that were
+        pending is there, or 0.
+        """
+        link, ready_s = self._link, 0.0
+        absent = any(not link.is_pending(key) for key in keys)
+        while link.active and (absent or any(link.is_pending(key) for key in keys)):
+            if link.inflight is not None:
+                if link.inflight in keys:
+                    ready_s = link.busy_until
+                self.land()
+                continue
+            head = link.peek()
+            assert head is not None, "an active link without a transfer"
+            key, start_s = head
+            cache = self._caches[key // self._num_experts]
+            level = self._prefetches.level_of(key)
+            nbytes = cache.size_of(key, level)
+            if key in cache.resident or not cache.make_room(nbytes, pinned, layer):
+                link.withdraw(key)
+            else:
+                cache.reserve(key, level)
+                link.start(key, nbytes, start_s)
+        return ready_s
+
     def land(self) -> None:
         """Make the prefetch in flight resident."""
         key = self._link.land()

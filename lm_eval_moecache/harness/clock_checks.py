@@ -1,0 +1,51 @@
+"""Which settings go with which clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval_moecache.algorithms.policy import Policy
+from lm_eval_moecache.engine.setting import FIFO
+
+
+def check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
+    if choices["clock"] == "virtual":
+        for key in ("store", "store_dir"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
+                    "moved. Allowed with it: clock=wall."
+                )
+        return
+    if "hardware" in given:
+        raise ValueError(
+            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
+            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
+        )
+    if choices["link"] == FIFO:
+        raise ValueError(
+            "link='fifo' does not go with clock='wall', whose demands always go first. Allowed "
+            "with it: clock=virtual."
+        )
+    if "emulate" in given:
+        raise ValueError(
+            f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
+            "the model's own experts. Allowed with it: clock=virtual."
+        )
+    if "store_dir" in given and choices["store"] != "disk":
+        raise ValueError(
+            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
+            "store=disk."
+        )
+    if policy.miss.algorithm.cached_first:
+        raise ValueError(
+            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
+            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
+        )
+    if choices["scoring"] == "scan":
+        raise ValueError(
+            "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
+            "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
+        )

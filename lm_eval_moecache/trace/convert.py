@@ -1,0 +1,45 @@
+"""Writes a trace of any format as one of ours: smaller, and with the sizes it is to be timed by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from lm_eval_moecache.records.emulation import RealModel
+from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.writer import TraceWriter
+
+
+def save_trace(
+    trace: Trace, folder: Path, stem: str, *, sizes: RealModel | None = None, weights: bool = True
+) -> Path:
+    """Write a trace's rows as Parquet; return the file.
+
+    `sizes` gives them to a trace that says none; without `weights` algorithms that look at routing
+    weights cannot be replayed, and the file is a fifth as large. Logits and predictions are left
+    out. ValueError where the trace says no sizes and none are given.
+    """
+    if not (trace.has_sizes or sizes):
+        raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
+    geometry = trace.geometry
+    if sizes is not None:
+        geometry = replace(sizes.emulated_by(geometry), model=sizes.name, emulates="")
+    writer = TraceWriter(folder, stem, Header(geometry=geometry, seed=trace.seed, has_logits=False))
+    columns, num_layers = trace.columns, geometry.num_layers
+    for event, (first, last) in enumerate(
+        zip(trace.row_bounds[:-1].tolist(), trace.row_bounds[1:].tolist(), strict=True)
+    ):
+        pass_index, layer = divmod(event, num_layers)
+        rows = slice(first, last)
+        # For each layer anew: engines route the last token alone through the last layer's prefill.
+        phase = PHASES[int(columns.phase[first])]
+        writer.begin_pass(pass_index, phase, columns.request[rows], columns.token[rows])
+        own = columns.weights[rows] if weights and columns.weights is not None else None
+        writer.add(layer, np.asarray(columns.experts[rows]), own, None, [])
+    path = writer.close()
+    assert path is not None, "a trace without passes"
+    return path
