@@ -43,19 +43,25 @@ def run_report(
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
-        "warnings": settings_without_effect(
-            by_task,
-            config.policy.phases,
-            config.scoring,
-            idle_seed=0 if config.policy.draws else config.seed,
-            idle_link=config.link == FIFO and not config.policy.prefetch.algorithm.is_active,
-            idle_cutoff=_prefetches_nothing(engine),
-            idle_levels=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
-        ),
+        "warnings": _warnings(engine, config, by_task),
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
     return report if measured is None else {**report, **_of_this_machine(config, measured)}
+
+
+def _warnings(
+    engine: Engine, config: Config, by_task: Mapping[str, Sequence[RequestRecord]]
+) -> list[str]:
+    return settings_without_effect(
+        by_task,
+        config.policy.phases,
+        config.scoring,
+        idle_seed=0 if config.policy.draws else config.seed,
+        idle_link=config.link == FIFO and not config.policy.prefetch.algorithm.is_active,
+        idle_cutoff=_prefetches_nothing(engine),
+        idle_levels=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
+    )
 
 
 def _prefetches_nothing(engine: Engine) -> bool:

@@ -99,8 +99,15 @@ def resolve(config: Config) -> dict[str, Any]:
     resolved["policy"] = {**config.policy.as_dict(), "name": config.policy.composition}
     # Says nothing that the axes do not say.
     resolved["policy"].pop("composition", None)
-    resolved["hardware"] = dataclasses.asdict(config.hardware)
-    for part in ("policy", "hardware"):
+    # What a profile need not say is left out where it does not: its default changes nothing.
+    resolved["hardware"] = {
+        field.name: getattr(config.hardware, field.name)
+        for field in dataclasses.fields(config.hardware)
+        if getattr(config.hardware, field.name) != field.default
+    }
+    if config.emulate is not None:
+        resolved["emulate"] = dataclasses.asdict(config.emulate)
+    for part in {"policy", "hardware", "emulate"} & resolved.keys():
         resolved[part].pop("source", None)
     return resolved
 

@@ -28,7 +28,10 @@ TRACES = "traces"
 _FORMAT = 1
 # What of a setting changes no output of a lossless policy, and nothing that the model computes.
 # A setting that is not listed keeps cells apart.
-_FREE = ("policy", "capacity", "hardware", "cache_reset", "seed", "trace", "detail")
+_FREE = (
+    *("policy", "capacity", "hardware", "emulate", "link"),
+    *("cache_reset", "seed", "trace", "detail"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.writer import TraceWriter
+from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 
 
 def save_trace(
@@ -28,6 +28,7 @@ def save_trace(
     geometry = trace.geometry
     if sizes is not None:
         geometry = replace(sizes.emulated_by(geometry), model=sizes.name, emulates="")
+    prepare_folder(str(folder))
     writer = TraceWriter(folder, stem, Header(geometry=geometry, seed=trace.seed, has_logits=False))
     columns, num_layers = trace.columns, geometry.num_layers
     for event, (first, last) in enumerate(
@@ -37,7 +38,8 @@ def save_trace(
         rows = slice(first, last)
         # For each layer anew: engines route the last token alone through the last layer's prefill.
         phase = PHASES[int(columns.phase[first])]
-        writer.begin_pass(pass_index, phase, columns.request[rows], columns.token[rows])
+        owners, tokens = columns.request[rows], columns.token[rows]
+        writer.begin_pass(pass_index, phase, owners.astype(np.int64), tokens.astype(np.int64))
         own = columns.weights[rows] if weights and columns.weights is not None else None
         writer.add(layer, np.asarray(columns.experts[rows]), own, None, [])
     path = writer.close()
