@@ -8,6 +8,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
@@ -25,8 +26,13 @@ _NOT_PARAMETERS = ("self", "geometry", "seed")
 
 def algorithm_names(axis: str) -> list[str]:
     """Return the names of an axis' algorithms: its module names, sorted."""
+    return list(_modules_of(axis))
+
+
+@cache
+def _modules_of(axis: str) -> tuple[str, ...]:
     folder = importlib.import_module(f"lm_eval_moecache.algorithms.{axis}").__path__
-    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "base")
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "base"))
 
 
 def base_of(axis: str) -> type[Any]:

@@ -1,0 +1,362 @@
+"""An outside checker of the engine: random models, ladders, algorithms and links, watched from the
+seams that anybody may use, and believed in nothing.
+
+Shares no code with the engine's cache, link or clock: it keeps its own residents from what the
+eviction algorithm is told, its own bytes and seconds, and compares after every event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.policy import Policy, load_policy
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.sizes import parse_capacity
+
+PASSES = 240
+
+
+class Violation(AssertionError):  # noqa: N818
+    """Something the engine did that cannot be right."""
+
+
+def must(holds: object, text: str) -> None:
+    if not holds:
+        raise Violation(text)
+
+
+@dataclass
+class Watch:
+    """Stands between one pool and its eviction algorithm, and writes down what it is told."""
+
+    inner: Any
+    resident: dict[int, int] = field(default_factory=dict)
+    """Key -> number of the event in which it came."""
+    used: dict[int, int] = field(default_factory=dict)
+    inserted: list[int] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    """Keys that were resident at some time of the event in progress."""
+    needed: frozenset[int] = frozenset()
+    number: int = 0
+    order: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def begin(self, needed: Sequence[int], number: int) -> None:
+        self.number, self.needed = number, frozenset(needed)
+        self.inserted, self.evicted, self.seen = [], [], set(self.resident)
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        must(key not in self.resident, f"{key} came although it was there")
+        self.resident[key] = self.used[key] = self.number
+        self.inserted.append(key)
+        self.seen.add(key)
+        self.inner.on_insert(key, prefetched)
+
+    def on_evict(self, key: int) -> None:
+        must(key in self.resident, f"{key} left although it was not there")
+        del self.resident[key], self.used[key]
+        self.evicted.append(key)
+        self.inner.on_evict(key)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        free = [key for key in self.resident if key not in pinned]
+        chosen: int | None = self.inner.victim(pinned, layer)
+        if not free:
+            must(chosen is None, f"{chosen} chosen, though all that is resident is pinned")
+            return chosen
+        must(chosen in self.resident, f"{chosen} chosen, which is not resident")
+        assert chosen is not None
+        must(chosen not in pinned, f"{chosen} chosen, which is pinned")
+        if self.order == "fifo":
+            must(chosen == free[0], f"fifo chose {chosen}, {free[0]} came first")
+        if self.order == "lru":
+            oldest = min(self.used[key] for key in free)
+            must(self.used[chosen] == oldest, f"lru chose {chosen}, others waited longer")
+        return chosen
+
+
+class Built:
+    """Gives the engine an algorithm that is watched."""
+
+    def __init__(self, choice: Any, watches: list[Watch]) -> None:
+        self._choice, self._watches = choice, watches
+
+    def build(self, geometry: Geometry, seed: int) -> Any:
+        watch = Watch(self._choice.build(geometry, seed))
+        watch.order = self._choice.name
+        self._watches.append(watch)
+        return watch
+
+
+@dataclass
+class Composed:
+    """A policy whose evictions are watched."""
+
+    phases: str
+    routing: Any
+    prefetch: Any
+    eviction: Any
+    miss: Any
+
+
+@dataclass
+class Case:
+    """One random run: everything about it follows from its seed."""
+
+    seed: int
+    rng: np.random.Generator
+    geometry: Geometry
+    policy: Policy
+    capacity: str
+    hardware: Hardware
+
+    def __str__(self) -> str:
+        axes = ("routing", "prefetch", "eviction", "miss")
+        names = " ".join(f"{axis}={getattr(self.policy, axis).name}" for axis in axes)
+        return f"seed={self.seed} {names} phases={self.policy.phases} capacity={self.capacity}"
+
+
+def draw(seed: int) -> Case:
+    """Draw a case; algorithms that do not go together, or need an artifact, are drawn again."""
+    rng = np.random.default_rng(seed)
+    while True:
+        try:
+            case = _drawn(seed, rng)
+            for axis in ("routing", "prefetch", "eviction", "miss"):
+                getattr(case.policy, axis).build(case.geometry, seed)
+            parse_capacity(case.capacity, case.geometry)
+        except ValueError:
+            continue
+        return case
+
+
+def _drawn(seed: int, rng: np.random.Generator) -> Case:
+    num_layers, num_experts = int(rng.integers(1, 7)), int(rng.integers(2, 25))
+    top_k = int(rng.integers(1, min(5, num_experts) + 1))
+    num_levels = int(rng.choice([1, 1, 1, 2, 3]))
+    sizes = rng.integers(64, 4096, num_layers)
+    ladder = [tuple(int(size) >> level for level in range(num_levels)) for size in sizes]
+    geometry = Geometry(
+        model="drawn",
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_bytes=tuple(ladder),
+        dense_bytes=tuple(int(n) for n in rng.integers(0, 5000, num_layers)),
+        precision=("int8", "int4", "int2")[:num_levels],
+    )
+    chosen = {axis: str(rng.choice(names)) for axis, names in _online().items()}
+    if rng.random() < 0.3:  # the exact books are kept where nothing is guessed and nothing lost
+        chosen |= {"routing": "standard", "prefetch": "none", "miss": "fetch"}
+    if rng.random() < 0.3:
+        chosen["phases"] = "decode"
+    hardware = Hardware(
+        name="drawn",
+        peak_flops=float(10 ** rng.uniform(3, 15)),
+        memory_bytes_per_s=float(10 ** rng.uniform(3, 13)),
+        link_bytes_per_s=float(10 ** rng.uniform(2, 12)),
+        link_latency_s=float(rng.choice([0.0, 10 ** rng.uniform(-7, 0)])),
+        kernel_overhead_s=float(rng.choice([0.0, 1e-6, 1e-3])),
+        memory_bytes=1e12,
+    )
+    forms = [f"{rng.integers(1, 120)}%", f"{rng.integers(1, num_experts + 1)}/layer"]
+    forms += [str(rng.integers(1, num_layers * num_experts + 1)), f"{rng.integers(64, 50000)}B"]
+    capacity = str(rng.choice(forms))
+    policy = load_policy("on_demand", chosen)
+    return Case(seed, rng, geometry, policy, capacity, hardware)
+
+
+@cache
+def _online() -> dict[str, list[str]]:
+    """Return the algorithms that can run without a future, a draft or an artifact of training."""
+    found: dict[str, list[str]] = {}
+    for axis in ("routing", "prefetch", "eviction", "miss"):
+        found[axis] = [
+            name
+            for name in algorithm_names(axis)
+            if not getattr(find_algorithm(axis, name), "is_offline", False)
+            and not getattr(find_algorithm(axis, name), "needs_draft", False)
+        ]
+    return found
+
+
+class Shadow:
+    """Drives one case and checks it; `events` counts what has been served."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.watches: list[Watch] = []
+        policy, geometry = case.policy, case.geometry
+        composed: Any = Composed(
+            policy.phases,
+            policy.routing,
+            policy.prefetch,
+            Built(policy.eviction, self.watches),
+            policy.miss,
+        )
+        self.limits = parse_capacity(case.capacity, geometry).bytes_by_partition
+        setting = Setting(
+            policy=composed,
+            capacity=parse_capacity(case.capacity, geometry),
+            hardware=case.hardware,
+            seed=case.seed,
+        )
+        self.engine = Engine(geometry, setting)
+        self.is_plain = (
+            (policy.routing.name, policy.prefetch.name, policy.miss.name)
+            == ("standard", "none", "fetch")
+        )  # fmt: skip
+        self.events = 0
+        self.seconds_on_link = 0.0
+
+    def run(self) -> int:
+        """Serve the passes of a case; return the number of events. Raises Violation."""
+        rng = self.case.rng
+        for index in range(PASSES):
+            num_tokens = int(rng.choice([1, 1, 1, 1, 2, 5])) if index % 6 else int(rng.integers(1, 9))
+            self._pass(PREFILL if index % 6 == 0 else DECODE, num_tokens)
+            if rng.random() < 0.03:
+                self.engine.reset_cache()
+                must(not any(w.resident for w in self.watches), "a reset cache holds experts")
+        return self.events
+
+    def _pass(self, phase: str, num_tokens: int) -> None:
+        engine, geometry = self.engine, self.case.geometry
+        moved, begin = engine.link.bytes_moved, engine.clock.now
+        record = engine.begin_pass(phase, num_tokens)
+        shape = (geometry.num_layers, num_tokens, geometry.num_experts)
+        logits = self.case.rng.normal(size=shape).astype(np.float32) * 3
+        for layer, event in enumerate(self._made(record.index, phase, logits)):
+            engine.enter(layer, num_tokens)
+            self._event(event, record)
+            self.events += 1
+        engine.end_pass()
+        after = engine.clock.now
+        must(record.start_s == begin and record.end_s == after, "a pass' times are not the clock's")
+        must(record.bytes_moved == engine.link.bytes_moved - moved, "a pass' bytes are not the link's")
+        self._check_counts(record, phase, num_tokens)
+
+    def _made(self, index: int, phase: str, logits: Any) -> Iterator[Event]:
+        """Build the events as a router hook does: heaviest first, ties to the smaller index."""
+        geometry, depth = self.case.geometry, self.engine.depth
+        for layer in range(geometry.num_layers):
+            own = logits[layer]
+            experts = np.argsort(-own, axis=-1, kind="stable")[:, : geometry.top_k].astype(np.int64)
+            scores = np.exp(own - own.max(-1, keepdims=True))
+            weights = np.take_along_axis(scores / scores.sum(-1, keepdims=True), experts, -1)
+            base = layer * geometry.num_experts
+            keys = list(dict.fromkeys(int(e) + base for e in experts.ravel()))
+            ahead = range(layer + 1, min(layer + 1 + depth, geometry.num_layers))
+            predicted = {
+                target: (logits[target] * 0.7 + logits[target].mean()).astype(np.float32)
+                for target in ahead
+            }
+            yield Event(
+                index, layer, phase, len(own), keys, experts, weights, own, predicted=predicted
+            )
+
+    def _event(self, event: Event, record: Any) -> None:
+        engine = self.engine
+        place = event.layer if len(self.watches) > 1 else 0
+        watch, pool = self.watches[place], engine.pools[place]
+        watch.begin(event.keys, self.events)
+        started = engine.clock.now
+        counts = (record.requests, record.hits, record.misses, record.late, record.stall_s)
+        before, resident = engine.link.bytes_moved, set(watch.resident)
+        choice = engine.run(event)
+        must(engine.clock.now >= started, "the clock went back")
+        must(math.isfinite(engine.clock.now), "the clock is not finite")
+        executed = self._executed(event, choice)
+        must(executed <= watch.seen, f"{executed - watch.seen} ran without being there")
+        must(pool.resident.keys() == watch.resident.keys(), "the residents are not those told")
+        for key in executed & watch.resident.keys():
+            watch.used[key] = self.events
+        if self.is_plain:
+            self._plain(event, record, counts, watch, pool, before, resident)
+
+    def _plain(
+        self, event: Event, record: Any, counts: Any, watch: Watch, pool: Any, before: int,
+        resident: set[int],
+    ) -> None:  # fmt: skip
+        """Where nothing is guessed and nothing lost, every number is known beforehand."""
+        wanted = set(event.keys)
+        there = len(wanted & resident)
+        asked, hits, misses, late, stall_s = counts
+        must(record.requests - asked == len(wanted), "requests are not the event's experts")
+        must(record.hits - hits == there, f"hits are not the {there} that were there")
+        must(record.misses - misses == len(wanted) - there, "misses are not those that were not")
+        must(record.late == late, "late without prefetching")
+        must(sorted(watch.inserted) == sorted(wanted - resident), "loads are not the misses")
+        size = self._size(event.keys[0], 0)
+        moved = (len(wanted) - there) * size
+        must(self.engine.link.bytes_moved - before == moved, "bytes are not those of the misses")
+        hardware = self.case.hardware
+        each = hardware.link_latency_s + size / hardware.link_bytes_per_s
+        waited = (len(wanted) - there) * each
+        found = record.stall_s - stall_s
+        must(math.isclose(found, waited, rel_tol=1e-6, abs_tol=1e-9 * self.engine.clock.now),
+             f"waited {found} s for transfers of {waited} s")  # fmt: skip
+
+    def _executed(self, event: Event, choice: Any) -> set[int]:
+        base = event.layer * self.case.geometry.num_experts
+        if choice is None:
+            return set(event.keys)
+        must(not self.case.policy.is_lossless, "a lossless policy changed a selection")
+        experts = np.asarray(choice.experts)
+        keep = np.ones(experts.shape, dtype=bool) if choice.keep is None else choice.keep
+        keep = np.asarray(keep) & (experts >= 0)
+        must(experts.shape == (event.num_tokens, self.case.geometry.top_k), "a selection's shape")
+        must((experts[keep] < self.case.geometry.num_experts).all(), "an expert that is none")
+        for row, kept in zip(experts, keep, strict=True):
+            chosen = row[kept].tolist()
+            must(len(set(chosen)) == len(chosen), f"one expert twice for a token: {chosen}")
+        return {base + int(e) for e in experts[keep]}
+
+    def _check_counts(self, record: Any, phase: str, num_tokens: int) -> None:
+        top_k, layers = self.case.geometry.top_k, self.case.geometry.num_layers
+        must(record.hits + record.late + record.misses == record.requests, "hits, late and misses")
+        must(record.token_requests == num_tokens * top_k * layers, "assignments of a pass")
+        must(0 <= record.token_misses <= record.token_requests, "token misses")
+        must(0 <= record.dropped <= record.token_requests, "dropped")
+        must(0 <= record.substituted <= record.executed, "substituted")
+        must(0 <= record.unfaithful <= record.executed, "unfaithful")
+        must(0 <= record.low_precision <= record.executed, "low precision")
+        must(0 <= record.collisions <= record.misses, "collisions")
+        must(0 <= record.stall_s <= record.duration_s * (1 + 1e-9) + 1e-12, "stall beyond the pass")
+        if self.case.policy.is_lossless or (self.case.policy.phases == "decode" and phase == PREFILL):
+            lost = (record.dropped, record.substituted, record.unfaithful)
+            must(lost == (0, 0, 0), f"a lossless pass lost {lost}")
+        for watch, pool, limit in zip(self.watches, self.engine.pools, self.limits, strict=True):
+            must(pool.resident.keys() == watch.resident.keys(), "the residents are not those told")
+            levels = [*pool.resident.items(), *pool.arriving.items()]
+            held = sum(self._size(key, level) for key, level in levels)
+            must(held <= limit, f"{held} bytes in a cache of {limit}")
+            must(pool.peak_bytes <= limit, f"once {pool.peak_bytes} bytes in a cache of {limit}")
+        self.engine.check_integrity()
+
+    def _size(self, key: int, level: int) -> int:
+        return self.case.geometry.expert_bytes[key // self.case.geometry.num_experts][level]
+
+
+def run_case(seed: int) -> int:
+    """Run the case of a seed; return its events. Violation names the case."""
+    case = draw(seed)
+    try:
+        return Shadow(case).run()
+    except Violation as error:
+        raise Violation(f"{case}: {error}") from error
+    except Exception as error:
+        raise Violation(f"{case}: {type(error).__name__}: {error}") from error
