@@ -4,7 +4,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint soak clean
 
 # One thread: tiny is too small for a second to help, and threads that wait for each other are slow.
 demo:
@@ -26,6 +26,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard startup/*)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
+
+# The outside checker of the engine and the bad inputs, for as long as one likes.
+SECONDS ?= 600
+soak: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS)
 
 clean:
 	rm -rf $(DEMO_VENV) output/demo

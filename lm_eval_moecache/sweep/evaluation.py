@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -118,7 +119,8 @@ def _plain(value: Any) -> Any:
         return int(value)
     if hasattr(value, "item"):
         value = value.item()
-    return value if isinstance(value, (int, float)) else None
+    # What is no number cannot be compared, and has no place in JSON.
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 @contextlib.contextmanager

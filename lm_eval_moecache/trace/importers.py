@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
+from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
@@ -41,7 +42,7 @@ def load_trace(
             f"trace {file!r}: the suffix {path.suffix!r} is not known. Allowed: "
             f"{', '.join(SUFFIXES)}."
         )
-    if not path.is_file():
+    if not is_file(path):
         raise ValueError(f"trace {file!r}: there is no such file.")
     if path.suffix == ".jsonl":
         return read_jsonl(path, expert_bytes)

@@ -26,7 +26,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 PASSES = 240
 
 
-class Violation(AssertionError):  # noqa: N818
+class Violation(AssertionError):
     """Something the engine did that cannot be right."""
 
 
@@ -226,7 +226,9 @@ class Shadow:
         """Serve the passes of a case; return the number of events. Raises Violation."""
         rng = self.case.rng
         for index in range(PASSES):
-            num_tokens = int(rng.choice([1, 1, 1, 1, 2, 5])) if index % 6 else int(rng.integers(1, 9))
+            num_tokens = (
+                int(rng.choice([1, 1, 1, 1, 2, 5])) if index % 6 else int(rng.integers(1, 9))
+            )
             self._pass(PREFILL if index % 6 == 0 else DECODE, num_tokens)
             if rng.random() < 0.03:
                 self.engine.reset_cache()
@@ -246,7 +248,10 @@ class Shadow:
         engine.end_pass()
         after = engine.clock.now
         must(record.start_s == begin and record.end_s == after, "a pass' times are not the clock's")
-        must(record.bytes_moved == engine.link.bytes_moved - moved, "a pass' bytes are not the link's")
+        must(
+            record.bytes_moved == engine.link.bytes_moved - moved,
+            "a pass' bytes are not the link's",
+        )
         self._check_counts(record, phase, num_tokens)
 
     def _made(self, index: int, phase: str, logits: Any) -> Iterator[Event]:
@@ -336,7 +341,9 @@ class Shadow:
         must(0 <= record.low_precision <= record.executed, "low precision")
         must(0 <= record.collisions <= record.misses, "collisions")
         must(0 <= record.stall_s <= record.duration_s * (1 + 1e-9) + 1e-12, "stall beyond the pass")
-        if self.case.policy.is_lossless or (self.case.policy.phases == "decode" and phase == PREFILL):
+        if self.case.policy.is_lossless or (
+            self.case.policy.phases == "decode" and phase == PREFILL
+        ):
             lost = (record.dropped, record.substituted, record.unfaithful)
             must(lost == (0, 0, 0), f"a lossless pass lost {lost}")
         for watch, pool, limit in zip(self.watches, self.engine.pools, self.limits, strict=True):

@@ -22,6 +22,12 @@ def parse_ladder(text: object) -> Ladder:
                 f"precision={text!r} names {level!r} twice. Allowed: each precision once, best "
                 "first, as int8:int4:int2."
             )
+    bits = [int("".join(filter(str.isdigit, name))) for name, _ in found]
+    if bits != sorted(bits, reverse=True):
+        raise ValueError(
+            f"precision={text!r} is not in order. Allowed: the best precision first, as "
+            "int8:int4:int2."
+        )
     return levels
 
 

@@ -32,7 +32,7 @@ def _metrics(value: object) -> object:
 
 def _score(value: object) -> object:
     pair = value if isinstance(value, list) and len(value) == 2 else [value]
-    if not all(part is None or isinstance(part, (int, float)) for part in pair):
+    if not all(isinstance(part, (int, float)) for part in pair):
         raise ValueError("must be a score, or a pair of numbers")
     return value
 

@@ -1,0 +1,279 @@
+"""Bad inputs in one table: what is given, and words that the refusal must have.
+
+To add one, add a row. `{trace}`, `{results}` and `{folder}` in a command are a sound trace, a
+folder of sound results, and an empty folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from lm_eval_moecache.algorithms.policy import unmangle
+from lm_eval_moecache.algorithms.registry import (
+    AXES,
+    algorithm_names,
+    find_algorithm,
+    parameters_of,
+)
+
+
+class Bad(NamedTuple):
+    """One bad input: a model argument, the text of a file, or a command."""
+
+    kind: str
+    given: Any
+    words: str
+
+
+LONG = "n" * 300
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+POLICY = "routing: standard\nprefetch: none\neviction: lru\nmiss: fetch\n"
+HARDWARE = (
+    "name: x\npeak_flops: 1.0e+12\nmemory_bytes_per_s: 1.0e+11\nlink_bytes_per_s: 1.0e+9\n"
+    "link_latency_s: 0\nkernel_overhead_s: 0\nmemory_bytes: 1.0e+10\n"
+)
+SWEEP = "tasks: tiny_arc\ngrid: {policy: [on_demand, specmd], capacity: [25%, 50%]}\n"
+SPACE = "routing: {standard: {}}\nprefetch: {none: {}}\neviction: {lru: {}}\nmiss: {fetch: {}}\n"
+BOARD = "title: x\ncolumns: [policy]\n"
+THOUSAND = f"[{', '.join(map(str, range(1000)))}]"
+
+ARGUMENTS: list[tuple[str, Any, str]] = [
+    ("capacity", "1_0%", "capacity='1_0%' is not a capacity"),
+    ("capacity", "\u0661\u0662%", "is not a capacity"),
+    ("capacity", "\u0661/layer", "is not a capacity"),
+    ("capacity", "1e30", "is not a capacity"),
+    ("capacity", 1e30, "is not a capacity"),
+    ("capacity", math.inf, "is not a capacity"),
+    ("capacity", 10**400, "is not a capacity"),
+    ("capacity", True, "is not a capacity"),
+    ("capacity", -1, "is not a capacity"),
+    ("capacity", "0%", "is not a capacity"),
+    ("capacity", "101%", "is not a capacity"),
+    ("capacity", "", "is not a capacity"),
+    ("capacity", {}, "is not a capacity"),
+    ("capacity", "1e30GB", "is not a capacity"),
+    ("capacity", "none.json", "there is no such file"),
+    ("capacity", LONG + ".json", "capacity="),
+    ("bandwidth", "5", "has no unit"),
+    ("bandwidth", "5Gb/s", "bits per second"),
+    ("bandwidth", "infGB/s", "bandwidth="),
+    ("bandwidth", "1e30GB/s", "bandwidth="),
+    ("bandwidth", "1_0GB/s", "bandwidth="),
+    ("bandwidth", -5, "bandwidth="),
+    ("bandwidth", [], "bandwidth="),
+    ("hardware", "a100-5gbp", "Did you mean"),
+    ("hardware", "none.yaml", "there is no such file"),
+    ("hardware", LONG, "hardware="),
+    ("hardware", LONG + ".yaml", "there is no such file"),
+    ("hardware", "a\0b.yaml", "hardware="),
+    ("policy", "specmdd", "Did you mean 'specmd'"),
+    ("policy", LONG, "policy="),
+    ("policy", LONG + ".yaml", "there is no such file"),
+    ("policy", "../policies", "policy="),
+    ("policy", 7, "policy="),
+    ("polcy", "specmd", "Did you mean 'policy'"),
+    ("seed", -1, "seed=-1"),
+    ("seed", 1.5, "seed=1.5"),
+    ("seed", True, "seed=True"),
+    ("seed", math.nan, "seed=nan"),
+    ("seed", 10**400, "seed="),
+    ("seed", "x", "seed='x'"),
+    ("trace", "", "names no folder"),
+    ("trace", " ", "names no folder"),
+    ("trace", "/dev/null/x", "trace="),
+    ("trace", "/proc/" + LONG, "trace="),
+    ("clock", "wal", "Did you mean 'wall'"),
+    ("clock", 3, "clock="),
+    ("store", "disc", "Did you mean 'disk'"),
+    ("scoring", "scann", "Did you mean 'scan'"),
+    ("cache_reset", "always", "Allowed: never, request"),
+    ("phases", "decod", "Did you mean 'decode'"),
+    ("phases", ["all"], "phases="),
+    ("eviction", "lruu", "Did you mean 'lru'"),
+    ("eviction", "os.system", "eviction"),
+    ("eviction", "no.such.module", "cannot be imported"),
+    ("eviction", "lm_eval_moecache.algorithms.eviction.base.EvictionAlgorithm", "not a subclass"),
+    ("eviction", {}, "eviction="),
+    ("eviction", {"name": "lru", "class_path": "x.y"}, "eviction="),
+    ("eviction", "belady", "needs to know the future"),
+    ("prefetch.overfetch", math.inf, "prefetch.overfetch"),
+    ("prefetch.overfetch", math.nan, "prefetch.overfetch"),
+    ("prefetch.overfetch", 10**400, "prefetch.overfetch"),
+    ("prefetch.depth", 1e30, "prefetch.depth"),
+    ("prefetch.dept", 1, "not used by"),
+    ("eviction.init_args", 7, "eviction.init_args"),
+    ("draft", "self:int4", "moecache-spec"),
+    ("draft_tokens", 3, "moecache-spec"),
+    ("precision", "int5", "precision"),
+    ("precision", "", "precision"),
+    ("precision", "int4:int8", "precision"),
+]  # fmt: skip
+DRAFTED: list[tuple[str, Any, str]] = [
+    ("draft_tokens", 0, "draft_tokens=0"),
+    ("draft_tokens", 10**6, "draft_tokens=1000000"),
+    ("draft_tokens", 10**400, "draft_tokens="),
+    ("draft_tokens", 2.5, "draft_tokens=2.5"),
+    ("draft_tokens", math.inf, "draft_tokens=inf"),
+    ("draft_tokens", True, "draft_tokens=True"),
+    ("trace", "somewhere", "trace="),
+]
+FILES: list[tuple[str, str, str]] = [
+    *((kind, LAUGHS, "more than 100000 values") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    *((kind, "", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "board")),
+    *((kind, "- a\n", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    *((kind, "a: b: c", "not readable YAML") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    *((kind, "1: 2\n", "") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    *((kind, "{" * 5000, "nested too deeply") for kind in ("policy", "hardware", "sweep", "space", "board")),
+    ("policy", POLICY + "miss: drop\n", "'miss' stands twice"),
+    ("policy", POLICY + "mis: drop\n", "Did you mean 'miss'"),
+    ("policy", POLICY.replace("miss: fetch\n", ""), "lacks 'miss'"),
+    ("policy", POLICY.replace("lru", "[lru]"), "eviction"),
+    ("policy", POLICY.replace("lru", "{name: lru, order: fifo}"), "not used by"),
+    ("policy", POLICY.replace("lru", "{nam: lru}"), "eviction"),
+    ("policy", POLICY.replace("lru", "7"), "eviction"),
+    ("policy", POLICY.replace("none", "{name: next_gate, overfetch: .inf}"), "overfetch"),
+    ("policy", POLICY + "phases: decod\n", "Did you mean 'decode'"),
+    ("policy", POLICY + "name: [1]\n", "name=[1] must be text"),
+    ("hardware", HARDWARE.replace("link_latency_s: 0", "link_latency_s: .inf"), "link_latency_s=inf"),
+    ("hardware", HARDWARE.replace("link_latency_s: 0", "link_latency_s: -1"), "link_latency_s=-1"),
+    ("hardware", HARDWARE.replace("1.0e+12", "true"), "peak_flops=True"),
+    ("hardware", HARDWARE.replace("1.0e+12", "1" + "0" * 400), "peak_flops="),
+    ("hardware", HARDWARE.replace("1.0e+12", "'1_0'"), "peak_flops='1_0'"),
+    ("hardware", HARDWARE.replace("1.0e+9", ".nan"), "link_bytes_per_s=nan"),
+    ("hardware", HARDWARE.replace("1.0e+9", ".inf"), "link_bytes_per_s=inf"),
+    ("hardware", HARDWARE.replace("1.0e+9", "0"), "link_bytes_per_s=0.0 must be above 0"),
+    ("hardware", HARDWARE.replace("name: x", "name: 3"), "name=3 must be text"),
+    ("hardware", HARDWARE + "sourc: x\n", "Did you mean 'source'"),
+    ("hardware", HARDWARE + "name: y\n", "'name' stands twice"),
+    ("sweep", SWEEP + "limit: ten\n", "limit='ten' must be"),
+    ("sweep", SWEEP + "limit: -1\n", "limit=-1 must be"),
+    ("sweep", SWEEP + "limit: 0\n", "limit=0 must be"),
+    ("sweep", SWEEP + "limit: .nan\n", "limit=nan must be"),
+    ("sweep", SWEEP + "limit: 2.5\n", "limit=2.5 must be"),
+    ("sweep", SWEEP + "limit: '3'\n", "limit='3' must be"),
+    ("sweep", SWEEP + "num_fewshot: -1\n", "num_fewshot=-1 must be"),
+    ("sweep", SWEEP + "num_fewshot: x\n", "num_fewshot='x' must be"),
+    ("sweep", SWEEP + "base: {gen_kwargs: 7}\n", "gen_kwargs=7 must be"),
+    ("sweep", SWEEP + "base: {limit: ten}\n", "limit='ten' must be"),
+    ("sweep", SWEEP + "base: {num_fewshot: -1}\n", "num_fewshot=-1 must be"),
+    ("sweep", SWEEP + "base: {apply_chat_template: 7}\n", "apply_chat_template"),
+    ("sweep", SWEEP + "jobs: 0\n", "jobs=0 must be"),
+    ("sweep", SWEEP + "jobs: 1.5\n", "jobs=1.5 must be"),
+    ("sweep", SWEEP + "jobs: true\n", "jobs=True must be"),
+    ("sweep", SWEEP + "executor: rey\n", "Did you mean 'ray'"),
+    ("sweep", SWEEP + "exclude: {polcy: specmd}\n", "exclude: the key='polcy' is not known. Did you mean 'policy'"),
+    ("sweep", SWEEP + "grd: {}\n", "Did you mean 'grid'"),
+    ("sweep", SWEEP + "tasks: other\n", "'tasks' stands twice"),
+    ("sweep", SWEEP + "views: [{titel: x}]\n", "Did you mean 'title'"),
+    ("sweep", SWEEP + "views: [{rows: 7}]\n", "views.0.rows=7 must be"),
+    ("sweep", SWEEP + "views: 7\n", "views=7 must be a list"),
+    ("sweep", SWEEP + "views: [{pick: {best: x}}]\n", "lacks"),
+    ("sweep", SWEEP + "views: [{pick: {best: x, score: y, loss: .inf, relative_to: {a: b}}}]\n", "loss=inf"),
+    ("sweep", SWEEP + "figures: [{name: x}]\n", "lacks 'figures.0.panels'"),
+    ("sweep", SWEEP + "figures: [{name: x, panels: []}]\n", "must not be empty"),
+    ("sweep", SWEEP + "figures: [{name: ../x, panels: [{x: a, y: b}]}]\n", "figures.0.name"),
+    ("sweep", SWEEP + "figures: [{name: x, panels: [{x: a, z: b}]}]\n", "field='z' is not known"),
+    ("sweep", SWEEP + "name: ''\n", "name='' must not be empty"),
+    ("sweep", SWEEP + f"name: {LONG}\n", "name="),
+    ("sweep", SWEEP + "model: moecach\n", "Did you mean 'moecache'"),
+    ("sweep", SWEEP + "base: [1]\n", "base=[1] must be a mapping"),
+    ("sweep", "grid: {policy: specmd}\n", "names no tasks"),
+    ("sweep", f"tasks: x\ngrid: {{a: {THOUSAND}, b: {THOUSAND}, c: {THOUSAND}}}\n", "make 1000000000 cells"),
+    ("sweep", "tasks: x\ngrid: &g " + "{a: " + THOUSAND + "".join(f", {c}: {THOUSAND}" for c in "bcdefgh") + "}\n", "cells"),
+    ("sweep", "tasks: x\ngrid: {policy: []}\n", "leaves no combination"),
+    ("space", SPACE.replace("lru", "lruu"), "Did you mean 'lru'"),
+    ("space", SPACE.replace("{standard: {}}", "{}"), "must map algorithms"),
+    ("space", SPACE.replace("{standard: {}}", "{cumsum: {p: {low: 1, high: .inf}}}"), "must be a list of choices"),
+    ("space", SPACE.replace("{standard: {}}", "{cumsum: {p: {low: 0, high: 1, log: true}}}"), "must be a list of choices"),
+    ("space", SPACE.replace("{standard: {}}", "{cumsum: {p: {low: 2, high: 1}}}"), "low not above high"),
+    ("space", SPACE.replace("{standard: {}}", "{cumsum: {q: [1]}}"), "is not known"),
+    ("space", SPACE.replace("{standard: {}}", "{cumsum: {p: [[1]]}}"), "must be a list of choices"),
+    ("space", SPACE + "mis: {}\n", "Did you mean 'miss'"),
+    ("board", BOARD + "colums: [x]\n", "Did you mean 'columns'"),
+    ("board", BOARD + "where: 7\n", "where=7 must be"),
+    ("board", BOARD + "where: {policy: []}\n", "where="),
+    ("board", BOARD + "views: [7]\n", "views.0=7 must be a mapping"),
+    ("board", "title: [x]\n", "title=['x'] must be text"),
+]  # fmt: skip
+COMMANDS: list[tuple[list[str], str]] = [
+    (["compare", "{results}", "{results}", "--sigmas=-1"], "--sigmas=-1"),
+    (["compare", "{results}", "{results}", "--sigmas=inf"], "--sigmas=inf"),
+    (["compare", "{results}", "{results}", "--sigmas=nan"], "--sigmas=nan"),
+    (["compare", "{results}", "{results}", "--tolerance=inf"], "--tolerance="),
+    (["compare", "{results}", "{results}", "--tolerance=nan"], "--tolerance="),
+    (["compare", "{results}", "{results}", "--tolerance=1_0"], "--tolerance="),
+    (["compare", "{results}", "{results}", "--tolerance=-1"], "--tolerance="),
+    (["compare", "{results}", "{folder}"], "holds no results"),
+    (["compare", "{results}", LONG], "there is no such file"),
+    (["table", "{folder}"], "holds no results"),
+    (["table", "none"], "there is no such"),
+    (["table", "{results}", "--columns=polcy"], "column 'polcy' is not known"),
+    (["plot", "{folder}"], "holds no results"),
+    (["replay", "none.parquet"], "there is no such file"),
+    (["replay", LONG + ".parquet"], "there is no such file"),
+    (["replay", "{trace}", "--capacity="], "capacity"),
+    (["replay", "{trace}", "--capacity=1_0%"], "capacity"),
+    (["replay", "{trace}", "--bandwidth=inf"], "bandwidth"),
+    (["replay", "{trace}", "--seed=-1"], "seed"),
+    (["replay", "{trace}", "--policy=specmdd"], "Did you mean 'specmd'"),
+    (["replay", "{trace}", "--eviction=lruu"], "Did you mean 'lru'"),
+    (["replay", "{trace}", "--eviction.order=fifo"], "not used by"),
+    (["replay", "{trace}", "--prefetch=next_gate", "--prefetch.overfetch=.inf"], "overfetch"),
+    (
+        ["replay", "{trace}", "--prefetch=next_gate", "--prefetch.overfetch=[{{"],
+        "not readable YAML",
+    ),
+    (["replay", "{trace}", "--expert_bytes=5MB"], "says itself"),
+    (["replay", "{trace}", "--hardware=none.yaml"], "there is no such file"),
+    (["sweep", "none.yaml"], "there is no such file"),
+    (["sweep", LONG], "there is no such file"),
+    (["tune"], "--out must name a folder"),
+    (["tune", "--out={folder}", "--budget=-1"], "budget=-1"),
+    (["tune", "--out={folder}", "--budget=inf"], "budget"),
+    (["tune", "--out={folder}", "--slack=1"], "slack=1"),
+    (["tune", "--out={folder}", "--timeout=0"], "timeout=0"),
+    (["tune", "--out={folder}", "--jobs=0"], "jobs=0"),
+    (["tune", "--out={folder}", "--jobs=1000000"], "jobs=1000000"),
+    (["tune", "--out={folder}", "--limit=-1"], "limit=-1"),
+    (["tune", "--out={folder}", "--metric=tok_per_ss"], "Did you mean 'tok_per_s'"),
+    (["tune", "--out={folder}", "--model_args=policy=specmd"], "is searched"),
+    (["polices"], "Did you mean 'policies'"),
+    (["profile", "hardwar"], "Did you mean 'hardware'"),
+    (["policies", "--config=none.yaml"], "there is no such file"),
+]
+NASTY: tuple[Any, ...] = (
+    math.inf,
+    -math.inf,
+    math.nan,
+    10**400,
+    1e30,
+    -(10**12),
+    {},
+    {"a": 1},
+    [[]],
+)
+
+
+def parameters() -> Iterator[Bad]:
+    """Every numeric parameter of every algorithm, with every number that none of them means."""
+    for axis in AXES:
+        for name in algorithm_names(axis):
+            for key, parameter in parameters_of(find_algorithm(axis, name)).items():
+                if not any(kind in str(parameter.annotation) for kind in ("int", "float")):
+                    continue
+                for value in NASTY:
+                    given = {axis: name, f"{axis}.{unmangle(key)}": value}
+                    yield Bad("arguments", given, f"{axis}")
+
+
+def table() -> Iterator[Bad]:
+    """Yield every bad input."""
+    yield from (Bad("arguments", {key: value}, words) for key, value, words in ARGUMENTS)
+    yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
+    yield from (Bad(*row) for row in FILES)
+    yield from (Bad("command", given, words) for given, words in COMMANDS)
+    yield from parameters()

@@ -1,0 +1,194 @@
+"""Gives bad inputs to the readers and commands, in this process and under a time guard."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.harness.arguments import read_config, split_arguments
+from lm_eval_moecache.records.artifact import read_artifact
+from lm_eval_moecache.records.files import read_yaml
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.report import Board
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.report.columns import setting
+from lm_eval_moecache.report.compare import Rules, compare
+from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.report.render import as_json, as_markdown
+from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.tables import leaderboard
+from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.trace.importers import load_trace
+from tests.soak.corpus import Bad
+
+GUARD_S = 60
+CLEAR, ACCEPTED, UNCLEAR, TRACEBACK, HANG = "clear", "accepted", "unclear", "traceback", "hang"
+
+
+class HangError(BaseException):
+    """The time guard has gone off. No reader may catch it."""
+
+
+@contextlib.contextmanager
+def guarded(seconds: float = GUARD_S) -> Iterator[None]:
+    """Interrupt the block after this time (main thread, systems with signals)."""
+
+    def ring(number: int, frame: object) -> None:
+        raise HangError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _read_space(path: Path) -> object:
+    from lm_eval_moecache.tune.space import read_space
+
+    return read_space(path)
+
+
+def _use_sweep(path: Path) -> object:
+    """Read the settings of every cell, as is done before the first run."""
+    cells = read_sweep(path).cells()
+    return [read_config(split_arguments(cell.arguments, ())[0]) for cell in cells[:20]]
+
+
+def _use_results(path: Path) -> object:
+    """Do with a results file what commands do with one that they can read."""
+    runs = load_runs(path)
+    tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
+    names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
+    return compare(runs, runs, Rules()), [write(tables) for write in (as_markdown, as_json)], names
+
+
+def _use_trace(path: Path) -> object:
+    trace = load_trace(str(path), logits=True, predicted=True)
+    run = Setting(
+        policy=load_policy("on_demand"),
+        capacity=parse_capacity("100%", trace.geometry),
+        hardware=load_hardware("h200"),
+    )
+    engine = replay(trace, run)
+    engine.check_integrity()
+    return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "policy": ("x.yaml", lambda path: load_policy(str(path))),
+    "hardware": ("x.yaml", lambda path: load_hardware(str(path))),
+    "sweep": ("sweep.yaml", _use_sweep),
+    "space": ("space.yaml", _read_space),
+    "board": ("table.yaml", lambda path: check(Board, read_yaml(path, str(path)), str(path))),
+    "results": ("x.json", _use_results),
+    "trace": ("x.parquet", _use_trace),
+    "partial": ("x.parquet.partial", _use_trace),
+    "csv": ("x.csv", _use_trace),
+    "jsonl": ("x.jsonl", _use_trace),
+    "artifact": ("x.safetensors", lambda path: read_artifact(path, "buddies", "miss.profile")),
+}
+"""Kind of file -> the name it is given, and what reads it."""
+
+
+@dataclass
+class Tally:
+    """What became of the inputs tried; `problems` tells of those that are none."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    still_sound: int = 0
+    """Damaged files that are none, as what was changed may be changed."""
+
+    def note(self, verdict: str, told: str) -> None:
+        self.counts[verdict] += 1
+        if verdict not in (CLEAR,):
+            self.problems.append(f"{verdict}: {told}")
+
+    def line(self) -> str:
+        tried = sum(self.counts.values())
+        rest = ", ".join(
+            f"{n} {self.counts[n]}" for n in (CLEAR, TRACEBACK, HANG, UNCLEAR, ACCEPTED)
+        )
+        return f"bad inputs: tried {tried}, {rest}"
+
+
+def judged(act: Callable[[], object], words: str) -> tuple[str, str]:
+    """Return what became of an input that has to be refused, and what was said."""
+    try:
+        with guarded():
+            act()
+    except HangError:
+        return HANG, f"longer than {GUARD_S} s"
+    except (ValueError, FileNotFoundError) as error:
+        text = str(error)
+        return (CLEAR if words in text and len(text) < 20_000 else UNCLEAR), text[:400]
+    except Exception as error:
+        return TRACEBACK, f"{type(error).__name__}: {error}"[:400]
+    return ACCEPTED, ""
+
+
+def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
+    """Try one row of the table."""
+    if bad.kind in ("arguments", "drafted"):
+
+        def configure() -> object:
+            ours, _ = split_arguments(bad.given, ())
+            return read_config(ours, speculative=bad.kind == "drafted")
+
+        return judged(configure, bad.words)
+    if bad.kind == "command":
+        return command([word.format(**places) for word in bad.given], bad.words)
+    name, reader = READERS[bad.kind]
+    path = folder / name
+    path.write_text(bad.given, encoding="utf-8")
+    return judged(lambda: reader(path), bad.words)
+
+
+def command(argv: list[str], words: str) -> tuple[str, str]:
+    """Run a command that has to end with exit code 2 and a message."""
+    said, printed = io.StringIO(), io.StringIO()
+    try:
+        with guarded(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+            code: object = main(argv)
+    except HangError:
+        return HANG, str(argv)
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        return TRACEBACK, f"{argv}: {type(error).__name__}: {error}"[:400]
+    text = said.getvalue()
+    if code == 0:
+        return ACCEPTED, str(argv)
+    if code != 2 or words not in text or "Traceback" in text:
+        return UNCLEAR, f"{argv}: exit {code}: {text[-400:]}"
+    return CLEAR, text
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keep warnings of files that are left out off the screen."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def describe(bad: Bad) -> str:
+    if isinstance(bad.given, dict):
+        return ", ".join(f"{key}={str(value)[:40]}" for key, value in bad.given.items())
+    return f"{bad.kind}: {str(bad.given)[:160]}"

@@ -1,0 +1,66 @@
+"""A short, seeded dose of the soak; `make soak SECONDS=600` goes on for as long as one likes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lm_eval_moecache.algorithms.eviction.fifo import FIFO
+from lm_eval_moecache.engine.engine import Engine
+from tests.soak.__main__ import damages, try_damaged, try_table
+from tests.soak.judge import CLEAR, Tally
+from tests.soak.shadow import Shadow, Violation, draw, run_case
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_engine_keeps_the_books_of_an_outside_checker(seed: int) -> None:
+    assert run_case(seed) > 0
+
+
+def test_every_row_of_the_table_is_refused_in_words(tmp_path: Path) -> None:
+    tally = Tally()
+    try_table(tmp_path, tally)
+    assert tally.problems == []
+    assert tally.counts[CLEAR] > 700
+
+
+def test_damaged_files_are_refused_in_words_or_still_sound(tmp_path: Path) -> None:
+    tally, stream = Tally(), damages(tmp_path, seed=1)
+    for _ in range(330):
+        try_damaged(next(stream), tmp_path, tally)
+    assert tally.problems == []
+    assert tally.counts[CLEAR] > 150
+
+
+def plain_case() -> int:
+    """Return the first seed whose case has exact books, and fifo or not as it comes."""
+    return next(s for s in range(100) if Shadow(draw(s)).is_plain)
+
+
+def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checker is worth: each of these is one line of the engine gone wrong."""
+    seed = plain_case()
+    run_case(seed)
+    real = Engine.end_pass
+
+    def forgetful(self: Engine) -> None:
+        record = self.record
+        real(self)
+        assert record is not None
+        record.bytes_moved += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "end_pass", forgetful)
+        with pytest.raises(Violation, match="bytes are not the link's"):
+            run_case(seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "reset_cache", lambda self: None)
+        with pytest.raises(Violation, match="a reset cache holds experts"):
+            for each in range(10):
+                run_case(each)
+    with monkeypatch.context() as patch:
+        patch.setattr(FIFO, "victim", lambda self, pinned, layer: None)
+        with pytest.raises(Violation, match="eviction=fifo"):
+            for each in range(200):
+                run_case(each)
