@@ -281,7 +281,7 @@ class Shadow:
         started = engine.clock.now
         counts = (record.requests, record.hits, record.misses, record.late, record.stall_s)
         before, resident = engine.link.bytes_moved, set(watch.resident)
-        choice = engine.run(event)
+        choice = engine.run(event).selection
         must(engine.clock.now >= started, "the clock went back")
         must(math.isfinite(engine.clock.now), "the clock is not finite")
         executed = self._executed(event, choice)
