@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lm_eval_moecache.report.about import about
 from lm_eval_moecache.report.columns import (
     AXES,
     DEFAULT_METRICS,
@@ -38,6 +39,8 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
     best: frozenset[tuple[int, int]]
+    about: tuple[tuple[str, str], ...] = ()
+    """What the runs have in common: when they were made, on what, with which versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def leaderboard(
         for index, run in enumerate(ordered)
     ]
     shown = tuple(each.column for each in readers)
-    return Table(title, shown, tuple(rows), _best(shown, rows))
+    return Table(title, shown, tuple(rows), _best(shown, rows), about(runs))
 
 
 def _speed(run: Run) -> float | None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.columns import Value, metric_column
+from lm_eval_moecache.report.html import brief
 from tests.report.runs import leaderboard_of_four, record, write
 
 
@@ -42,7 +44,7 @@ def shown(page: Any) -> list[str]:
     """Return the visible rows as `policy capacity`, in order."""
     return page.execute_script(
         "return [...document.querySelectorAll('#leaderboard tbody tr')].filter(r => !r.hidden)"
-        ".map(r => r.cells[0].textContent + ' ' + r.cells[1].textContent)"
+        ".map(r => r.querySelector('.label').textContent)"
     )
 
 
@@ -58,11 +60,30 @@ def test_a_click_on_a_heading_sorts_best_first_and_then_the_other_way(page: Any)
     assert shown(page) == fast[::-1]
     head(page, "Miss").click()
     assert shown(page) == fast
-    head(page, "Capacity").click()
-    assert [row.split()[1] for row in shown(page)] == ["5%", "5%", "50%", "50%"]
-    assert head(page, "Capacity").find_element("xpath", "..").get_attribute("aria-sort") == (
+    assert head(page, "Miss").find_element("xpath", "..").get_attribute("aria-sort") == (
         "ascending"
     )
+    page.find_element("xpath", "//select[@id='sort']/option[.='Capacity']").click()
+    assert [row.split()[1] for row in shown(page)] == ["5%", "5%", "50%", "50%"]
+
+
+def test_results_are_in_view_and_the_front_comes_first(page: Any) -> None:
+    assert set(shown(page)[:2]) == {"on_demand 50%", "specmd 50%"}
+    heads = page.find_elements("css selector", "#leaderboard th")
+    names = [each.text for each in heads]
+    assert names[:6] == ["Run", "Pareto", "quiz acc", "tok/s", "TTFT ms", "Miss"]
+    for each in heads:
+        assert each.rect["x"] + each.rect["width"] <= 1280
+    text = page.find_element("css selector", ".about").text
+    assert "Runs 4" in text and "Hardware a100-5gbps" in text and "Date" in text
+
+
+def test_a_run_opens_to_its_settings(page: Any) -> None:
+    first = page.find_element("css selector", "#leaderboard details")
+    assert not first.find_element("tag name", "dl").is_displayed()
+    first.find_element("tag name", "summary").click()
+    assert first.find_element("tag name", "dl").is_displayed()
+    assert "Capacity" in first.find_element("tag name", "dl").text
 
 
 def test_search_choice_and_front_narrow_the_rows_together(page: Any) -> None:
@@ -92,6 +113,19 @@ def test_the_page_fits_a_phone_and_can_be_sorted_there(page: Any) -> None:
         assert shown(page)[0] == "specmd 50%"
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_figures_are_rounded_for_readers() -> None:
+    def told(name: str, value: float) -> str:
+        column = metric_column(name)
+        assert column is not None
+        return brief(column, Value(value))
+
+    assert told("ttft_ms", 3.19040144929715) == "3.190"
+    assert told("tok_per_s", 456.757) == "456.8"
+    assert told("bytes_moved", 1436516352) == "1437 MB"
+    assert told("evictions", 19452) == "19452"
+    assert told("miss_rate", 0.43244891) == "0.432"
 
 
 def test_texts_are_escaped(tmp_path: Path) -> None:

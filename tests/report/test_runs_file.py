@@ -26,7 +26,9 @@ TREES = st.recursive(
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.dictionaries(st.text(min_size=1), st.dictionaries(st.text(), TREES), min_size=1, max_size=3))
+@given(
+    st.dictionaries(st.text(min_size=1), st.dictionaries(st.text(), TREES), min_size=1, max_size=3)
+)
 def test_any_record_comes_back_equal(records: dict[str, dict[str, object]]) -> None:
     import tempfile
 
