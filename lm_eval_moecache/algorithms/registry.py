@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import inspect
 import os
@@ -22,6 +24,7 @@ BASES = {
 AXES = tuple(BASES)
 # Given by the engine, not by the user.
 _NOT_PARAMETERS = ("self", "geometry", "seed")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def algorithm_names(axis: str) -> list[str]:
@@ -82,6 +85,27 @@ def import_class(axis: str, class_path: str) -> type[Any]:
             f"{base.__name__}."
         )
     return found
+
+
+def source_digest(algorithm: type[Any]) -> str:
+    """Identify the code of an algorithm: its module and those of the classes it is made of.
+
+    Comments, docstrings and formatting do not count, nor does the base of its axis.
+    """
+    digest = hashlib.sha256()
+    for part in algorithm.__mro__:
+        if part.__module__ in ("builtins", "abc", "typing") or part.__name__ in BASES.values():
+            continue
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[part.__module__]))
+        except (OSError, TypeError):  # of a notebook: its name is all there is
+            digest.update(part.__qualname__.encode())
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = [*node.body[1:], ast.Pass()]
+        digest.update(ast.unparse(tree).encode())
+    return digest.hexdigest()[:16]
 
 
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.bounds import bound_cells
-from lm_eval_moecache.sweep.files import finished
+from lm_eval_moecache.sweep.files import finished, unedited
 from lm_eval_moecache.sweep.sharing import TRACES, Division, divide
 from lm_eval_moecache.sweep.spec import SweepFile
 from lm_eval_moecache.sweep.validation import check_cells
@@ -54,7 +54,7 @@ def estimate(
     """
     planned = check_cells(sweep.cells())
     planned += () if live else bound_cells(planned, sweep.bounds)
-    done = finished(folder)
+    done = unedited(finished(folder), planned)
     waiting = [p for p in planned if rerun or p.configuration_hash not in done]
     skipped = [p for p in planned if p not in waiting]
     division = Division(tuple(waiting), ()) if live else divide(waiting, folder, skipped)

@@ -13,9 +13,9 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -24,6 +24,9 @@ from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
 from lm_eval_moecache.report.runs_file import PACKED, RUNS, read_packed, unpack
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.sweep.identity import Planned
 
 logger = logging.getLogger(__name__)
 FAILED = "failed"
@@ -66,6 +69,21 @@ def finished(folder: Path) -> dict[str, Path]:
         if record.configuration_hash is not None:
             found[record.configuration_hash] = path
     return found
+
+
+def unedited(done: Mapping[str, Path], planned: Iterable[Planned]) -> dict[str, Path]:
+    """Leave out the finished runs whose algorithms, or whose shipped model, are others now.
+
+    A record of a release that did not note them counts as finished.
+    """
+    kept = dict(done)
+    for each in planned:
+        path = kept.get(each.configuration_hash)
+        if path is not None:
+            made_by = read_json(path, str(path)).get("sources")
+            if made_by not in (None, each.sources):
+                del kept[each.configuration_hash]
+    return kept
 
 
 @contextlib.contextmanager

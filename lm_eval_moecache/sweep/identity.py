@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.tiny import MODEL_DIR
 
 _SLUG_LENGTH = 60
 _UNNAMED = ("pretrained", "hardware", "device", "dtype", "batch_size")
@@ -42,6 +45,18 @@ class Planned:
     share: Share | None = None
 
     @property
+    def sources(self) -> str:
+        """Identify the code of the policy's algorithms, and the shipped model where it is asked.
+
+        Not in the hash: an edited algorithm's run takes the place of the one before.
+        """
+        policy = self.config.policy
+        parts = [source_digest(getattr(policy, axis).algorithm) for axis in AXES]
+        if self.cell.pretrained == TINY:
+            parts.append(_shipped_weights())
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+    @property
     def load_key(self) -> tuple[str, ...]:
         """Cells with equal keys can share one loaded model."""
         host = json.dumps(self.host_arguments, sort_keys=True, default=str)
@@ -55,6 +70,11 @@ class Planned:
             str(config.store_dir),
             str(config.precision),
         )
+
+
+@cache
+def _shipped_weights() -> str:
+    return hashlib.sha256((MODEL_DIR / "model.safetensors").read_bytes()).hexdigest()
 
 
 def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Planned:

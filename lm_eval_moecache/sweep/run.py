@@ -14,7 +14,7 @@ from tqdm import tqdm
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.bounds import bound_cells
 from lm_eval_moecache.sweep.executors import execute
-from lm_eval_moecache.sweep.files import finished, only_sweep, write_record
+from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_record
 from lm_eval_moecache.sweep.identity import Planned
 from lm_eval_moecache.sweep.sharing import Division, divide, remove_leftovers
 from lm_eval_moecache.sweep.spec import SweepFile
@@ -67,7 +67,7 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
     bounds = () if live else bound_cells(planned, sweep.bounds)
     planned += bounds
     with only_sweep(folder):
-        done_before = {} if rerun else finished(folder)
+        done_before = {} if rerun else unedited(finished(folder), planned)
         skipped = [p for p in planned if p.configuration_hash in done_before]
         waiting = [p for p in planned if p.configuration_hash not in done_before]
         for each in skipped:

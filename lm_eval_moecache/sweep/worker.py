@@ -130,6 +130,7 @@ def head(planned: Planned, experiment: str) -> dict[str, Any]:
         "experiment": experiment,
         "label": cell.label,
         "configuration_hash": planned.configuration_hash,
+        "sources": planned.sources,
         "configuration": {
             "model": cell.model,
             "model_args": dict(cell.model_args),

@@ -24,7 +24,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.sweep.files import finished
+from lm_eval_moecache.sweep.files import finished, unedited
 from lm_eval_moecache.sweep.identity import Planned
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
@@ -136,7 +136,8 @@ class Bench:
         planned = candidate.planned
         traces = self.folder / "trace"
         files = sorted(traces.glob("*.parquet"))
-        if not files or planned.configuration_hash not in finished(self.folder):
+        done = unedited(finished(self.folder), [planned])
+        if not files or planned.configuration_hash not in done:
             for file in files:
                 file.unlink()
             # The record is that of the run without the trace, which changes nothing in it.
@@ -181,8 +182,8 @@ class Bench:
 
         As many at a time as there are jobs.
         """
-        done = finished(self.folder)
         planned = {c.planned.configuration_hash: c.planned for c in candidates}
+        done = unedited(finished(self.folder), planned.values())
         errors = self._execute([p for key, p in planned.items() if key not in done])
         return [errors.get(c.planned.run_id) or self._read(c.planned) for c in candidates]
 
