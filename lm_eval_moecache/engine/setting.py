@@ -91,6 +91,16 @@ def offline(algorithm: object) -> ValueError:
     )
 
 
+def check_host(hardware: Hardware) -> None:
+    """Refuse host compute where the profile does not say how fast the host is."""
+    if not (hardware.host_flops and hardware.host_memory_bytes_per_s):
+        raise ValueError(
+            f"miss='host' needs to know the host, but hardware={hardware.name!r} has no "
+            "host_flops and host_memory_bytes_per_s. Allowed: a profile with both "
+            "(`moecache profile hardware` measures them), or another miss algorithm."
+        )
+
+
 def without_draft(algorithm: object) -> ValueError:
     """Build the error for a prefetcher that needs a draft model where there is none."""
     name = algorithm.__module__.rpartition(".")[2]

@@ -13,6 +13,7 @@ from lm_eval_moecache.engine.setting import (
     PRIORITY,
     PROMPT_LOOKUP,
     Setting,
+    check_host,
     offline,
     without_draft,
 )
@@ -164,12 +165,13 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     wall = choices["clock"] == "wall"
     drafting = _read_draft(given, policy, speculative)
     precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
+    hardware = load_hardware(str(given.get("hardware", "a100-5gbps")), None if wall else bandwidth)
+    if policy.miss.algorithm.uses_host:
+        check_host(hardware)
     return Config(
         policy=policy,
         capacity=capacity,
-        hardware=load_hardware(
-            str(given.get("hardware", "a100-5gbps")), None if wall else bandwidth
-        ),
+        hardware=hardware,
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
         seed=read_count("seed", given.get("seed", 0), exact=True),

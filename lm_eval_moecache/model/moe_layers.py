@@ -100,6 +100,7 @@ def describe(
         precision=(dtype_name(dtype),) if ladder is None else tuple(ladder),
         element_bytes=float(dtype.itemsize),
         compute_bytes=() if ladder is None else sizes,
+        hidden_size=int(getattr(model.config.get_text_config(), "hidden_size", 0)),
     )
 
 

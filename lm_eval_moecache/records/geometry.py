@@ -13,7 +13,8 @@ class Geometry:
     `dense_bytes[layer]` are the other weights a pass reads on its way to that layer's experts
     (what follows the last MoE layer counts to the last). `element_bytes` is the size of one
     weight at the compute dtype, by which bytes turn into multiply-adds; `compute_bytes[layer]` is
-    an expert's size at that dtype, empty where the first level is stored so.
+    an expert's size at that dtype, empty where the first level is stored so. `hidden_size` is the
+    width of what an expert reads and gives; 0 where it is not known (a trace need not say it).
     """
 
     model: str
@@ -27,6 +28,7 @@ class Geometry:
     compute_bytes: tuple[int, ...] = ()
     emulates: str = ""
     """The real model whose sizes these are; empty where they are the model's own."""
+    hidden_size: int = 0
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_experts, self.top_k) < 1 or self.top_k > self.num_experts:

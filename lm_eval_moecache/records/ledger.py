@@ -39,6 +39,12 @@ class Counters:
     substituted: int = 0
     low_precision: int = 0
     """Executed assignments whose expert was resident at a lower level than the best stored one."""
+    host_executed: int = 0
+    """Executed assignments whose expert ran on the host."""
+    host_s: float = 0.0
+    """Time in which the host worked."""
+    host_wait_s: float = 0.0
+    """Time in which the compute waited for the host's outputs and for nothing else."""
     draft_s: float = 0.0
     """Time of drafting at the beginning of a pass that verifies drafts; part of its duration."""
     drafted: int = 0

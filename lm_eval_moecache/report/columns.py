@@ -59,6 +59,9 @@ METRICS: Mapping[str, Metric] = {
         "Accepted/verify", 3, True, "accepted drafts per verify pass [tokens]"
     ),
     "draft_time_share": Metric("Drafting", 4, None, "drafting [of decode time]"),
+    "host_share": Metric("On host", 4, None, "executed on the host [of executed]"),
+    "host_utilization": Metric("Host use", 4, None, "host use [of time]"),
+    "host_wait_ms_per_token": Metric("Host wait ms/tok", 3, False, "wait for the host [ms]"),
     "requests": Metric("Requests", 0, None, "requests"),
 }
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}

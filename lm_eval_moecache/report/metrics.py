@@ -84,6 +84,21 @@ def draft_metrics(passes: Sequence[PassRecord]) -> Metrics:
     }
 
 
+def host_metrics(passes: Sequence[PassRecord]) -> Metrics:
+    """The figures of host compute; nothing where the host executed nothing."""
+    executed = sum(p.host_executed for p in passes)
+    if not executed:
+        return {}
+    duration_s = sum(p.duration_s for p in passes)
+    return {
+        "host_share": share(executed, sum(p.executed for p in passes)),
+        "host_utilization": share(sum(p.host_s for p in passes), duration_s),
+        "host_wait_ms_per_token": _ms(
+            share(sum(p.host_wait_s for p in passes), sum(p.num_tokens for p in passes))
+        ),
+    }
+
+
 def inter_token_ms(request: RequestRecord) -> list[float]:
     """Return the wait before each token after the first; what a verify pass adds has none."""
     waits: list[float] = []
@@ -141,6 +156,7 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
         ),
         **cache_metrics(passes),
         **draft_metrics(passes),
+        **host_metrics(passes),
         "peak_cache_bytes": peak_cache_bytes,
     }
 

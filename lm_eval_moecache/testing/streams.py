@@ -60,6 +60,8 @@ def make_hardware() -> Hardware:
         link_latency_s=0.01,
         kernel_overhead_s=0.001,
         memory_bytes=1e6,
+        host_flops=1e5,
+        host_memory_bytes_per_s=160.0,
     )
 
 

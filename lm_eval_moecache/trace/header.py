@@ -64,6 +64,8 @@ def write_header(header: Header) -> bytes:
         fields["levels"] = [list(levels) for levels in geometry.expert_bytes]
     if geometry.compute_bytes:
         fields["compute_bytes"] = list(geometry.compute_bytes)
+    if geometry.hidden_size:
+        fields["hidden_size"] = geometry.hidden_size
     if header.predicted_depth:
         fields["predicted_depth"] = header.predicted_depth
     if header.predicted_by:
@@ -118,6 +120,7 @@ def _geometry(name: str, fields: TraceHeader) -> Geometry:
             precision=precision,
             element_bytes=float(element_bytes),
             compute_bytes=tuple(fields.compute_bytes),
+            hidden_size=fields.hidden_size,
         )
     except ValueError as error:
         raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error

@@ -42,6 +42,10 @@ PAPERS = {
     # Systems the five papers compare with.
     "moe_infinity": ("standard", "history", "lfu", "fetch"),
     "adapmoe": ("sensitivity", "next_gate", "lru", "fetch"),
+    "fiddler": ("standard", "none", "lru", "host"),
+    "ktransformers": ("standard", "none", "lru", "host"),
+    "llama_cpp_cpu_moe": ("standard", "none", "lru", "host"),
+    "hybrimoe": ("standard", "next_gate", "score", "host"),
     "finemoe": ("standard", "expert_map", "lfu", "fetch"),
     "swapmoe": ("cumsum", "importance", "lfu", "fetch"),
     "fate": ("standard", "next_gate", "shallow_first", "fetch"),

@@ -34,6 +34,8 @@ HARDWARE = Hardware(
     link_latency_s=1e-5,
     kernel_overhead_s=1e-7,
     memory_bytes=1e9,
+    host_flops=1e9,
+    host_memory_bytes_per_s=5e7,
 )
 
 

@@ -47,6 +47,11 @@ class MissAlgorithm(ABC):
     """Whether `Event.weights` and `Event.logits` are needed."""
     cached_first: ClassVar[bool] = False
     """Whether the resident experts of an event are executed while the absent ones are loaded."""
+    uses_host: ClassVar[bool] = False
+    """Whether it executes absent experts on the host, of which the hardware profile must know."""
+    host_rule: str = ""
+    """How absent experts are divided between the host, which executes them, and the link, which
+    loads them: `always`, `first` or `balanced` (see `miss=host`); empty where all are loaded."""
     uses_ladder: ClassVar[bool] = False
     """Whether it loads at lower levels of the store's precision, of which there must be some."""
     upgrade: bool = False

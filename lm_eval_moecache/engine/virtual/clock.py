@@ -80,6 +80,11 @@ class VirtualClock:
         read_s = nbytes / hardware.memory_bytes_per_s
         return max(flop_s, read_s) + num_kernels * hardware.kernel_overhead_s
 
+    def expert_s(self, layer: int, num_assignments: int) -> float:
+        """Return what one expert of a layer adds to its event, kernels apart (best level)."""
+        flop_s, read_s = self._expert[layer][0]
+        return max(flop_s * num_assignments, read_s)
+
     def experts(self, layer: int, num_experts: int, num_assignments: int, level: int = 0) -> None:
         """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
         if not num_experts:

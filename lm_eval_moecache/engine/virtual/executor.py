@@ -11,10 +11,11 @@ from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import FIFO, Draft, Setting
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
+from lm_eval_moecache.engine.virtual.host import HostStage
 from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.virtual.traffic import Traffic
-from lm_eval_moecache.records.event import Event, num_assignments
+from lm_eval_moecache.records.event import Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import PredictorCost, costs
 
@@ -45,6 +46,10 @@ class VirtualExecutor(Executor):
             assert algorithms.prefetch.artifact is not None, "a predictor without its artifact"
             self._predictor = costs(algorithms.prefetch.artifact)
         self.traffic = Traffic(self.caches, self.link, self.prefetches, geometry.num_experts)
+        self._host: HostStage | None = None
+        if algorithms.miss.host_rule:
+            rule, hardware = algorithms.miss.host_rule, setting.hardware
+            self._host = HostStage(rule, hardware, geometry, self.link, self.clock)
         self.draft_stage: DraftStage | None = None
         if setting.draft is not None:
             self.draft_stage = self._make_draft_stage(setting, setting.draft)
@@ -103,12 +108,12 @@ class VirtualExecutor(Executor):
         event, demands, link, clock = plan.event, plan.demands, self.link, self.clock
         prefetches = self._prefetching
         gate_s = ready_s = clock.now
-        remaining = event.keys
+        on_device, remaining = event, event.keys
         pinned = set(event.keys) if demands or prefetches else _NOTHING
         if demands:
-            ready_s, remaining = self._load(plan, cache, pinned)
+            ready_s, on_device, remaining = self._load(plan, cache, pinned)
             if self._cached_first:
-                remaining = self._execute_cached(plan, remaining)
+                remaining = self._execute_cached(on_device, demands, remaining)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._num_layers + event.layer)
         if demands:
@@ -117,9 +122,20 @@ class VirtualExecutor(Executor):
             ready_s = gate_s + self._predicting_s(event)
             self.prefetches.submit(event, ready_s)
             clock.wait_until(ready_s)
-        self._execute(event, remaining)
+        self._execute(on_device, remaining)
+        if self._host is not None and self._host.is_open:
+            self._await_host(self._host, pinned, event.layer)
         if prefetches and link.active:
             self.traffic.drain(clock.now, pinned, event.layer)
+
+    def _await_host(self, host: HostStage, pinned: Set[int], layer: int) -> None:
+        """Let prefetches use the link until the host is done, then bring its outputs back."""
+        if self._prefetching and self.link.active:
+            self.traffic.drain(host.busy_until, pinned, layer)
+            if self.link.inflight is not None:
+                # It is not interrupted: the outputs follow it.
+                self.traffic.land()
+        host.end(self.record)
 
     def _predicting_s(self, event: Event) -> float:
         """Return the seconds that the event's predictions take: of gates, or of a predictor."""
@@ -132,13 +148,14 @@ class VirtualExecutor(Executor):
 
     def _load(
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
-    ) -> tuple[float, Sequence[int]]:
-        """Load the demands, in waves where they do not fit together.
+    ) -> tuple[float, Event, Sequence[int]]:
+        """Load the demands that the host does not take, in waves where they do not fit together.
 
-        Returns when the last one is there, and the keys still to be executed then.
+        Returns when the last one is there, the event without the host's part, and its keys still
+        to be executed then.
         """
         event, fetches, link = plan.event, plan.demands, self.link
-        remaining, ready_s = event.keys, self.clock.now
+        ready_s = self.clock.now
         if link.fifo and link.active:
             wanted = {fetch.key for fetch in fetches}
             ready_s = max(ready_s, self.traffic.work_off(wanted, pinned, event.layer))
@@ -152,6 +169,10 @@ class VirtualExecutor(Executor):
             fetches = [f for f in fetches if cache.arriving.get(f.key, f.level + 1) > f.level]
             self.traffic.land()
             cache.unused_prefetches -= pinned
+        if self._host is not None and fetches:
+            event, fetches = self._host.begin(event, fetches, self.record)
+            self._show_on_host(plan.event, event)
+        remaining = event.keys
         if self._ladder:
             let_worse_go(cache, fetches)
         is_active = link.active and not link.fifo
@@ -169,14 +190,24 @@ class VirtualExecutor(Executor):
                 assert fits, f"no room for one expert of {nbytes} bytes after its wave"
             ready_s = link.transfer(nbytes, ready_s)
             cache.insert(key, level)
-        return ready_s, remaining
+        return ready_s, event, remaining
 
-    def _execute_cached(self, plan: Plan, keys: Sequence[int]) -> list[int]:
+    def _show_on_host(self, whole: Event, on_device: Event) -> None:
+        """Note what the host executes, at the best level, as any wave."""
+        elsewhere = [key for key in whole.keys if key not in on_device.keys]
+        if self.on_wave is not None and elsewhere:
+            self.on_wave(elsewhere)
+        if self._ladder:
+            self._levels.update(dict.fromkeys(elsewhere, 0))
+
+    def _execute_cached(
+        self, event: Event, demands: Sequence[Fetch], keys: Sequence[int]
+    ) -> list[int]:
         """Execute what was resident all along, before the wait; return what has to wait."""
         # The compute is busy from here on: predicting does not hide behind the wait.
-        self.clock.wait_until(self.clock.now + self._predicting_s(plan.event))
-        awaited = {fetch.key for fetch in plan.demands}
-        self._execute(plan.event, [key for key in keys if key not in awaited])
+        self.clock.wait_until(self.clock.now + self._predicting_s(event))
+        awaited = {fetch.key for fetch in demands}
+        self._execute(event, [key for key in keys if key not in awaited])
         return [key for key in keys if key in awaited]
 
     def _execute(self, event: Event, keys: Sequence[int]) -> None:

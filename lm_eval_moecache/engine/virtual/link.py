@@ -58,6 +58,11 @@ class VirtualLink(Link):
     def cancel_due(self, due: int) -> int:
         return 0 if self.fifo else super().cancel_due(due)
 
+    def carry(self, nbytes: int, now: float) -> float:
+        """Move activations, which are no expert: as `transfer`, and not counted among those."""
+        self.transfers -= 1
+        return self.transfer(nbytes, now)
+
     def peek(self) -> tuple[int, float] | None:
         """Return (key, earliest start) of the next queued prefetch, or None."""
         key = self.head()

@@ -30,6 +30,7 @@ class TraceHeader(Schema):
     element_bytes: Annotated[float, number(above=0, most=16)] | None = None
     levels: Annotated[list[Sizes], Field(min_length=1)] | None = None
     compute_bytes: Sizes = Field(default_factory=list)
+    hidden_size: Annotated[int, count(0, 2**20)] = 0
     predicted_depth: Annotated[int, count(0, MOST_LAYERS)] = 0
     predicted_by: str = ""
     proposals: list[str] = Field(default_factory=list)

@@ -1,0 +1,47 @@
+"""Host: absent experts are executed where their weights lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+HostRule = Literal["always", "first", "balanced"]
+
+
+class Host(MissAlgorithm):
+    """Executes absent experts on the host, always or where that ends sooner than loading them.
+
+    The activations go over the link and back, once for all experts of an event; the weights are
+    read from the host's memory. The host is a second server beside the link: while both work, the
+    resident experts run on the device, and prefetches use the link's gaps. What the host executes
+    does not become resident. The results are those of `fetch`.
+
+    - `always`: every absent expert (llama.cpp's expert offload, ktransformers). The cache then
+      holds what `warm=` or a prefetcher brings.
+    - `first`: each absent expert for itself goes where it would end sooner: host, or transfer and
+      device (Fiddler, Kamahori et al. 2024, its latency model).
+    - `balanced`: both work off the event together, the host from the experts of few tokens, the
+      link from those of many (HybriMoE, Zhong et al. 2025, intra-layer scheduling; its moving of
+      resident experts to an idle host is left out). Written from the abstracts.
+
+    Needs a hardware profile with `host_flops` and `host_memory_bytes_per_s`.
+    Parameters: rule (first).
+    """
+
+    source: ClassVar[str] = "Fiddler; HybriMoE; llama.cpp and ktransformers (by rule)"
+    is_lossless: ClassVar[bool] = True
+    cached_first: ClassVar[bool] = True
+    uses_host: ClassVar[bool] = True
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, rule: HostRule = "first") -> None:
+        super().__init__(geometry, seed=seed)
+        self.host_rule = rule
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        return None

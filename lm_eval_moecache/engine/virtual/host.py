@@ -1,0 +1,192 @@
+"""The host as a second server of the virtual clock: experts computed where their weights lie.
+
+It is busy and idle as the link is, with one expert at a time on all its cores. What it works on
+does not become resident; the activations cross the link on their way there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_eval_moecache.engine.setting import check_host
+from lm_eval_moecache.engine.virtual.clock import VirtualClock
+from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.records.event import DROPPED, Event, Fetch
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.ledger import PassRecord
+
+ALWAYS, FIRST, BALANCED = RULES = ("always", "first", "balanced")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One absent expert of an event, and how long each way to serve it takes (seconds)."""
+
+    key: int
+    load_s: float
+    """Its transfer over a free link, latency included."""
+    device_s: float
+    """Its share of the device's work once it is there."""
+    host_s: float
+    """Its execution on a free host."""
+
+
+def share_out(
+    rule: str,
+    works: Sequence[Work],
+    *,
+    now: float,
+    link_free: float,
+    host_free: float,
+    out_s: float,
+    back_s: float,
+) -> set[int]:
+    """Choose which absent experts of an event are executed on the host; the others are loaded.
+
+    `out_s` and `back_s` are what the activations take to the host and back. The rules:
+
+    - `always`: all of them (llama.cpp's expert offload, ktransformers).
+    - `first`: each for itself, whichever would end first with everything free: activations, host
+      and back, or transfer and device (Fiddler, algorithm 1). Equal times go to the link, because
+      a loaded expert stays.
+    - `balanced`: both at once. The host takes from the cheap end, the link from the dear one, and
+      whoever would end its next one first takes it (HybriMoE's intra-layer schedule, without its
+      moving of resident experts to an idle host). Equal times go to the link.
+    """
+    if rule == ALWAYS:
+        return {work.key for work in works}
+    if rule == FIRST:
+        ahead = out_s + back_s
+        return {w.key for w in works if ahead + w.host_s < w.load_s + w.device_s}
+    queue = sorted(works, key=lambda work: (work.host_s, work.key))
+    chosen: set[int] = set()
+    link_s, host_s = max(now, link_free), max(now + out_s, host_free)
+    device_s = now
+    low, high = 0, len(queue) - 1
+    while low <= high:
+        cheap, dear = queue[low], queue[high]
+        arrives_s = link_s + dear.load_s
+        by_link_s = max(arrives_s, device_s) + dear.device_s
+        if host_s + cheap.host_s + back_s < by_link_s:
+            chosen.add(cheap.key)
+            host_s += cheap.host_s
+            low += 1
+        else:
+            link_s, device_s = arrives_s, by_link_s
+            high -= 1
+    return chosen
+
+
+class HostStage:
+    """The host's part of each event: begun before its loads, ended after its last device kernel."""
+
+    def __init__(
+        self,
+        rule: str,
+        hardware: Hardware,
+        geometry: Geometry,
+        link: VirtualLink,
+        clock: VirtualClock,
+    ) -> None:
+        check_host(hardware)
+        assert hardware.host_flops and hardware.host_memory_bytes_per_s
+        self._rule, self._link, self._clock = rule, link, clock
+        self._geometry = geometry
+        self._latency_s = hardware.link_latency_s
+        self._link_bytes_per_s = hardware.link_bytes_per_s
+        flop_s_per_byte = 2 / geometry.element_bytes / hardware.host_flops
+        computed = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
+        self._expert = tuple(
+            (whole * flop_s_per_byte, levels[0] / hardware.host_memory_bytes_per_s)
+            for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
+        )
+        self.busy_until = 0.0
+        self.is_open = False
+        """Whether the event in progress has a part on the host."""
+        self._activation_bytes = 0
+
+    def seconds(self, layer: int, assignments: int) -> float:
+        """Return what one expert of a layer takes for so many tokens: a roofline, as the device's.
+
+        The weights are read once from the host's memory, however many tokens share them.
+        """
+        flop_s, read_s = self._expert[layer]
+        return max(flop_s * assignments, read_s)
+
+    def begin(
+        self, event: Event, fetches: Sequence[Fetch], record: PassRecord
+    ) -> tuple[Event, Sequence[Fetch]]:
+        """Give the host its share; return the event as the device executes it, and its loads."""
+        base, now = event.layer * self._geometry.num_experts, self._clock.now
+        tokens_of = self._tokens_of(event)
+        works = [self._work(event.layer, key, tokens_of[key - base]) for key, _ in fetches]
+        most_s = self._latency_s + self._nbytes(event.num_tokens) / self._link_bytes_per_s
+        chosen = share_out(
+            self._rule,
+            works,
+            now=now,
+            link_free=self._link.busy_until,
+            host_free=self.busy_until,
+            out_s=most_s,
+            back_s=most_s,
+        )
+        if not chosen:
+            return event, fetches
+        self._send(event, works, chosen, record)
+        record.host_executed += sum(int(tokens_of[key - base]) for key in chosen)
+        experts = event.experts
+        if len(experts):
+            mine = np.isin(experts + base, list(chosen)) & (experts != DROPPED)
+            experts = np.where(mine, DROPPED, experts)
+        keys = [key for key in event.keys if key not in chosen]
+        left = [fetch for fetch in fetches if fetch.key not in chosen]
+        return event._replace(keys=keys, experts=experts), left
+
+    def end(self, record: PassRecord) -> None:
+        """Bring the outputs back once the host is done, and let the compute wait for them."""
+        arrival_s = self._link.carry(self._activation_bytes, self.busy_until)
+        record.host_wait_s += self._clock.wait_until(arrival_s)
+        self.is_open = False
+
+    def _send(
+        self, event: Event, works: Sequence[Work], chosen: set[int], record: PassRecord
+    ) -> None:
+        """Send the activations, and let the host begin on their arrival, in order of need."""
+        self._activation_bytes = self._nbytes(self._num_tokens(event, chosen))
+        arrival_s = self._link.carry(self._activation_bytes, self._clock.now)
+        seconds = sum(work.host_s for work in works if work.key in chosen)
+        self.busy_until = max(arrival_s, self.busy_until) + seconds
+        record.host_s += seconds
+        self.is_open = True
+
+    def _work(self, layer: int, key: int, tokens: int) -> Work:
+        nbytes = self._geometry.expert_bytes[layer][0]
+        return Work(
+            key=key,
+            load_s=self._latency_s + nbytes / self._link_bytes_per_s,
+            device_s=self._clock.expert_s(layer, tokens),
+            host_s=self.seconds(layer, tokens),
+        )
+
+    def _tokens_of(self, event: Event) -> Sequence[int]:
+        """Return how many tokens each expert of the layer serves."""
+        num_experts = self._geometry.num_experts
+        if not len(event.experts):
+            return [1] * num_experts
+        counts: list[int] = np.bincount(
+            event.experts[event.experts != DROPPED], minlength=num_experts
+        ).tolist()
+        return counts
+
+    def _num_tokens(self, event: Event, chosen: set[int]) -> int:
+        if not len(event.experts):
+            return 1
+        own = np.isin(event.experts + event.layer * self._geometry.num_experts, list(chosen))
+        return int((own & (event.experts != DROPPED)).any(axis=-1).sum())
+
+    def _nbytes(self, num_tokens: int) -> int:
+        return int(num_tokens * self._geometry.hidden_size * self._geometry.element_bytes)

@@ -1,0 +1,169 @@
+"""Host compute against timelines worked by hand, on the machine of `scripted.py`.
+
+The dense part of a layer takes 2 s, an expert 1 s on the device and 5 s over the link (of which
+1 s is the latency, which is all that activations cost here).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.miss.host import Host
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.virtual.host import RULES, Work, share_out
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.ledger import PassRecord
+from tests.engine.scripted import (
+    Always,
+    FixedPrefetch,
+    ScriptedPolicy,
+    decode,
+    make_engine,
+    make_geometry,
+    make_hardware,
+    on_wave,
+)
+
+CACHED, ABSENT = [0, 1], [2, 3]
+
+
+def machine(rule: str, host_s: float, ahead: tuple[int, ...] = (), hidden: int = 0) -> Engine:
+    """An engine that holds experts 0 and 1 of layer 0, whose second pass prefetches `ahead`."""
+    script = {(0, 0): CACHED, (1, 0): ahead}
+    policy = ScriptedPolicy(
+        prefetch=Always(lambda geometry: FixedPrefetch(geometry, script)),
+        miss=Always(lambda geometry: Host(geometry, rule=rule)),  # type: ignore[arg-type]
+    )
+    hardware = make_hardware(host_flops=1e30, host_memory_bytes_per_s=100 / host_s)
+    geometry = dataclasses.replace(make_geometry(top_k=4), hidden_size=hidden)
+    engine = make_engine(policy, hardware=hardware, geometry=geometry)
+    decode(engine, [2], [4], [8])
+    for pool in engine.pools:
+        for key in set(pool.resident) - set(CACHED):
+            pool.let_go(key)
+    assert sorted(engine.pools[0].resident) == CACHED
+    return engine
+
+
+def second_pass(engine: Engine) -> tuple[float, PassRecord]:
+    record = decode(engine, [*CACHED, *ABSENT])
+    return record.end_s - record.start_s, record
+
+
+def test_always_computes_both_absent_experts_on_the_host() -> None:
+    seconds, record = second_pass(machine("always", 5.0))
+    # dense 0-2; activations out 2-3; host 3-13, the cached two run 2-4; back 13-14.
+    assert (seconds, record.host_s, record.host_wait_s, record.stall_s) == (14.0, 10.0, 10.0, 0.0)
+    assert (record.hits, record.misses, record.host_executed) == (2, 2, 2)
+    assert record.bytes_moved == 0
+
+
+def test_first_loads_where_loading_ends_sooner() -> None:
+    seconds, record = second_pass(machine("first", 5.0))
+    # Out, host and back are 1 + 5 + 1 = 7 against 5 + 1 = 6: both loads, 2-7 and 7-12; run 12-14.
+    assert (seconds, record.host_executed, record.stall_s) == (14.0, 0, 8.0)
+
+
+def test_first_computes_where_the_host_ends_sooner() -> None:
+    seconds, record = second_pass(machine("first", 2.0))
+    # 1 + 2 + 1 = 4 against 6: out 2-3, host 3-7, back 7-8.
+    assert (seconds, record.host_executed, record.host_wait_s) == (8.0, 2, 4.0)
+
+
+def test_balanced_divides_the_two_between_host_and_link() -> None:
+    seconds, record = second_pass(machine("balanced", 5.0))
+    # Over the link the first would end at 2 + 5 + 1 = 8, on the host at 2 + 1 + 5 + 1 = 9: the
+    # link takes it. The other would end at 13 over the link: the host takes it.
+    # out 2-3, load 3-8, host 3-8, the cached two 2-4; the loaded one runs 8-9, back 8-9.
+    assert (seconds, record.host_executed, record.host_s) == (9.0, 1, 5.0)
+    assert (record.stall_s, record.host_wait_s) == (4.0, 0.0)
+
+
+def test_prefetches_use_the_links_gaps_while_the_host_computes() -> None:
+    engine = machine("always", 5.0, ahead=(4, 5))
+    seconds, record = second_pass(engine)
+    # out 2-3; prefetches 3-8 and 8-13; the host is done at 13: back 13-14, as without them.
+    assert (seconds, record.host_wait_s, record.bytes_moved) == (14.0, 10.0, 200)
+    assert {4, 5} <= set(engine.pools[0].resident)
+
+
+def test_outputs_wait_for_the_prefetch_in_flight() -> None:
+    seconds, record = second_pass(machine("always", 4.5, ahead=(4, 5)))
+    # The host is done at 12, while the second prefetch moves until 13: back 13-14.
+    assert (seconds, record.host_s) == (14.0, 9.0)
+
+
+def test_outputs_go_before_a_prefetch_that_could_start_at_the_same_instant() -> None:
+    seconds, record = second_pass(machine("balanced", 5.0, ahead=(4,)))
+    # As without a prefetch: load 3-8, host 3-8, back 8-9; the prefetch moves from 9 on.
+    assert seconds == 9.0
+    # Begun after the pass ended, so that it is not among this pass's bytes.
+    assert record.bytes_moved == 100
+
+
+def test_activations_take_the_link_both_ways() -> None:
+    seconds, record = second_pass(machine("always", 5.0, hidden=25))
+    # 25 numbers of 2 bytes: 1 + 2 s. out 2-5, host 5-15, back 15-18.
+    assert (seconds, record.bytes_moved) == (18.0, 100)
+
+
+def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
+    engine = machine("balanced", 5.0)
+    seen: list[list[int]] = []
+    on_wave(engine, lambda keys: seen.append(sorted(keys)))
+    record = engine.begin_pass(DECODE, 3)
+    engine.enter(0, 3)
+    import numpy as np
+
+    experts = np.array([[2, 3, 0, 1]] * 3)
+    engine.run(Event(record.index, 0, DECODE, 3, [2, 3, 0, 1], experts=experts))
+    engine.end_pass()
+    # The weights are what the host reads: 5 s, as for one token.
+    assert (record.host_s, record.host_executed) == (5.0, 3)
+    assert sorted(key for keys in seen for key in keys) == [0, 1, 2, 3]
+
+
+def test_what_the_host_computes_does_not_become_resident() -> None:
+    engine = machine("always", 1.0)
+    second_pass(engine)
+    assert sorted(engine.pools[0].resident) == CACHED
+
+
+def test_a_profile_without_a_host_is_refused() -> None:
+    policy = ScriptedPolicy(miss=Always(lambda geometry: Host(geometry)))
+    with pytest.raises(ValueError, match="has no host_flops and host_memory_bytes_per_s"):
+        make_engine(policy, hardware=make_hardware())
+
+
+WORKS = st.lists(
+    st.tuples(st.floats(0.1, 9), st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=7
+)
+
+
+@given(WORKS, st.floats(0, 3), st.floats(0, 3), st.floats(0, 2))
+def test_the_rules_agree_with_what_they_say(
+    times: list[tuple[float, float, float]], link_free: float, host_free: float, way: float
+) -> None:
+    works = [
+        Work(key=key, load_s=load, device_s=device, host_s=host)
+        for key, (load, device, host) in enumerate(times)
+    ]
+    given = {"now": 1.0, "link_free": link_free, "host_free": host_free}
+    given |= {"out_s": way, "back_s": way}
+    found = {rule: share_out(rule, works, **given) for rule in RULES}
+    keys = {work.key for work in works}
+    assert found["always"] == keys
+    for work in works:
+        ends_sooner = 2 * way + work.host_s < work.load_s + work.device_s
+        assert (work.key in found["first"]) == ends_sooner
+    # The host has the cheap end of the queue, the link the rest.
+    order = [work.key for work in sorted(works, key=lambda work: (work.host_s, work.key))]
+    assert set(order[: len(found["balanced"])]) == found["balanced"]
+    slow = [dataclasses.replace(work, host_s=1e9) for work in works]
+    assert share_out("balanced", slow, **given) == set()
+    stuck = [dataclasses.replace(work, load_s=1e9) for work in works]
+    assert share_out("balanced", stuck, **given) == keys
