@@ -165,13 +165,10 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     wall = choices["clock"] == "wall"
     drafting = _read_draft(given, policy, speculative)
     precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
-    hardware = load_hardware(str(given.get("hardware", "a100-5gbps")), None if wall else bandwidth)
-    if policy.miss.algorithm.uses_host:
-        check_host(hardware)
     return Config(
         policy=policy,
         capacity=capacity,
-        hardware=hardware,
+        hardware=_hardware(given, policy, None if wall else bandwidth),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
         seed=read_count("seed", given.get("seed", 0), exact=True),
@@ -181,6 +178,13 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         **choices,
         **drafting,
     )
+
+
+def _hardware(given: Mapping[str, Any], policy: Policy, bandwidth: str | None) -> Hardware:
+    found = load_hardware(str(given.get("hardware", "a100-5gbps")), bandwidth)
+    if policy.miss.algorithm.uses_host:
+        check_host(found)
+    return found
 
 
 def _choose(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Po
     if policy.miss.algorithm.cached_first:
         raise ValueError(
             f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
-            "own: experts run on the device, as they arrive. Allowed with it: miss=fetch; or "
-            "clock=virtual."
+            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
         )
     if choices["scoring"] == "scan":
         raise ValueError(

@@ -154,21 +154,8 @@ class VirtualExecutor(Executor):
         Returns when the last one is there, the event without the host's part, and its keys still
         to be executed then.
         """
-        event, fetches, link = plan.event, plan.demands, self.link
-        ready_s = self.clock.now
-        if link.fifo and link.active:
-            wanted = {fetch.key for fetch in fetches}
-            ready_s = max(ready_s, self.traffic.work_off(wanted, pinned, event.layer))
-            fetches = [f for f in fetches if cache.resident.get(f.key, f.level + 1) > f.level]
-            cache.unused_prefetches -= pinned
-        elif link.inflight is not None:
-            # It lands before any of these can start, and while the compute stands still.
-            if link.inflight in pinned:
-                ready_s = link.busy_until
-            # Off the list: a wave may execute and evict it before its turn comes.
-            fetches = [f for f in fetches if cache.arriving.get(f.key, f.level + 1) > f.level]
-            self.traffic.land()
-            cache.unused_prefetches -= pinned
+        event, link = plan.event, self.link
+        ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
         if self._host is not None and fetches:
             event, fetches = self._host.begin(event, fetches, self.record)
             self._show_on_host(plan.event, event)
@@ -191,6 +178,26 @@ class VirtualExecutor(Executor):
             ready_s = link.transfer(nbytes, ready_s)
             cache.insert(key, level)
         return ready_s, event, remaining
+
+    def _what_is_under_way(
+        self, plan: Plan, cache: ExpertCache, pinned: Set[int]
+    ) -> tuple[float, Sequence[Fetch]]:
+        """Let what goes before the demands land; return when, and the demands that are left."""
+        fetches, link, ready_s = plan.demands, self.link, self.clock.now
+        if link.fifo and link.active:
+            wanted = {fetch.key for fetch in fetches}
+            ready_s = max(ready_s, self.traffic.work_off(wanted, pinned, plan.event.layer))
+            fetches = [f for f in fetches if cache.resident.get(f.key, f.level + 1) > f.level]
+            cache.unused_prefetches -= pinned
+        elif link.inflight is not None:
+            # It lands before any of these can start, and while the compute stands still.
+            if link.inflight in pinned:
+                ready_s = link.busy_until
+            # Off the list: a wave may execute and evict it before its turn comes.
+            fetches = [f for f in fetches if cache.arriving.get(f.key, f.level + 1) > f.level]
+            self.traffic.land()
+            cache.unused_prefetches -= pinned
+        return ready_s, fetches
 
     def _show_on_host(self, whole: Event, on_device: Event) -> None:
         """Note what the host executes, at the best level, as any wave."""

@@ -62,10 +62,16 @@ def share_out(
     if rule == FIRST:
         ahead = out_s + back_s
         return {w.key for w in works if ahead + w.host_s < w.load_s + w.device_s}
+    link_s, host_s = max(now, link_free), max(now + out_s, host_free)
+    return _from_both_ends(works, now, link_s, host_s, back_s)
+
+
+def _from_both_ends(
+    works: Sequence[Work], device_s: float, link_s: float, host_s: float, back_s: float
+) -> set[int]:
+    """Share out by who would end its next one first; the times are when each is free."""
     queue = sorted(works, key=lambda work: (work.host_s, work.key))
     chosen: set[int] = set()
-    link_s, host_s = max(now, link_free), max(now + out_s, host_free)
-    device_s = now
     low, high = 0, len(queue) - 1
     while low <= high:
         cheap, dear = queue[low], queue[high]
