@@ -83,8 +83,8 @@ _VALUES = attrgetter(*COUNTED)
 
 def total(records: Iterable[Counters]) -> Counters:
     """Return the sum of some records; float sums go in their order."""
-    listed = list(records)
-    return Counters(**{name: sum(getattr(record, name) for record in listed) for name in COUNTED})
+    columns = zip(*map(_VALUES, records), strict=True)
+    return Counters(**dict(zip(COUNTED, map(sum, columns), strict=False)))
 
 
 @dataclass(slots=True)

@@ -5,65 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_eval_moecache.records.errors import nearest
+from lm_eval_moecache.report.described import METRICS as METRICS
 from lm_eval_moecache.report.results import Run, Score
 
 AXES = ("routing", "prefetch", "eviction", "miss")
 MEGABYTE = 1e6
 """What pictures count bytes in; links are told in GB/s."""
 
-
-class Metric(NamedTuple):
-    """The one description of a metric of DESIGN 2.3: how tables and axes name it."""
-
-    heading: str
-    decimals: int
-    higher_is_better: bool | None
-    """None: neither way."""
-    words: str
-    """Words and unit, for an axis. Bytes are drawn in MB: `MEGABYTE`."""
-
-
-METRICS: Mapping[str, Metric] = {
-    "ttft_ms": Metric("TTFT ms", 3, False, "time to first token [ms]"),
-    "tpot_ms": Metric("TPOT ms", 3, False, "time per output token [ms]"),
-    "itl_ms": Metric("ITL ms", 3, False, "inter-token latency [ms]"),
-    "e2el_ms": Metric("E2E ms", 3, False, "end-to-end latency [ms]"),
-    "tok_per_s": Metric("tok/s", 1, True, "output tokens per second"),
-    "prompt_tok_per_s": Metric("prompt tok/s", 1, True, "prompt tokens per second"),
-    "hit_rate": Metric("Hit", 4, True, "hit rate [of requests]"),
-    "miss_rate": Metric("Miss", 4, False, "miss rate [of requests]"),
-    "late_rate": Metric("Late", 4, False, "late rate [of requests]"),
-    "collision_miss_rate": Metric("Collision", 4, False, "collision misses [of requests]"),
-    "token_miss_rate": Metric("Token miss", 4, False, "misses per token [of its top-k]"),
-    "prefetch_hits": Metric("Prefetch hits", 0, None, "prefetch hits [requests]"),
-    "prefetch_precision": Metric(
-        "Prefetch precision", 4, True, "prefetch precision [of proposals]"
-    ),
-    "prefetch_recall": Metric("Prefetch recall", 4, True, "prefetch recall [of requests]"),
-    "stall_ms_per_token": Metric("Stall ms/tok", 3, False, "stall per token [ms]"),
-    "link_utilization": Metric("Link use", 3, None, "link use [of time]"),
-    "bytes_moved": Metric("Bytes moved", 0, False, "moved over the link [MB]"),
-    "bytes_per_token": Metric("Bytes/tok", 0, False, "moved per token [MB]"),
-    "evictions": Metric("Evictions", 0, None, "evictions"),
-    "expert_lifetime_tokens": Metric("Lifetime tok", 1, None, "expert lifetime [tokens]"),
-    "routing_fidelity": Metric("Fidelity", 4, True, "routing fidelity [of executed]"),
-    "substituted_share": Metric("Substituted", 4, None, "substituted [of executed]"),
-    "dropped_share": Metric("Dropped", 4, None, "dropped [of assignments]"),
-    "low_precision_share": Metric("Low precision", 4, None, "low precision [of executed]"),
-    "peak_cache_bytes": Metric("Peak bytes", 0, False, "peak of the cache [MB]"),
-    "draft_acceptance": Metric("Acceptance", 4, True, "accepted drafts [of drafted tokens]"),
-    "accepted_per_verify": Metric(
-        "Accepted/verify", 3, True, "accepted drafts per verify pass [tokens]"
-    ),
-    "draft_time_share": Metric("Drafting", 4, None, "drafting [of decode time]"),
-    "host_share": Metric("On host", 4, None, "executed on the host [of executed]"),
-    "host_utilization": Metric("Host use", 4, None, "host use [of time]"),
-    "host_wait_ms_per_token": Metric("Host wait ms/tok", 3, False, "wait for the host [ms]"),
-    "requests": Metric("Requests", 0, None, "requests"),
-}
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
 _PERCENTILES = ("mean", "p50", "p90", "p99")
 DEFAULT_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")

@@ -11,60 +11,33 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.records.event import PREFILL, VERIFY
-from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.records.ledger import PassRecord, RequestRecord, total
+from lm_eval_moecache.report.described import METRICS, Totals, ms, share
 
 Metrics = dict[str, Any]
 GENERATE = "generate_until"
 
 
-def share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def totals(passes: Sequence[PassRecord]) -> Totals:
+    """Add up what some passes counted."""
+    tokens = sum(p.num_tokens for p in passes)
+    return Totals(total(passes), tokens, sum(p.duration_s for p in passes))
 
 
 def rates(passes: Sequence[PassRecord], prefix: str = "") -> Metrics:
     """Rates per request (unique experts per event), for all passes or one phase of them."""
-    requests = sum(p.requests for p in passes)
-    late = sum(p.late for p in passes)
-    misses = sum(p.misses for p in passes)
-    values = {
-        "hit_rate": share(requests - late - misses, requests),
-        "miss_rate": share(late + misses, requests),
-        "late_rate": share(late, requests),
-        "collision_miss_rate": share(sum(p.collisions for p in passes), requests),
-        "token_miss_rate": share(
-            sum(p.token_misses for p in passes), sum(p.token_requests for p in passes)
-        ),
-    }
-    return {prefix + name: value for name, value in values.items()}
+    found = totals(passes)
+    return {prefix + name: m.of(found) for name, m in METRICS.items() if m.of and m.by_phase}
 
 
 def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
     """Everything about a set of passes that does not need to know whose requests they served."""
-    tokens = sum(p.num_tokens for p in passes)
-    duration_s = sum(p.duration_s for p in passes)
-    executed = sum(p.executed for p in passes)
-    right = sum(p.predicted_right for p in passes)
-    moved = sum(p.bytes_moved for p in passes)
-    evictions = sum(p.evictions for p in passes)
+    found = totals(passes)
     return {
         **rates(passes),
         **rates([p for p in passes if p.phase == PREFILL], "prefill_"),
         **rates([p for p in passes if p.phase != PREFILL], "decode_"),
-        "prefetch_hits": sum(p.prefetch_hits for p in passes),
-        "prefetch_precision": share(right, sum(p.predicted for p in passes)),
-        "prefetch_recall": share(right, sum(p.predictable for p in passes)),
-        "stall_ms_per_token": _ms(share(sum(p.stall_s for p in passes), tokens)),
-        "link_utilization": share(sum(p.link_busy_s for p in passes), duration_s),
-        "bytes_moved": moved,
-        "bytes_per_token": share(moved, tokens),
-        "evictions": evictions,
-        "expert_lifetime_tokens": share(sum(p.lifetime_tokens for p in passes), evictions),
-        "routing_fidelity": share(executed - sum(p.unfaithful for p in passes), executed),
-        "substituted_share": share(sum(p.substituted for p in passes), executed),
-        "dropped_share": share(
-            sum(p.dropped for p in passes), sum(p.token_requests for p in passes)
-        ),
-        "low_precision_share": share(sum(p.low_precision for p in passes), executed),
+        **{name: m.of(found) for name, m in METRICS.items() if m.of and not m.by_phase},
     }
 
 
@@ -93,7 +66,7 @@ def host_metrics(passes: Sequence[PassRecord]) -> Metrics:
     return {
         "host_share": share(executed, sum(p.executed for p in passes)),
         "host_utilization": share(sum(p.host_s for p in passes), duration_s),
-        "host_wait_ms_per_token": _ms(
+        "host_wait_ms_per_token": ms(
             share(sum(p.host_wait_s for p in passes), sum(p.num_tokens for p in passes))
         ),
     }
@@ -181,7 +154,3 @@ def summary(name: str, values: Iterable[float]) -> Metrics:
             "p99": float(p99),
         }
     }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000

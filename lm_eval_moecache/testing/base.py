@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,9 +50,8 @@ class Contract:
             parameters=defaults | self.parameters,
         )
         partners = {axis: names[-1] for axis, names in self.algorithm.pairs_with.items()}
-        return dataclasses.replace(
-            policy_of(partners), **cast("dict[str, Any]", {self.axis: choice})
-        )
+        change: dict[str, Any] = {self.axis: choice}
+        return dataclasses.replace(policy_of(partners), **change)
 
     def test_it_is_a_subclass_of_the_axis_base_and_names_its_source(self) -> None:
         assert issubclass(self.algorithm, base_of(self.axis))

@@ -143,7 +143,7 @@ def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
 def front_table(found: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict as Markdown, from `Outcome.as_dict`."""
     metric = found["question"]["metric"]
-    heading, decimals, higher, _ = METRICS[metric]
+    heading, decimals, higher, *_ = METRICS[metric]
     speed = Column(metric, heading, decimals, None, True)
     shipped = sorted(found["shipped"], key=lambda e: -e["speed"] if higher else e["speed"])
     tables = [
