@@ -102,8 +102,8 @@ def test_warm_up_tokens_count_for_less() -> None:
     subject = Subject("tiny", [TEXT], 100)
     plain = observe(subject, 16).counts
     light = observe(subject, 16, lambda n: np.where(np.arange(n) < 60, 0.0, 1.0)).counts
-    np.testing.assert_allclose(plain.activations.sum(axis=-1), 101 * 4)
-    np.testing.assert_allclose(light.activations.sum(axis=-1), 41 * 4)
+    np.testing.assert_allclose(plain.activations.sum(axis=-1), 101 * 8)
+    np.testing.assert_allclose(light.activations.sum(axis=-1), 41 * 8)
 
 
 def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None:

@@ -15,6 +15,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -118,7 +119,9 @@ def pull_together(model: PreTrainedModel, share: float) -> None:
 
 
 class Training:
-    """A run: model, optimizers and how far they are."""
+    """A run: model, optimizers and how far they are. `about` goes into its training.json."""
+
+    about: ClassVar[dict[str, str]] = {"draft": "../draft"}
 
     def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
         self.plan, self.out = plan, out
@@ -215,10 +218,14 @@ class Training:
         os.replace(part, self.out / CHECKPOINT)
 
     def finish(self) -> None:
-        facts = asdict(self.plan) | {
-            "num_tokens": self.num_tokens,
-            "wall_s": round(time.monotonic() - self.started, 1),
-        }
+        facts = (
+            self.about
+            | asdict(self.plan)
+            | {
+                "num_tokens": self.num_tokens,
+                "wall_s": round(time.monotonic() - self.started, 1),
+            }
+        )
         write_folder(self.out / "model", self.model, self.tokenizer, self.curve, facts)
 
 

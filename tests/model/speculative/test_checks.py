@@ -67,7 +67,7 @@ def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
         ({"draft_token": 2}, ["'draft_token'", "Did you mean 'draft_tokens'?"]),
         ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "between 0", "8 MoE layers"]),
         ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
-        ({"prefetch.critical": 17}, ["prefetch.critical=17", "16"]),
+        ({"prefetch.critical": 65}, ["prefetch.critical=65", "64"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -89,13 +89,13 @@ def test_without_a_draft_model_the_keys_and_the_prefetch_are_refused(
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    says(refusal(draft=shape_of(tmp_path / "size", vocab_size=999)), "999", "2048", "tokenizer")
+    says(refusal(draft=shape_of(tmp_path / "size", vocab_size=999)), "999", "4096", "tokenizer")
     other = tmp_path / "other"
-    words = {f"word{i}": i for i in range(2048)}
+    words = {f"word{i}": i for i in range(4096)}
     core = Tokenizer(models.WordLevel(words, unk_token="word0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(other)
     draft = shape_of(tmp_path / "same_size", tokenizer=str(other))
-    says(refusal(draft=draft, policy="on_demand"), "tokens are not the model's", "2048")
+    says(refusal(draft=draft, policy="on_demand"), "tokens are not the model's", "4096")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_other_layers_or_sizes_draft_but_cannot_be_prefetched_from(
 def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> None:
     draft = tmp_path / "opt"
     config = transformers.OPTConfig(
-        vocab_size=2048, hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=4096, hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2
     )
     config.save_pretrained(draft)
     transformers.AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(draft)
