@@ -57,8 +57,9 @@ def test_every_count_is_made_something_of() -> None:
     # `draft_metrics` and `host_metrics`, where there is a draft or a host at work.
     drafting, host = {"draft_s", "drafted", "accepted"}, {"host_executed", "host_s", "host_wait_s"}
     for name in sorted(set(COUNTED) - drafting - host):
-        others = {n: 1 for n in ("requests", "token_requests", "evictions", "predicted")}
-        others |= {"predictable": 1, "predicted_right": 1}
+        others = dict.fromkeys(("requests", "token_requests", "evictions", "predicted"), 4)
+        others |= {"predictable": 4, "predicted_right": 2, "misses": 1, "token_misses": 1}
+        others |= {"lifetime_tokens": 1, "unfaithful": 1}
         before = cache_metrics([record(0, **others)])
         after = cache_metrics([record(0, **(others | {name: others.get(name, 0) + 1}))])
         assert before != after, name
