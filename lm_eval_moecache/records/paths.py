@@ -32,3 +32,8 @@ def recipes_dir() -> Path:
 def task_configs_dir() -> Path:
     """The folder to give to lm-eval's `--include_path`."""
     return shipped_dir("task_configs")
+
+
+def traces_dir() -> Path:
+    """The folder of routing traces of real models."""
+    return shipped_dir("traces")

@@ -12,7 +12,7 @@ from lm_eval_moecache.trace.convert import save_trace
 from lm_eval_moecache.trace.importers import load_trace
 from tests.engine import traces
 
-SHIPPED = Path(__file__).resolve().parents[2] / "examples" / "traces"
+SHIPPED = Path(__file__).resolve().parents[2] / "traces"
 
 
 def test_a_written_trace_is_the_one_that_was_read(tmp_path: Path) -> None:
