@@ -20,8 +20,9 @@ from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
+from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
 
 NUM_LAYERS, TOP_K = 16, 8
 # name, policy, overrides, asked requests per second

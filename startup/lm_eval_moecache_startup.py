@@ -56,8 +56,12 @@ def register_models() -> None:
         if missing.partition(".")[0] == "lm_eval_moecache":
             return  # the package is gone and this file was left behind
         import warnings
+        from contextlib import suppress
 
-        warnings.warn(f"lm-eval-moecache could not register its models: {error!r}", stacklevel=2)
+        # With `-W error` a warning is raised: even then lm-eval's own models must go on working.
+        with suppress(Warning):
+            text = f"lm-eval-moecache could not register its models: {error!r}"
+            warnings.warn(text, stacklevel=2)
 
 
 def arm() -> None:

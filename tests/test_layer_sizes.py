@@ -17,7 +17,8 @@ from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.layer_sizes import FIELD, spell
 from lm_eval_moecache.records.sizes import capacity_text, is_per_layer, parse_capacity
-from lm_eval_moecache.trace.trace import Columns, build_trace
+from lm_eval_moecache.trace.columns import Columns
+from lm_eval_moecache.trace.trace import build_trace
 from tests.engine import traces
 
 GEOMETRY = Geometry(

@@ -8,7 +8,13 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, import_class, parameters_of
+from lm_eval_moecache.algorithms.registry import (
+    AXES,
+    find_algorithm,
+    import_class,
+    parameters_of,
+    source_of,
+)
 from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
@@ -32,6 +38,14 @@ class Choice:
             return self.algorithm(geometry, seed=seed, **self.parameters)
         except ValueError as error:
             raise ValueError(f"{self.axis}={self.name}: {error}") from error
+        except Exception as error:
+            if "." not in self.name:
+                raise
+            # A class of the user's own may raise anything.
+            raise ValueError(
+                f"{self.axis}={self.name} ({source_of(self.algorithm)}): its constructor raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def as_dict(self) -> dict[str, Any]:
         key = "name" if "." not in self.name else "class_path"

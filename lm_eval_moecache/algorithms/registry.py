@@ -74,16 +74,19 @@ def import_class(axis: str, class_path: str) -> type[Any]:
     module_name, _, class_name = class_path.rpartition(".")
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
+    key = f"{axis}.class_path={class_path!r}"
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{axis}.class_path={class_path!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module's own code raises
+        raise ValueError(f"{key} cannot be imported: {_reason(error)}") from error
     base = base_of(axis)
     if not (isinstance(found, type) and issubclass(found, base) and found is not base):
-        raise ValueError(
-            f"{axis}.class_path={class_path!r} is not a subclass of {base.__module__}."
-            f"{base.__name__}."
-        )
+        raise ValueError(f"{key} is not a subclass of {base.__module__}.{base.__name__}.")
+    where = f"{key} ({source_of(found)})"
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ValueError(f"{where} is abstract: it has to define {lacking}.")
+    _check_constructor(where, found)
     return found
 
 
@@ -106,6 +109,40 @@ def source_digest(algorithm: type[Any]) -> str:
                 node.body = [*node.body[1:], ast.Pass()]
         digest.update(ast.unparse(tree).encode())
     return digest.hexdigest()[:16]
+
+
+def _check_constructor(where: str, algorithm: type[Any]) -> None:
+    """Refuse a class that the engine could not build."""
+    try:
+        signature = inspect.signature(algorithm, eval_str=True)
+        signature.bind_partial(object(), seed=0)
+    except Exception as error:  # a hint that names nothing raises when it is evaluated
+        raise ValueError(
+            f"{where} cannot be built: its constructor must take (geometry, *, seed, ...), and its "
+            f"hints must be importable: {_reason(error)}"
+        ) from error
+
+
+def source_of(algorithm: type[Any]) -> str:
+    """Return the file that defines a class, for messages."""
+    try:
+        return str(inspect.getfile(algorithm))
+    except (OSError, TypeError):
+        return str(algorithm.__module__)
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong and, where a file's own code did, where in it."""
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith("<") and code.co_filename != __file__:
+            place = f" ({code.co_filename}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    if "importlib" in place:
+        place = ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:

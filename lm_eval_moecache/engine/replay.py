@@ -22,9 +22,10 @@ from lm_eval_moecache.records.event import (
 )
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.predictor import target_of
+from lm_eval_moecache.trace.columns import Halves
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.trace import Halves, Trace
+from lm_eval_moecache.trace.trace import Trace
 
 _CHUNK_PASSES = 256
 _NOTHING_SEEN = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS

@@ -35,7 +35,7 @@ from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.report.speed_table import speed_table
-from lm_eval_moecache.trace.trace import NO_REQUEST
+from lm_eval_moecache.trace.columns import NO_REQUEST
 
 Checked = tuple[Config, dict[str, Any]]
 

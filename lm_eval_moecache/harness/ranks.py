@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.trace.trace import NO_REQUEST
+from lm_eval_moecache.trace.columns import NO_REQUEST
 
 
 class Ranked:

@@ -13,18 +13,11 @@ import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
+from lm_eval_moecache.trace.columns import Columns, Halves, Ints, misfit
 from lm_eval_moecache.trace.detail import Proposed
 from lm_eval_moecache.trace.header import Header, read_header, read_requests, read_scans
 from lm_eval_moecache.trace.partial import SUFFIX, read_partial
-from lm_eval_moecache.trace.trace import (
-    Columns,
-    Halves,
-    Ints,
-    Predicted,
-    Trace,
-    build_trace,
-    misfit,
-)
+from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
 
 COLUMNS = {
     "request": pa.int32(),

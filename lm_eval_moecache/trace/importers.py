@@ -15,8 +15,9 @@ import pyarrow.csv
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.columns import Columns, misfit
 from lm_eval_moecache.trace.file import read_trace
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
+from lm_eval_moecache.trace.trace import Trace, build_trace
 
 CSV_MARK = "# route_trace v1"
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".partial")

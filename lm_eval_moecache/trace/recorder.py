@@ -18,9 +18,9 @@ from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.columns import NO_REQUEST
 from lm_eval_moecache.trace.detail import FULL, Detail
 from lm_eval_moecache.trace.header import Header
-from lm_eval_moecache.trace.trace import NO_REQUEST
 from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 
 if TYPE_CHECKING:

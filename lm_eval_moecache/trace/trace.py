@@ -11,30 +11,14 @@ from dataclasses import dataclass
 from dataclasses import field as made
 
 import numpy as np
-import numpy.typing as npt
 
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.trace.checks import check_rows
+from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints
 from lm_eval_moecache.trace.detail import Proposed
 
-Ints = npt.NDArray[np.int32]
-Halves = npt.NDArray[np.float16]
-NO_REQUEST = -1
-"""Request number of a row that no harness request was waiting for."""
 _CHUNK_EVENTS = 65536
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
-    """The rows of a trace. `phase` indexes PHASES; `experts` and `weights` are [rows, top_k]."""
-
-    request: Ints
-    pass_index: Ints
-    phase: Ints
-    token: Ints
-    layer: Ints
-    experts: Ints
-    weights: FloatArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +103,7 @@ def build_trace(
     `where` names a row as its file's reader would look for it. Without `requests`, they are told
     from the rows: a request with decode passes generated one token in each pass that served it.
     """
-    _check_values(name, geometry, columns, where)
-    bounds = _check_order(name, geometry, columns, where)
-    _check_tokens(name, geometry, columns, bounds, where)
+    bounds = check_rows(name, geometry, columns, where)
     keys, key_bounds = _unique_keys(geometry, columns, bounds)
     return Trace(
         name=name,
@@ -136,107 +118,6 @@ def build_trace(
         predicted=predicted,
         has_sizes=has_sizes,
     )
-
-
-def misfit(name: str, place: str, field: str, problem: str) -> ValueError:
-    """Build the error for a value that does not fit the format."""
-    return ValueError(f"trace {name}: {place}: {field} {problem}.")
-
-
-def _check_values(
-    name: str, geometry: Geometry, columns: Columns, where: Callable[[int], str]
-) -> None:
-    """Check each row by itself."""
-    if not len(columns.layer):
-        raise ValueError(f"trace {name} holds no rows.")
-
-    def check(found: npt.ArrayLike, field: str, values: Ints | FloatArray, rule: str) -> None:
-        bad = np.asarray(found)
-        if bad.any():
-            row = int(bad.argmax())
-            raise misfit(name, where(row), field, f"is {values[row].tolist()}, {rule}")
-
-    experts = columns.experts
-    outside = ((experts < 0) | (experts >= geometry.num_experts)).any(axis=-1)
-    check(outside, "experts", experts, f"must lie in 0..{geometry.num_experts - 1}")
-    ordered = np.sort(experts, axis=-1)
-    check((ordered[:, 1:] == ordered[:, :-1]).any(axis=-1), "experts", experts, "names one twice")
-    if columns.weights is not None:
-        weights = columns.weights
-        check(~np.isfinite(weights).all(axis=-1), "weights", weights, "must be finite")
-        rising = (weights[:, 1:] > weights[:, :-1]).any(axis=-1)
-        check(rising, "weights", weights, "must come heaviest first")
-    check(columns.token < 0, "token", columns.token, "must be 0 or more")
-    check(columns.request < NO_REQUEST, "request", columns.request, "must be -1 or more")
-    layers = (columns.layer < 0) | (columns.layer >= geometry.num_layers)
-    check(layers, "layer", columns.layer, f"must lie in 0..{geometry.num_layers - 1}")
-
-
-def _check_order(
-    name: str, geometry: Geometry, columns: Columns, where: Callable[[int], str]
-) -> IntArray:
-    """Check that passes follow one another and each runs all layers; return the event bounds."""
-    passes, layers, last = columns.pass_index, columns.layer, geometry.num_layers - 1
-    if passes[0] != 0:
-        raise misfit(name, where(0), "pass", f"is {passes[0]}, must begin at 0")
-    step = np.diff(passes)
-    bad = (step != 0) & (step != 1)
-    if bad.any():
-        row = int(bad.argmax()) + 1
-        raise misfit(
-            name, where(row), "pass", f"is {passes[row]} after {passes[row - 1]}, must count up"
-        )
-    begins = np.concatenate([[True], step == 1])
-    ends = np.concatenate([step == 1, [True]])
-    advance = np.diff(layers, prepend=-1)
-    bad = np.where(begins, layers != 0, (advance != 0) & (advance != 1)) | (ends & (layers != last))
-    if bad.any():
-        row = int(bad.argmax())
-        before = "" if begins[row] else f" after {layers[row - 1]}"
-        raise misfit(
-            name,
-            where(row),
-            "layer",
-            f"is {layers[row]}{before}, but each pass runs layers 0..{last} in order",
-        )
-    bad = np.concatenate([[False], (np.diff(columns.phase) != 0) & (step == 0)])
-    if bad.any():
-        raise misfit(name, where(int(bad.argmax())), "phase", "changes within a pass")
-    starts = np.flatnonzero(begins | (advance == 1))
-    return np.append(starts, len(layers)).astype(np.int64)
-
-
-def _check_tokens(
-    name: str,
-    geometry: Geometry,
-    columns: Columns,
-    bounds: IntArray,
-    where: Callable[[int], str],
-) -> None:
-    """Check that the layers of a pass serve the same tokens in the same order.
-
-    A layer may serve fewer (engines that need only the last token's output skip the others in
-    the last layer), never more or in another order.
-    """
-    sizes = np.diff(bounds)
-    first = np.repeat(bounds[:-1][:: geometry.num_layers], geometry.num_layers)
-    full = sizes == np.repeat(sizes[:: geometry.num_layers], geometry.num_layers)
-    position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
-    twin = np.minimum(np.repeat(first, sizes) + position, bounds[-1] - 1)
-    for field, values in (("request", columns.request), ("token", columns.token)):
-        bad = (values != values[twin]) & np.repeat(full, sizes)
-        if bad.any():
-            row = int(bad.argmax())
-            raise misfit(
-                name, where(row), field, f"is {values[row]}, layer 0 has {values[twin[row]]} there"
-            )
-    pairs = np.stack([columns.request, columns.token], axis=-1)
-    for event in np.flatnonzero(~full):
-        base = event - event % geometry.num_layers
-        of_pass = iter(pairs[bounds[base] : bounds[base + 1]].tolist())
-        for row in range(bounds[event], bounds[event + 1]):
-            if pairs[row].tolist() not in of_pass:
-                raise misfit(name, where(row), "token", "is not among those of layer 0, in order")
 
 
 def _unique_keys(geometry: Geometry, columns: Columns, bounds: IntArray) -> tuple[Ints, IntArray]:

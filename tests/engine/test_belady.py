@@ -16,8 +16,9 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.trace import Columns, Trace, build_trace
+from lm_eval_moecache.trace.trace import Trace, build_trace
 
 from . import traces
 

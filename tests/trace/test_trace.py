@@ -217,6 +217,51 @@ def test_two_rows_in_each_others_place_are_refused(
 
 
 @FAST
+@given(row=st.integers(0, 80), again=st.booleans())
+def test_a_row_that_is_missing_or_there_twice_is_refused(
+    good: Path, tmp_path: Path, row: int, again: bool
+) -> None:
+    table = pq.read_table(good)
+    order = np.arange(len(table))
+    order = np.insert(order, row, row) if again else np.delete(order, row)
+    pq.write_table(table.take(order), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"row \d+: (token|layer|pass) |holds"):
+        read_trace(tmp_path / "rows.parquet")
+
+
+def test_a_token_read_twice_or_left_out_at_every_layer_is_refused(
+    good: Path, tmp_path: Path
+) -> None:
+    table = pq.read_table(good)
+    tokens, passes = table["token"].to_numpy(), table["pass"].to_numpy()
+    prompt = np.flatnonzero((passes == 0) & (tokens == 1))
+    for order, said in (
+        (np.delete(np.arange(len(table)), prompt), "is 2 after 0: one is missing"),
+        (np.insert(np.arange(len(table)), prompt, prompt), "stands twice"),
+    ):
+        pq.write_table(table.take(order), tmp_path / "rows.parquet")
+        with pytest.raises(ValueError, match=f"token {said}"):
+            read_trace(tmp_path / "rows.parquet")
+
+
+def test_the_last_layer_may_serve_the_last_token_alone_and_no_other(
+    good: Path, tmp_path: Path
+) -> None:
+    table = pq.read_table(good)
+    layer, tokens, passes = (table[name].to_numpy() for name in ("layer", "token", "pass"))
+    for kept, fits in ((3, True), (2, False)):
+        left_out = (layer == layer.max()) & (passes == 0) & (tokens != kept)
+        metadata = {k: v for k, v in table.schema.metadata.items() if k == b"moecache"}
+        rows = table.filter(pa.array(~left_out)).replace_schema_metadata(metadata)
+        pq.write_table(rows, tmp_path / "rows.parquet")
+        if fits:
+            assert read_trace(tmp_path / "rows.parquet").num_passes == 18
+        else:
+            with pytest.raises(ValueError, match="is not the last of a sequence"):
+                read_trace(tmp_path / "rows.parquet")
+
+
+@FAST
 @given(row=st.integers(0, 80), expert=st.one_of(st.integers(8, 32767), st.integers(-32768, -1)))
 def test_an_expert_the_model_does_not_have_is_refused(
     good: Path, tmp_path: Path, row: int, expert: int
