@@ -4,7 +4,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint families soak clean
 
 # One thread: tiny is too small for a second to help, and threads that wait for each other are slow.
 demo:
@@ -20,6 +20,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Every model type of transformers with experts, on random weights: docs/families.md. About ten minutes.
+families: $(VENV)/.installed
+	TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.families --write
 
 # Reused as long as the declared dependencies and the start-up files stay the same.
 $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard startup/*)

@@ -3,7 +3,7 @@
 One process, one model: plain and wrapped decoding in turn, `--rounds` pairs, median of the paired
 ratios. Then the time spent inside the router hooks, per MoE layer and decode step.
 
-    python benchmarks/overhead.py [--policy on_demand] [--capacity 100%]
+    python benchmarks/overhead.py [--policy on_demand] [--capacity 100%] [--shape olmoe2]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from setup import random_model
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.policy import load_policy
@@ -72,12 +73,17 @@ def hook_seconds(wrapped: WrappedModel, prompt: torch.Tensor, tokens: int) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pretrained", default=str(MODEL_DIR))
+    parser.add_argument("--shape", help="a random model of benchmarks/setup.py instead")
     parser.add_argument("--policy", default="on_demand")
     parser.add_argument("--capacity", default="100%")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=torch.bfloat16).eval()
+    if options.shape:
+        options.pretrained, model = options.shape, random_model(options.shape)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=torch.bfloat16)
+    model.eval()
     prompt = torch.arange(2, 66)[None] % model.config.vocab_size
     ratios, plain_s = [], []
     decode_seconds(model, prompt, options.tokens)

@@ -1,6 +1,7 @@
 """What the wall clock's benchmarks share: random models of a size that matters, and timed runs.
 
-Shapes: `cpu` has experts of 3 MB and fits any machine; `olmoe` (OLMoE-1B-7B) and `mixtral`
+Shapes: `cpu` has experts of 3 MB and fits any machine; `olmoe2` is two layers of
+OLMoE-1B-7B (1.6 GB); `olmoe` (the whole of it) and `mixtral`
 (Mixtral-8x7B with half its layers) are for a GPU. Weights are random: nothing is downloaded.
 """
 
@@ -37,6 +38,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048,
         "intermediate_size": 1024,
         "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "olmoe2": {
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
         "num_attention_heads": 16,
         "num_experts": 64,
         "num_experts_per_tok": 8,

@@ -3,7 +3,7 @@
 One model, plain and wrapped in turn, each of them first in every second pair; medians of the paired
 ratios (plain seconds / ours).
 
-    python benchmarks/vs_hf.py [--shape cpu|olmoe|mixtral] [--device auto]
+    python benchmarks/vs_hf.py [--shape cpu|olmoe2|olmoe|mixtral] [--device auto]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--policy", default="on_demand")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
     device = device_of(options.device)
     plain = random_model(options.shape).to(device)

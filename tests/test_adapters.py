@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.model.adapters import (
-    Sigmoid,
-    SigmoidNormed,
-    SoftmaxAll,
-    SoftmaxChosen,
-    SparseMixer,
-    WeightingRule,
-    detect_rule,
-)
+from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.model.weighting.find import find_rule
+from lm_eval_moecache.model.weighting.rules.sigmoid import Sigmoid
+from lm_eval_moecache.model.weighting.rules.sigmoid_normed import SigmoidNormed
+from lm_eval_moecache.model.weighting.rules.softmax_all import SoftmaxAll
+from lm_eval_moecache.model.weighting.rules.softmax_chosen import SoftmaxChosen
+from lm_eval_moecache.model.weighting.rules.sparse_mixer import SparseMixer
 from tests.models import FAMILIES, random_model
 
 RULES: dict[str, type[WeightingRule]] = {
@@ -38,7 +37,7 @@ RULES: dict[str, type[WeightingRule]] = {
 def test_the_rule_found_gives_the_routers_own_weights_for_its_own_selection(family: str) -> None:
     model = random_model(family)
     for layer in find_moe_layers(model):
-        rule = detect_rule(layer.router, 32)
+        rule = find_rule(layer.gate)
         assert isinstance(rule, RULES[family])
         hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
         with torch.no_grad():
@@ -54,13 +53,12 @@ def test_detection_draws_no_randomness_from_the_program(family: str) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    detect_rule(find_moe_layers(model)[0].router, 32)
+    find_rule(find_moe_layers(model)[0].gate)
     assert torch.equal(torch.rand(1), expected)
 
 
 def test_the_constant_scale_of_a_family_is_found() -> None:
-    router = find_moe_layers(random_model("deepseek_v3"))[0].router
-    rule = detect_rule(router, 32)
+    rule = find_rule(find_moe_layers(random_model("deepseek_v3"))[0].gate)
     assert rule is not None
     assert rule.scale == 1.5  # routed_scaling_factor of tests/models.py
 
@@ -72,7 +70,8 @@ def test_a_router_of_no_known_rule_is_said_to_have_none() -> None:
             values, experts = logits.topk(2, -1)
             return logits, values**2, experts
 
-    assert detect_rule(Odd(8, 4), 8) is None
+    odd = Odd(8, 4)
+    assert find_rule(Gate(odd, odd, 8, 4)) is None
 
 
 # Logits whose exponentials are 1, 2, 3 and 4: softmax over all is 0.1, 0.2, 0.3, 0.4.

@@ -114,8 +114,7 @@ def _row(
 
 def _ask(layer: MoELayer, hidden_TD: Tensor) -> tuple[Array, Array]:
     """Return a router's logits [T, E] and its experts [T, K], heaviest first."""
-    with torch.no_grad():
-        logits, weights, experts = layer.router.forward(hidden_TD)[:3]
+    logits, weights, experts = layer.gate.ask(hidden_TD)
     order = weights.float().argsort(dim=-1, descending=True, stable=True)
     return logits.float().cpu().numpy(), experts.gather(-1, order).cpu().numpy()
 

@@ -153,7 +153,8 @@ def _check_needs(trace: Trace, needs: Sights) -> None:
         raise lacks("a row has no weights")
     if needs.logits and trace.logits is None:
         raise lacks("there is no column 'logits'")
-    if needs.depth and not needs.recorded:
+    # With a single layer there is no next one to predict.
+    if needs.depth and not needs.recorded and trace.geometry.num_layers > 1:
         if trace.predicted is None:
             raise lacks("there is no column 'predicted'")
         by, wanted = trace.predicted.by, needs.predicted_by

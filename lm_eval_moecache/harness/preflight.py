@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
+from lm_eval_moecache.model.weighting.find import check_rules
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 
@@ -56,6 +56,8 @@ def preflight(
     asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
     if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
         _check_routers_can_be_asked(layers)
+    if not (built["routing"].is_lossless and built["miss"].is_lossless):
+        check_rules([layer.gate for layer in layers])
     return config, theirs
 
 
@@ -79,16 +81,13 @@ def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:
 
 
 def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
-    """Refuse gate predictions where a router's decision needs more than the hidden states."""
-    for layer in layers:
-        router = type(layer.router)
-        parameters = list(inspect.signature(router.forward).parameters.values())[2:]
-        needed = [p.name for p in parameters if p.default is inspect.Parameter.empty]
-        if needed:
+    """Refuse gate predictions where a router's decision needs more than can be had ahead."""
+    for gate in (layer.gate for layer in layers):
+        if gate.missing:
             raise ValueError(
-                f"prefetch, routing, trace: the router {router.__name__} needs "
-                f"{', '.join(needed)} beside the hidden states, so a later layer's gate cannot be "
-                "asked ahead of time. Allowed for this model: prefetch=none and no trace."
+                f"prefetch, routing, trace: the router {gate.name} needs "
+                f"{', '.join(gate.missing)} beside the hidden states, so a later layer's gate "
+                "cannot be asked ahead of time. Allowed for this model: prefetch=none and no trace."
             )
 
 

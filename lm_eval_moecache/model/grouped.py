@@ -83,7 +83,7 @@ class GroupedCall:
             self._out_SD = make(len(rows_SD), matrices.down[0].shape[1])
         _multiply(rows_SD, matrices.up, matrices.up_bias, groups, self._middle_SH)
         activate = self._module._apply_gate if self._module.has_gate else self._module.act_fn
-        active_SH = activate(self._middle_SH)
+        active_SH = activate(self._middle_SH).to(matrices.dtype)
         _multiply(active_SH, matrices.down, matrices.down_bias, groups, self._out_SD)
 
     def result(self) -> Tensor:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from lm_eval_moecache.model.gate import Gate
+from lm_eval_moecache.model.offloaded import state_of
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.records.geometry import Geometry
 
 _ROUTER_NAMES = ("gate", "router")
+_TOP_K_NAMES = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 _INDEX = re.compile(r"(.*?\.)(\d+)\.")
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -30,13 +31,15 @@ class MoELayer:
     path: str
     router: nn.Module
     experts: nn.Module
+    gate: Gate
+    """The router as it can be asked."""
 
     @property
     def num_experts(self) -> int:
         return int(self.experts.num_experts)  # type: ignore[arg-type]
 
 
-def find_moe_layers(model: nn.Module) -> list[MoELayer]:
+def find_moe_layers(model: Any) -> list[MoELayer]:
     """Return the MoE layers in order of execution, or raise ValueError saying what is missing."""
     modules = dict(model.named_modules())
     layers = []
@@ -51,7 +54,9 @@ def find_moe_layers(model: nn.Module) -> list[MoELayer]:
                 f"pretrained: {type(model).__name__} has no {' or '.join(_ROUTER_NAMES)} module "
                 f"beside its experts at {path!r}; its routing cannot be observed."
             )
-        layers.append(MoELayer(path, routers[0], module))
+        hidden_size = model.config.get_text_config().hidden_size
+        gate = Gate(routers[0], modules[parent], hidden_size, int(module.num_experts))
+        layers.append(MoELayer(path, routers[0], module, gate))
     if not layers:
         raise _no_layers(model, modules)
     return layers
@@ -125,7 +130,7 @@ def router_digest(layers: Sequence[MoELayer]) -> str:
     """
     digest = hashlib.sha256()
     for index, layer in enumerate(layers):
-        for name, tensor in sorted(layer.router.state_dict().items()):
+        for name, tensor in state_of(layer.router):
             rounded = tensor.detach().to(torch.bfloat16).contiguous().cpu()
             digest.update(f"{index} {name} {tuple(tensor.shape)} ".encode())
             digest.update(rounded.view(torch.int16).numpy().tobytes())
@@ -137,11 +142,16 @@ def _nbytes(parameter: nn.Parameter) -> int:
 
 
 def _top_k(model: Any, layer: MoELayer) -> int:
-    top_k = getattr(layer.router, "top_k", None)
-    if top_k is None:
-        config = getattr(model.config, "text_config", model.config)
-        top_k = config.num_experts_per_tok
-    return int(top_k)
+    config = model.config.get_text_config()
+    for place, name in ((layer.router, "top_k"), *((config, name) for name in _TOP_K_NAMES)):
+        found = getattr(place, name, None)
+        if isinstance(found, int):
+            return found
+    raise ValueError(
+        f"pretrained: neither {layer.gate.name} nor {type(config).__name__} says how many experts "
+        f"a token gets. Allowed: models whose router has `top_k`, or whose configuration has one "
+        f"of {', '.join(_TOP_K_NAMES)}."
+    )
 
 
 def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
@@ -174,15 +184,3 @@ def place_of(path: str) -> tuple[str, int]:
     """Split `model.layers.3.mlp.experts` into (`model.layers.`, 3); -1 where there is no index."""
     match = _INDEX.match(path + ".")
     return (match[1], int(match[2])) if match else ("", -1)
-
-
-@cache
-def sorts_its_choice(router: type[Any]) -> bool:
-    """Whether a router's top-k comes heaviest first: torch's default, which some switch off.
-
-    Kept by class: finding its source takes 10 ms, for every layer of every run of a sweep.
-    """
-    try:
-        return "sorted=False" not in inspect.getsource(router)
-    except (OSError, TypeError):
-        return False

@@ -28,7 +28,7 @@ class Onlooker:
     def __init__(self, prefetch: PrefetchAlgorithm, layers: Sequence[MoELayer]) -> None:
         self._prefetch = prefetch
         self._num_layers = len(layers)
-        self._network = network_of(prefetch, layers[0].router)
+        self._network = network_of(prefetch, layers[0].gate.hidden_size)
 
     def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> list[int]:
         """Return the keys it proposes at the event."""

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.model.adapters import WeightingRule, find_rules, in_numpy
 from lm_eval_moecache.model.experts import (
     IMPLEMENTATION,
     STORE_ATTRIBUTE,
     register_experts_function,
 )
-from lm_eval_moecache.model.moe_layers import MoELayer, router_digest, sorts_its_choice
+from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import network_of
 from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Store, implementation_of
+from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.model.weighting.change import changed_output
+from lm_eval_moecache.model.weighting.find import find_rules, in_numpy
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event, unique_in_order
@@ -57,11 +59,11 @@ class WrappedModel:
         self._valid: BoolArray | None = None
         self._num_tokens = 0
         self._depth = engine.depth
-        self._predictor = network_of(engine.algorithms.prefetch, layers[0].router)
+        self._predictor = network_of(engine.algorithms.prefetch, layers[0].gate.hidden_size)
         self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
         self._wants_weights = engine.wants_weights
         self._wants_logits = engine.wants_logits
-        self._is_sorted = [sorts_its_choice(type(layer.router)) for layer in layers]  # type: ignore[arg-type]
+        self._is_sorted = [layer.gate.sorts for layer in layers]
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
@@ -107,10 +109,12 @@ class WrappedModel:
         chosen = self.engine.algorithms
         if chosen.routing.is_lossless and chosen.miss.is_lossless:
             return [None] * len(self._layers)
-        return find_rules([layer.router for layer in self._layers])
+        return find_rules([layer.gate for layer in self._layers])
 
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        for each in self._layers:
+            each.gate.input_ids = input_ids
         past = kwargs.get("past_key_values")
         rows, length = input_ids.shape
         phase = PREFILL
@@ -163,7 +167,7 @@ class WrappedModel:
             self.engine.end_pass()
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
-        levels = self._store.levels
+        levels, gate = self._store.levels, self._layers[layer].gate
 
         def hook(router: nn.Module, args: Any, output: Any) -> Any:
             if not self._num_tokens:
@@ -171,7 +175,7 @@ class WrappedModel:
             engine = self.engine
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
-            event = self._event(layer, args[0], output)
+            event = self._event(layer, args[0], gate.read(output))
             if self._scanning:
                 selection, executed_at = engine.scan(event), None
             else:
@@ -242,9 +246,12 @@ class WrappedModel:
 
     def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
         """Ask a later layer's gate about this layer's input; its own hooks do not fire."""
-        router = self._layers[layer].router
-        with torch.no_grad():
-            return self._rounded(router.forward(hidden.to(next(router.parameters()).device))[0])
+        return self._rounded(self._layers[layer].gate.predict(hidden))
+
+    def _changed(self, layer: int, output: Any, selection: Selection) -> Any:
+        rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
+        assert rule is not None, "a lossless policy changed a selection"
+        return changed_output(output, choice, selection, rule, self._valid)
 
     def _rounded(self, logits: Tensor) -> FloatArray:
         """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
@@ -254,38 +261,3 @@ class WrappedModel:
     def _rows(self, values: Tensor) -> Any:
         array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
         return array if self._valid is None else array[self._valid]
-
-    def _changed(self, layer: int, output: Any, selection: Selection) -> Any:
-        """Put a changed selection into the router's output, weighted by the family's own rule.
-
-        Tokens whose experts are the router's own keep its weights untouched.
-        """
-        logits_TE, weights_TK, experts_TK = output[:3]
-        rule = self._rules[layer]
-        assert rule is not None, "a lossless policy changed a selection"
-        weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
-        keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
-        own = self._rows(experts_TK)
-        changed = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
-        if selection.weigh_as is not None:
-            changed |= (weigh_as != selection.experts).any(-1)
-        if selection.weights is not None:
-            changed |= ~np.isnan(selection.weights).all(-1)
-        valid = np.arange(len(keep)) if self._valid is None else self._valid.nonzero()[0]
-        rows = torch.from_numpy(valid[changed]).to(experts_TK.device)
-        weighted = rule(
-            logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
-            torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
-            torch.float32,
-        )
-        if selection.weights is not None:
-            given = torch.from_numpy(selection.weights[changed]).to(weighted)
-            weighted = torch.where(given.isnan(), weighted, given)
-        kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
-        if selection.renormalize:
-            # What a token gave to all its experts, the kept ones share; a token may have kept none.
-            kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
-        experts, weights = experts_TK.clone(), weights_TK.clone()
-        experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
-        weights[rows] = kept.to(weights.dtype)
-        return (logits_TE, weights, experts, *output[3:])

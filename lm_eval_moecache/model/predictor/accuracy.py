@@ -153,7 +153,6 @@ def _most_frequent(pairs: Pairs, num_chosen: int) -> IntArray:
 
 @torch.no_grad()
 def _ask_gate(layer: MoELayer, inputs: torch.Tensor) -> FloatArray:
-    weight = next(layer.router.parameters())
-    logits = layer.router.forward(inputs.to(weight.device, weight.dtype))[0]
+    logits = layer.gate.predict(inputs.to(layer.gate.dtype))
     found: FloatArray = logits.float().cpu().numpy()
     return found

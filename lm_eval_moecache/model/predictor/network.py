@@ -56,12 +56,11 @@ def new_network(hidden: int, num_experts: int, stages: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(hidden, wide), nn.ReLU(), nn.Linear(wide, num_experts))
 
 
-def network_of(prefetch: PrefetchAlgorithm, router: nn.Module) -> PredictorNetwork | None:
+def network_of(prefetch: PrefetchAlgorithm, width: int) -> PredictorNetwork | None:
     """Make the network of a prefetcher that uses one; refuse one for inputs of another width."""
     if not prefetch.uses_predictor or prefetch.artifact is None:
         return None
     network = PredictorNetwork(prefetch.artifact)
-    width = next(router.parameters()).shape[-1]
     if network.hidden_size != width:
         raise ValueError(
             f"prefetch.profile={prefetch.artifact.path!r} takes hidden states of "

@@ -13,6 +13,7 @@ from torch import nn
 
 from lm_eval_moecache.engine.setting import SELF, Draft
 from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import (
     MoELayer,
     dense_bytes,
@@ -144,7 +145,7 @@ def _is_sparse(model: nn.Module) -> bool:
 def _dense_blocks(model: Any, name: str) -> list[MoELayer]:
     """Find the feed-forward block of each decoder layer: the child `mlp` of transformers' names."""
     found = [
-        MoELayer(path, module, module)
+        MoELayer(path, module, module, Gate(module, module, 0, 1))
         for path, module in model.named_modules()
         if path.rpartition(".")[2] == "mlp" and place_of(path)[1] >= 0
     ]

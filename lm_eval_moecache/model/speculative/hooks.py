@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
+from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, matching_layers
 from lm_eval_moecache.records.arrays import FloatArray
@@ -52,7 +52,7 @@ class DraftHooks:
             stage.dense(index, len(hidden_TD))
             if target is not None and stage.wants(target):
                 # The last token only: those before it (the prompt) have been verified already.
-                stage.predict(target, ask_gate(self._targets[target].router, hidden_TD[-1:]))
+                stage.predict(target, ask_gate(self._targets[target].gate, hidden_TD[-1:]))
             if is_dense:
                 stage.experts(index, 1, len(hidden_TD))
 
@@ -67,10 +67,7 @@ class DraftHooks:
         return hook
 
 
-def ask_gate(router: nn.Module, hidden: Tensor) -> FloatArray:
+def ask_gate(gate: Gate, hidden: Tensor) -> FloatArray:
     """Return the [1, experts] logits of a target's gate; its own hooks do not fire."""
-    parameter = next(router.parameters())
-    with torch.no_grad():
-        logits: Tensor = router.forward(hidden.to(parameter.device, parameter.dtype))[0]
-    scores: FloatArray = logits.reshape(1, -1).float().cpu().numpy()
+    scores: FloatArray = gate.predict(hidden.to(gate.dtype)).reshape(1, -1).cpu().numpy()
     return scores

@@ -1,0 +1,62 @@
+"""Puts a changed selection into a router's output, weighted by the family's own rule.
+
+Shapes: T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_eval_moecache.model.gate import Choice
+from lm_eval_moecache.model.store import BoolArray
+from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.records.selection import Selection
+
+
+def changed_output(
+    output: Any, choice: Choice, selection: Selection, rule: WeightingRule, valid: BoolArray | None
+) -> Any:
+    """Return a router's output with this selection for its `valid` tokens (None: for all).
+
+    Tokens whose experts are the router's own keep its weights untouched.
+    """
+    logits_TE, weights_TK, experts_TK = choice
+    weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
+    keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
+    changed = _which_change(selection, _rows(experts_TK, valid), weigh_as, keep)
+    served = np.arange(len(keep)) if valid is None else valid.nonzero()[0]
+    rows = torch.from_numpy(served[changed]).to(experts_TK.device)
+    weighted = rule(
+        logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
+        torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
+        torch.float32,
+    )
+    if selection.weights is not None:
+        given = torch.from_numpy(selection.weights[changed]).to(weighted)
+        weighted = torch.where(given.isnan(), weighted, given)
+    kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
+    if selection.renormalize:
+        # What a token gave to all its experts, the kept ones share; a token may have kept none.
+        kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+    experts, weights = experts_TK.clone(), weights_TK.clone()
+    experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
+    weights[rows] = kept.to(weights.dtype)
+    return (output[0], weights, experts, *output[3:])
+
+
+def _which_change(selection: Selection, own: Any, weigh_as: Any, keep: Any) -> BoolArray:
+    changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
+    if selection.weigh_as is not None:
+        changed |= (weigh_as != selection.experts).any(-1)
+    if selection.weights is not None:
+        changed |= ~np.isnan(selection.weights).all(-1)
+    return changed
+
+
+def _rows(values: Tensor, valid: BoolArray | None) -> Any:
+    array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
+    return array if valid is None else array[valid]

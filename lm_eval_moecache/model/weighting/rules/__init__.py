@@ -1,0 +1,1 @@
+"""Weighting rules: each file defines one, and the folder is their list."""

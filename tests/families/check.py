@@ -1,0 +1,170 @@
+"""Checks one model type from end to end, and says what came of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.weighting.find import find_rule
+from lm_eval_moecache.trace.importers import load_trace
+from tests.families.configs import causal_types, save
+from tests.harness import make_instance
+
+HOST: dict[str, Any] = {"device": "cpu", "max_length": 48}
+EQUAL, RUNS, REFUSED, FAILED = "equal", "runs", "refused", "FAILED"
+ON_DEMAND = {"policy": "on_demand", "capacity": "25%"}
+PREFETCHING = {"policy": "specmd", "capacity": "25%"}
+LOSSY = ({**ON_DEMAND, "routing": "swap_rank"}, {**ON_DEMAND, "miss": "drop", "miss.h": "1"})
+BATCH_SIZES = (1, 4)
+
+
+@dataclass
+class Row:
+    """What one model type does; a cell is one of the words above, or `-` where none applies."""
+
+    model_type: str
+    virtual: str = "-"
+    prefetching: str = "-"
+    trace: str = "-"
+    lossy: str = "-"
+    wall_ram: str = "-"
+    wall_disk: str = "-"
+    router: str = ""
+    rule: str = ""
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        cells = (self.virtual, self.prefetching, self.trace, self.lossy)
+        if FAILED in (*cells, self.wall_ram, self.wall_disk):
+            return FAILED
+        return REFUSED if self.virtual == REFUSED else RUNS
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, **asdict(self)}
+
+
+def answers(lm: Any, batch_sizes: Sequence[int]) -> list[Any]:
+    """Ask for generations of unequal length, padded where the batch has several, and for scores."""
+    found: list[Any] = []
+    asked = {"until": ["zz"], "max_gen_toks": 4}
+    for batch_size in batch_sizes:
+        lm.batch_size_per_gpu = batch_size
+        prompts = ("A", "Hello number", "x" * 30)
+        generations = [
+            make_instance("generate_until", "gen", i, prompt, asked)
+            for i, prompt in enumerate(prompts)
+        ]
+        found.append(lm.generate_until(generations, disable_tqdm=True))
+        pairs = (("Question 1:", "A"), ("Question 1:", " a long one"))
+        choices = [
+            make_instance("loglikelihood", "choice", i, *pair) for i, pair in enumerate(pairs)
+        ]
+        found.append(lm.loglikelihood(choices, disable_tqdm=True))
+    return found
+
+
+class Checked:
+    """One model type's checkpoint and the answers that all settings are compared with."""
+
+    def __init__(self, row: Row, folder: Path) -> None:
+        self.row = row
+        self.folder = folder
+        self.path = str(save(folder / "model", row.model_type))
+        self.plain: list[Any] = []
+
+    def is_refused(self, ours: Mapping[str, str]) -> bool:
+        """Whether a setting is refused before anything is loaded; the reason goes into the row."""
+        try:
+            check_arguments(self.path, {**HOST, **ours})
+        except ValueError as error:
+            reason = str(error).replace(self.path, self.row.model_type)
+            if reason not in self.row.reasons:
+                self.row.reasons.append(reason)
+            return True
+        return False
+
+    def load(self, ours: Mapping[str, str]) -> MoECacheLM:
+        return MoECacheLM(pretrained=self.path, batch_size=4, **HOST, **ours)
+
+    def judge(self, lm: MoECacheLM, ours: Mapping[str, str]) -> str:
+        """Compare a lossless setting's answers with those of the plain model."""
+        found = answers(lm, BATCH_SIZES)
+        lm.engine.check_integrity()
+        if found == self.plain:
+            return EQUAL
+        self.row.reasons.append(f"{dict(ours)}: answers differ")
+        return FAILED
+
+    def under_virtual_clock(self) -> None:
+        row, lm = self.row, self.load(ON_DEMAND)
+        gate = find_moe_layers(lm.model)[-1].gate
+        row.router, rule = gate.name, find_rule(gate)
+        row.rule = "" if rule is None else type(rule).__name__
+        row.virtual = self.judge(lm, ON_DEMAND)
+        row.prefetching = row.trace = row.lossy = REFUSED
+        if not self.is_refused(PREFETCHING):
+            row.prefetching, row.trace = self.replayed(lm)
+        if not any(self.is_refused(ours) for ours in LOSSY):
+            row.lossy = self.lossy(lm)
+        lm.wrapped.unwrap()
+
+    def replayed(self, lm: MoECacheLM) -> tuple[str, str]:
+        """Run the default policy and replay its trace."""
+        lm.install(read_config({**PREFETCHING, "trace": str(self.folder / "traces")}))
+        same = self.judge(lm, PREFETCHING)
+        trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+        again = replay(trace, lm.engine.setting)
+        return same, EQUAL if again.ledger.passes == lm.engine.ledger.passes else FAILED
+
+    def lossy(self, lm: MoECacheLM) -> str:
+        """Run lossy algorithms: they change something, and leave the model as it was."""
+        for ours in LOSSY:
+            lm.install(read_config(ours))
+            answers(lm, [4])
+            passes = lm.engine.ledger.passes
+            assert sum(p.unfaithful + p.dropped for p in passes) > 0, f"{ours} changed nothing"
+        lm.install(read_config(ON_DEMAND))
+        return RUNS if answers(lm, BATCH_SIZES) == self.plain else FAILED
+
+    def under_wall_clock(self, **store: str) -> str:
+        ours = {**ON_DEMAND, "clock": "wall", **store}
+        if self.is_refused(ours):
+            return REFUSED
+        lm = self.load(ours)
+        found = self.judge(lm, ours)
+        lm.wrapped.unwrap()
+        return found
+
+
+def check(model_type: str) -> Row:
+    """Check a model type on random weights; nothing is raised, whatever goes wrong."""
+    row = Row(model_type)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _fill(row, Checked(row, Path(folder)))
+        except Exception as error:
+            # Whatever a model's code raises belongs into the table.
+            row.reasons.append(f"{type(error).__name__}: {error}")
+            row.virtual = FAILED
+    return row
+
+
+def _fill(row: Row, checked: Checked) -> None:
+    if checked.is_refused(ON_DEMAND):
+        row.virtual = REFUSED
+        return
+    assert row.model_type in causal_types(), "loadable, but not as a causal language model"
+    checked.plain = answers(HFLM(pretrained=checked.path, batch_size=4, **HOST), BATCH_SIZES)
+    checked.under_virtual_clock()
+    row.wall_ram = checked.under_wall_clock(store="ram")
+    row.wall_disk = checked.under_wall_clock(store="disk", store_dir=str(checked.folder))

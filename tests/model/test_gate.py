@@ -1,0 +1,175 @@
+"""One object asks a router: its arguments, its device, the number of its logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import dispatch_model
+
+from lm_eval_moecache.harness.lm import check_arguments
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.weighting.find import check_rules, find_rule
+from lm_eval_moecache.model.weighting.rules.softmax_chosen_scaled import SoftmaxChosenScaled
+from lm_eval_moecache.model.wrap import WrappedModel
+from tests.conftest import Checkpoint
+from tests.families.configs import small_model
+from tests.models import FAMILIES, byte_tokenizer, config_of, random_model
+from tests.test_equality import logits_of, make_engine
+
+CPU = {"device": "cpu"}
+
+
+def offloaded(model: Any, folder: Path) -> Any:
+    """Leave a model's layers on disk between calls, as `device_map` does where memory ends."""
+    places = {name: "cpu" for name, _ in model.named_children() if name != "model"}
+    for name, _ in model.model.named_children():
+        places[f"model.{name}"] = "disk" if name == "layers" else "cpu"
+    model.tie_weights()
+    return dispatch_model(
+        model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True
+    )
+
+
+@pytest.mark.parametrize("policy", ["specmd", "pruning"])
+def test_a_model_that_accelerate_offloads_runs_under_any_policy(
+    policy: str, tmp_path: Path
+) -> None:
+    model = random_model("qwen3_moe")
+    layers = find_moe_layers(model)
+    digest = router_digest(layers)
+    geometry = describe(model, layers, "x")
+    wrapped = WrappedModel(model, layers, make_engine(policy, "25%", geometry))
+    expected = logits_of(model)
+    counts = [p.misses for p in wrapped.engine.ledger.passes]
+    wrapped.unwrap()
+    model = offloaded(model, tmp_path)
+    layers = find_moe_layers(model)
+    assert all(p.is_meta for layer in layers for p in layer.router.parameters())
+    assert router_digest(layers) == digest
+    wrapped = WrappedModel(model, layers, make_engine(policy, "25%", geometry))
+    found = logits_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert [p.misses for p in wrapped.engine.ledger.passes] == counts
+    wrapped.unwrap()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_without_weights_is_known_by_its_stand_in(family: str) -> None:
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config_of(family))
+    gate = find_moe_layers(empty)[0].gate
+    real = find_rule(find_moe_layers(random_model(family))[0].gate)
+    assert type(find_rule(gate.stand_in())) is type(real) and real is not None
+    check_rules([gate])
+
+
+def test_a_scale_of_each_expert_is_found_without_weights_too() -> None:
+    model = small_model("gemma4_text").to("meta")
+    rule = find_rule(find_moe_layers(model)[0].gate.stand_in())
+    assert isinstance(rule, SoftmaxChosenScaled)
+    scale, logits = torch.tensor([1.0, 2.0, 3.0]), torch.log(torch.tensor([[1.0, 1.0, 2.0]]))
+    found = SoftmaxChosenScaled(scale)(logits, torch.tensor([[2, 1]]), torch.float32)
+    torch.testing.assert_close(found, torch.tensor([[2.0, 2 / 3]]))
+
+
+def test_a_routers_bias_comes_from_the_block_around_it() -> None:
+    layer = find_moe_layers(small_model("afmoe"))[0]
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    block = layer.gate._block
+    before = layer.gate.ask(hidden)
+    assert before.experts.shape == (5, 3)
+    with torch.no_grad():
+        block.expert_bias[6] = 100.0
+    assert (layer.gate.ask(hidden).experts == 6).any(-1).all()
+
+
+def test_logits_of_a_skipping_class_are_no_experts() -> None:
+    layers = find_moe_layers(small_model("zaya"))
+    choice = layers[0].gate.ask(torch.randn(5, 32).bfloat16())
+    assert choice.logits.shape == (5, 8)
+
+
+def test_probabilities_become_logits() -> None:
+    layer = find_moe_layers(small_model("gemma4_text"))[0]
+    logits = layer.gate.probe(7).logits
+    assert float(logits.max()) <= 0
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(7), rtol=0.02, atol=0.02)
+
+
+def test_where_the_token_decides_its_experts_are_predicted() -> None:
+    layers = find_moe_layers(small_model("deepseek_v4"))
+    gate = next(layer.gate for layer in layers if layer.gate.by_token)
+    gate.input_ids = torch.tensor([[5, 6]])
+    logits = gate.predict(torch.randn(1, 2, 32).bfloat16())
+    assert [set(row) for row in logits.topk(3).indices.tolist()] == [{5, 6, 7}, {6, 7, 0}]
+
+
+def folder_with(path: Path, **changes: Any) -> Path:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    return path
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_experts_of_a_quantiser_are_refused_before_loading(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_of("olmoe").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    settings = {"quant_method": method, "dequantize": False}
+    path = str(folder_with(tmp_path, quantization_config=settings))
+    # What the quantisers ask: as on a machine with their kernels.
+    for kind in (
+        transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer,
+        transformers.quantizers.quantizer_mxfp4.Mxfp4HfQuantizer,
+    ):
+        monkeypatch.setattr(kind, "validate_environment", lambda *args, **kwargs: None)
+    with pytest.raises(
+        ValueError, match=rf"quant_method='{method}'.*Allowed: a checkpoint in bf16"
+    ):
+        check_arguments(path, CPU)
+    folder_with(tmp_path, quantization_config={**settings, "dequantize": True})
+    check_arguments(path, CPU)
+
+
+def test_an_adapter_of_experts_is_refused_before_loading(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = str(checkpoint("olmoe"))
+    adapter = tmp_path / "adapter_config.json"
+    adapter.write_text(json.dumps({"target_modules": ["q_proj"]}))
+    check_arguments(path, {**CPU, "peft": str(tmp_path)})
+    adapter.write_text(json.dumps({"target_parameters": ["mlp.experts.gate_up_proj"]}))
+    with pytest.raises(ValueError, match=r"peft=.* changes mlp.experts.gate_up_proj"):
+        check_arguments(path, {**CPU, "peft": str(tmp_path)})
+
+
+def test_a_subfolder_is_looked_into(tmp_path: Path) -> None:
+    config_of("mixtral").save_pretrained(tmp_path / "inside")
+    with pytest.raises((OSError, ValueError)):
+        check_arguments(str(tmp_path), CPU)
+    check_arguments(str(tmp_path), {**CPU, "subfolder": "inside"})
+
+
+def test_a_type_without_a_causal_model_is_refused_by_name(tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model("openai_privacy_filter").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no causal language model.*'openai_privacy_filter'"):
+        check_arguments(str(tmp_path), CPU)
+
+
+def test_an_unknown_rule_is_refused_before_loading(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval_moecache.model.weighting import find
+
+    path = str(checkpoint("olmoe"))
+    check_arguments(path, {**CPU, "policy": "pruning"})
+    monkeypatch.setattr(find, "rule_classes", lambda: ())
+    check_arguments(path, {**CPU, "policy": "specmd"})
+    with pytest.raises(ValueError, match="OlmoeTopKRouter weighs its experts by a rule"):
+        check_arguments(path, {**CPU, "policy": "pruning"})
