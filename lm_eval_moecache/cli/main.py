@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command begins anew.",
     "replay": "Nothing was written; the same command begins anew.",
+    "reproduce": "Finished runs are kept: the same command goes on with the others.",
     "sweep": "Finished runs are kept: the same command goes on with the others.",
     "tune": "The study and its runs are kept: the same command goes on with the search.",
 }
