@@ -26,6 +26,7 @@ MOVED = {
     "prefetch": "algorithms.prefetch",
     "registry": "algorithms.registry",
     "routing": "algorithms.routing",
+    "speculative": "model.speculative",
     "speculative.lm": "harness.spec_lm",
     "tasks": "harness.tasks",
 }

@@ -13,6 +13,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,9 @@ def _overview() -> str:
 
 def summary_of(name: str) -> str:
     # Read, not imported: some commands bring torch and lm-eval, seconds for a line of text.
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    found = find_spec(f"lm_eval_moecache.cli.{name}")
+    assert found is not None and found.origin is not None, f"no module for {name!r}"
+    source = Path(found.origin).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
 
 
