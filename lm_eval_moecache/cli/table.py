@@ -1,4 +1,4 @@
-"""Make leaderboard tables (md, csv, html, json) from a folder of results."""
+"""Make leaderboard tables (md, csv, html, json, latex) from a folder of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm_eval_moecache.records.files import read_json, read_yaml
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.report import Board
 from lm_eval_moecache.report.html import as_html
-from lm_eval_moecache.report.render import as_csv, as_json, as_markdown, rows_as_markdown
+from lm_eval_moecache.report.render import as_csv, as_json, as_latex, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.runs_file import PACKED, RUNS
 from lm_eval_moecache.report.tables import Table, leaderboard
@@ -29,12 +29,17 @@ _FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "html": as_html,
     "json": as_json,
 }
+_ANY_FORM = {**_FORMATS, "latex": as_latex}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
-    parser.add_argument("--format", choices=sorted(_FORMATS), help="default: md")
-    parser.add_argument("--columns", type=str | None, help="comma-separated; default: what varies")
+    parser.add_argument("--format", choices=sorted(_ANY_FORM), help="default: md")
+    parser.add_argument(
+        "--columns",
+        type=str | None,
+        help="comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: what varies",
+    )
     parser.add_argument(
         "--sort",
         type=str | None,
@@ -71,7 +76,7 @@ def run(arguments: Namespace) -> int:
     if arguments.write:
         _write(folder, tables, chosen)
     else:
-        sys.stdout.write(_FORMATS[chosen or "md"](tables))
+        sys.stdout.write(_ANY_FORM[chosen or "md"](tables))
     return 0
 
 
@@ -79,8 +84,8 @@ def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     for name in [chosen] if chosen else _FORMATS:
-        path = folder / f"table.{name}"
-        write_atomically(path, _FORMATS[name](tables))
+        path = folder / f"table.{'tex' if name == 'latex' else name}"
+        write_atomically(path, _ANY_FORM[name](tables))
         sys.stdout.write(f"{path}\n")
 
 

@@ -16,7 +16,7 @@ MEGABYTE = 1e6
 """What pictures count bytes in; links are told in GB/s."""
 
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
-_PERCENTILES = ("mean", "p50", "p90", "p99")
+PERCENTILES = ("mean", "p50", "p90", "p99")
 DEFAULT_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 
 
@@ -55,7 +55,7 @@ def metric_column(name: str) -> Column | None:
     """Describe `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`."""
     metric, at, task = name.partition("@")
     base, dot, percentile = metric.partition(".")
-    if dot and percentile not in _PERCENTILES:
+    if dot and percentile not in PERCENTILES:
         return None
     phase = next((p for p in _PHASES if base.startswith(p)), "")
     if base.removeprefix(phase) not in METRICS:
@@ -72,13 +72,16 @@ def metric_column(name: str) -> Column | None:
 
 
 def metric_value(run: Run, name: str) -> Value:
+    """Read a metric; means of requests and miss rates have a standard error where it was kept."""
     metric, at, task = name.partition("@")
     base, _, percentile = metric.partition(".")
     figures = run.moecache["tasks"].get(task, {}) if at else run.moecache["totals"]
-    found = figures.get(base)
+    found, stderr = figures.get(base), figures.get(f"{base}_stderr")
     if isinstance(found, Mapping):
+        stderr = found.get("stderr") if percentile in ("", "mean") else None
         found = found.get(percentile or "mean")
-    return Value(found if isinstance(found, (int, float)) else None)
+    number = isinstance(found, (int, float))
+    return Value(found if number else None, stderr if number else None)
 
 
 def score_column(runs: Sequence[Run], name: str) -> Column | None:

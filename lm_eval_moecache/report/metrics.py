@@ -128,6 +128,7 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
             sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
         ),
         **cache_metrics(passes),
+        "miss_rate_stderr": miss_rate_stderr(requests),
         **draft_metrics(passes),
         **host_metrics(passes),
         "peak_cache_bytes": peak_cache_bytes,
@@ -141,7 +142,7 @@ def unique_passes(requests: Iterable[RequestRecord]) -> list[PassRecord]:
 
 
 def summary(name: str, values: Iterable[float]) -> Metrics:
-    """Return `{name: {mean, p50, p90, p99}}`, or nothing where there are no values."""
+    """Return `{name: {mean, p50, p90, p99, stderr}}`, or nothing where there are no values."""
     array = np.asarray(list(values), dtype=np.float64)
     if not array.size:
         return {}
@@ -152,5 +153,20 @@ def summary(name: str, values: Iterable[float]) -> Metrics:
             "p50": float(p50),
             "p90": float(p90),
             "p99": float(p99),
+            "stderr": float(array.std(ddof=1) / np.sqrt(array.size)) if array.size > 1 else None,
         }
     }
+
+
+def miss_rate_stderr(requests: Sequence[RequestRecord]) -> float | None:
+    """Return the standard error of the miss rate over the requests that it is pooled from.
+
+    That of a ratio estimate: misses over needs, both sums over requests. None for fewer than two.
+    """
+    needs = np.asarray([sum(p.requests for p in r.passes) for r in requests], dtype=np.float64)
+    lost = np.asarray([sum(p.late + p.misses for p in r.passes) for r in requests])
+    if len(requests) < 2 or not needs.sum():
+        return None
+    residuals = lost - lost.sum() / needs.sum() * needs
+    count = len(requests)
+    return float(np.sqrt((residuals**2).sum() * count / (count - 1)) / needs.sum())

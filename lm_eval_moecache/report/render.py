@@ -1,4 +1,4 @@
-"""Writes tables as Markdown, CSV and JSON, without a date or anything else that would change."""
+"""Writes tables as Markdown, CSV, JSON and LaTeX, without a date or anything that would change."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from typing import Any
 from lm_eval_moecache.report.columns import Column, Value
 from lm_eval_moecache.report.tables import PARETO, Table, as_records
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_LATEX = {
+    **{each: f"\\{each}" for each in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "<": "\\textless{}",
+    ">": "\\textgreater{}",
+    "±": "$\\pm$",
+}
 _LEGEND = "Best of a column in bold"
 _FRONT = "`*`: on the Pareto front of accuracy and tok/s"
 
@@ -52,7 +62,13 @@ def _is_mark(column: Column) -> bool:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(_in_markdown, cells)) + " |"
+
+
+def _in_markdown(text: str) -> str:
+    """Keep a cell one cell, and what it says text: names may come from anybody's files."""
+    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(escaped.splitlines())
 
 
 def as_csv(table: Table) -> str:
@@ -66,8 +82,35 @@ def as_csv(table: Table) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({name: _in_csv(cell) for name, cell in record.items()} for record in records)
     return text.getvalue()
+
+
+def _in_csv(cell: Any) -> Any:
+    """A spreadsheet would run a text like `=1+1` as a formula; numbers stay as they are."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+
+
+def as_latex(tables: Sequence[Table]) -> str:
+    """Return a `table` for each, with rules of the package booktabs; best figures in bold."""
+    return "\n".join(_one_latex(table) for table in tables)
+
+
+def _one_latex(table: Table) -> str:
+    kinds = "".join("r" if c.is_number else "c" if _is_mark(c) else "l" for c in table.columns)
+    lines = ["% needs \\usepackage{booktabs}", "\\begin{table}", "\\centering"]
+    lines += [f"\\caption{{{_in_latex(table.title)}}}"] if table.title else []
+    lines += [f"\\begin{{tabular}}{{{kinds}}}", "\\toprule"]
+    lines += [" & ".join(_in_latex(c.heading) for c in table.columns) + " \\\\", "\\midrule"]
+    for i, row in enumerate(table.rows):
+        cells = [_in_latex(shown(c, v)) for c, v in zip(table.columns, row, strict=True)]
+        bold = [f"\\textbf{{{t}}}" if (i, j) in table.best else t for j, t in enumerate(cells)]
+        lines.append(" & ".join(bold) + " \\\\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
+
+
+def _in_latex(text: str) -> str:
+    return " ".join("".join(_LATEX.get(each, each) for each in text).splitlines())
 
 
 def as_json(tables: Sequence[Table]) -> str:

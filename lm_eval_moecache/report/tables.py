@@ -11,6 +11,7 @@ from lm_eval_moecache.report.columns import (
     AXES,
     DEFAULT_METRICS,
     METRICS,
+    PERCENTILES,
     Column,
     Value,
     accuracy,
@@ -59,7 +60,7 @@ def leaderboard(
     sort: Sequence[str] | None = None,
 ) -> Table:
     """Build the table. Raises ValueError naming a column that no run has."""
-    names = list(columns) if columns else default_columns(runs)
+    names = _expanded(columns) if columns else default_columns(runs)
     readers = [reader(runs, name) for name in names]
     ordered = _sorted(runs, sort or default_sort(runs))
     # On the front by accuracy against tok/s; its mark is a column like any other.
@@ -73,6 +74,15 @@ def leaderboard(
     ]
     shown = tuple(each.column for each in readers)
     return Table(title, shown, tuple(rows), _best(shown, rows), about(runs))
+
+
+def _expanded(columns: Sequence[str]) -> list[str]:
+    """Write `ttft_ms.*` (or `ttft_ms.*@task`) out: the mean and its percentiles."""
+    names = []
+    for name in columns:
+        base, star, rest = name.partition(".*")
+        names += [f"{base}.{form}{rest}" for form in PERCENTILES] if star else [name]
+    return names
 
 
 def _speed(run: Run) -> float | None:

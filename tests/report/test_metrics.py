@@ -8,6 +8,7 @@ from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import (
     cache_metrics,
+    miss_rate_stderr,
     rates,
     request_metrics,
     summary,
@@ -228,3 +229,20 @@ def test_the_ledger_attributes_passes_to_the_open_requests_only() -> None:
     assert (first.passes, second.passes) == ([shared], [shared, own])
     assert [p.index for p in ledger.passes] == [0, 1, 2]
     assert [r.index for r in ledger.requests] == [0, 1]
+
+
+def test_the_miss_rates_standard_error_is_that_of_a_ratio_over_requests() -> None:
+    def request(needs: int, misses: int) -> RequestRecord:
+        record = PassRecord(0, "decode", 1, 0.0, requests=needs, misses=misses)
+        return RequestRecord(0, "quiz", "loglikelihood", passes=[record])
+
+    # 2 of 4 and 1 of 8: R = 1/4, residuals +1 and -1, so sqrt(2 * 2 / 1) / 12.
+    assert miss_rate_stderr([request(4, 2), request(8, 1)]) == pytest.approx(2 / 12)
+    assert miss_rate_stderr([request(4, 1), request(8, 2)]) == 0
+    assert miss_rate_stderr([request(4, 1)]) is None
+
+
+def test_a_mean_has_its_standard_error() -> None:
+    found = summary("x", [1.0, 2.0, 3.0, 4.0, 5.0])["x"]
+    assert found["stderr"] == pytest.approx((2.5 / 5) ** 0.5)
+    assert summary("x", [1.0])["x"]["stderr"] is None

@@ -175,3 +175,51 @@ def test_parameters_of_algorithms_can_stand_in_one_column(
     assert main(["table", str(tmp_path), "--columns=policy,parameters", "--sort=parameters"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:4] == ["| specmd | miss.h=1, eviction.order=fifo |", "| specmd |  |"]
+
+
+def test_latex_has_rules_bold_and_escapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leaderboard_of_four(tmp_path)
+    assert table(folder, "--format=latex", "--title=50% & more") == 0
+    out = capsys.readouterr().out
+    assert r"\caption{50\% \& more}" in out
+    assert r"\begin{tabular}{llrrrrrc}" in out
+    assert r"on\_demand & 50\% & \textbf{0.750 $\pm$0.250} & 2.000" in out
+    assert out.count(r"\toprule") == out.count(r"\end{tabular}") == 1
+    assert table(folder, "--format=latex", "--write") == 0
+    assert (folder / "table.tex").is_file()
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-cmd", "@SUM(A1)", "\t=1"])
+def test_no_csv_cell_is_a_formula(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = write(tmp_path, record("a", policy=name), record("b", miss_rate=-0.25))
+    assert table(folder, "--format=csv", "--columns=policy,miss_rate") == 0
+    rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert [f"'{name}", "0.25"] in rows
+    assert ["specmd", "-0.25"] in rows, "a number is none"
+
+
+def test_markdown_cells_stay_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path, record("a", policy="a|b\nc<script>\\"), record("b"))
+    assert table(folder, "--columns=policy,miss_rate") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert r"| a\|b c&lt;script>\\ | 0.2500 |" in lines
+    assert all(line.count(" | ") == 1 for line in lines if line.startswith("| "))
+
+
+def test_percentiles_and_standard_errors_of_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = record("a")
+    figures = made["config"]["moecache"]["totals"]
+    figures["ttft_ms"] = {**figures["ttft_ms"], "stderr": 0.125}
+    figures["miss_rate_stderr"] = 0.0125
+    folder = write(tmp_path, made)
+    assert table(folder, "--columns=ttft_ms,ttft_ms.*,miss_rate") == 0
+    out = capsys.readouterr().out
+    assert "| TTFT ms | TTFT ms mean | TTFT ms p50 | TTFT ms p90 | TTFT ms p99 | Miss |" in out
+    row = "| 2.000 ±0.125 | 2.000 ±0.125 | 1.500 | 3.000 | 4.000 | 0.2500 ±0.0125 |"
+    assert row in out
