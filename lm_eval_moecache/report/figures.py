@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
@@ -52,7 +53,8 @@ def _draw(runs: Sequence[Run], figure: Mapping[str, Any]) -> dict[str, Any]:
             handles, labels = axes[0].get_legend_handles_labels()
             if labels:
                 picture.legend(handles, labels, loc="outside lower center", ncols=4)
-            picture.suptitle(str(figure.get("title", "")))
+            # One line of a picture this wide holds about so many letters; more would be cut off.
+            picture.suptitle("\n".join(wrap(str(figure.get("title", "")), 55 * len(panels))))
         found[suffix] = picture
     return found
 

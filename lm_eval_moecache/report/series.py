@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lm_eval_moecache.report.columns import AXES, setting
 from lm_eval_moecache.report.results import Run
 
-MAX_SERIES, MAX_PANELS = 12, 6
+MAX_SERIES, MAX_PANELS = 20, 6
 # Of these the first that varies stands for the others: an experiment's labels say what it asks.
 _INSTEAD_OF_ALL = "run"
 
@@ -43,7 +43,7 @@ def varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
 
 
 def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Panel]:
-    """Split runs into panels of at most 12 series; `x` is the setting of the abscissa.
+    """Split runs into panels of at most 20 series; `x` is the setting of the abscissa.
 
     The group gives the series their names, and whatever else varies is told beside it; where the
     series are too many for one picture, the setting with the fewest values heads panels. Raises

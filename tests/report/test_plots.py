@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report import plots
+from lm_eval_moecache.report import figures, plots
 from lm_eval_moecache.report.columns import METRICS
 from lm_eval_moecache.report.figure import look
 from lm_eval_moecache.report.results import load_runs
@@ -50,7 +50,7 @@ def test_without_matplotlib_the_extra_is_named(
     assert "lm-eval-moecache[plots]" in capsys.readouterr().err
 
 
-def grid(folder: Path, prefetches: tuple[str, ...] = ("none", "score")) -> Path:
+def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "score")) -> Path:
     """Seven evictions under each prefetcher at two capacities: as the eviction experiment."""
     made = []
     for prefetch in prefetches:
@@ -69,7 +69,11 @@ def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path:
     pytest.importorskip("matplotlib")
     runs = load_runs(grid(tmp_path))
     panels = panels_of(runs, "policy", "capacity")
-    assert [panel.title for panel in panels] == ["prefetch: none", "prefetch: score"]
+    assert [panel.title for panel in panels] == [
+        "prefetch: next_gate",
+        "prefetch: none",
+        "prefetch: score",
+    ]
     for panel in panels:
         assert list(panel.series) == [f"rule{i}" for i in range(7)]
         assert all(len(members) == 2 for members in panel.series.values())
@@ -77,8 +81,8 @@ def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path:
         runs, plots._memory_axis(), plots._metric_axis("tok_per_s"), "policy", is_curve=True
     )
     drawn = [line for place in figure.axes for line in place.lines]
-    assert sorted({y for line in drawn for y in line.get_ydata()}) == sorted(
-        100.0 * i + j for i in range(7) for j in range(2)
+    assert sorted(y for line in drawn for y in line.get_ydata()) == sorted(
+        100.0 * i + j for i in range(7) for j in range(2) for _ in range(3)
     )
     for place in figure.axes:
         looks = [(line.get_color(), line.get_marker()) for line in place.lines]
@@ -129,3 +133,15 @@ def test_runs_are_chosen_by_settings(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["plot", str(folder), f"--output={out}", "--where=policy=specmd"]) == 0
     assert main(["plot", str(folder), "--where=policy=other"]) == 2
     assert "no run has these settings" in capsys.readouterr().err
+
+
+def test_a_long_title_is_wrapped_and_not_cut_off(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = load_runs(leaderboard_of_four(tmp_path))
+    title = "Accuracy on a task against misses per token while generating, half resident"
+    figure = {"name": "x", "title": title, "panels": [{"x": "miss_rate", "y": "quiz"}]}
+    picture = figures._draw(runs, figure)["png"]
+    picture.canvas.draw()
+    box = picture._suptitle.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= picture.bbox.x1
+    assert picture.axes[0].get_ylim()[1] == 1
