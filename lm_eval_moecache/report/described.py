@@ -53,6 +53,9 @@ METRICS: Mapping[str, Metric] = {
     "e2el_ms": Metric("E2E ms", 3, False, "end-to-end latency [ms]"),
     "tok_per_s": Metric("tok/s", 1, True, "output tokens per second"),
     "prompt_tok_per_s": Metric("prompt tok/s", 1, True, "prompt tokens per second"),
+    "request_throughput": Metric("requests/s", 2, True, "requests per second"),
+    "output_throughput": Metric("output tok/s", 1, True, "output tokens per second of serving"),
+    "total_token_throughput": Metric("total tok/s", 1, True, "tokens per second of serving"),
     "hit_rate": Metric(
         "Hit",
         4,

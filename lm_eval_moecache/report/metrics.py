@@ -127,11 +127,25 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
         "prompt_tok_per_s": share(
             sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
         ),
+        **throughput(requests, passes),
         **cache_metrics(passes),
         "miss_rate_stderr": miss_rate_stderr(requests),
         **draft_metrics(passes),
         **host_metrics(passes),
         "peak_cache_bytes": peak_cache_bytes,
+    }
+
+
+def throughput(requests: Sequence[RequestRecord], passes: Sequence[PassRecord]) -> Metrics:
+    """vLLM's names: per second of serving, which is that of these passes, one after another."""
+    duration_s = sum(p.duration_s for p in passes)
+    output = sum(r.output_tokens or 0 for r in requests)
+    read = sum(p.num_tokens for p in passes if p.phase == PREFILL)
+    generates = any(r.kind == GENERATE for r in requests)
+    return {
+        "request_throughput": share(len(requests), duration_s),
+        "output_throughput": share(output, duration_s) if generates else None,
+        "total_token_throughput": share(read + output, duration_s),
     }
 
 

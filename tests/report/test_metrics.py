@@ -246,3 +246,15 @@ def test_a_mean_has_its_standard_error() -> None:
     found = summary("x", [1.0, 2.0, 3.0, 4.0, 5.0])["x"]
     assert found["stderr"] == pytest.approx((2.5 / 5) ** 0.5)
     assert summary("x", [1.0])["x"]["stderr"] is None
+
+
+def test_throughput_has_vllms_names() -> None:
+    passes = three_passes()
+    task = task_metrics([generation(passes, 3)], 0)
+    # One request, 5 tokens read and 3 given, in 8 s.
+    assert task["request_throughput"] == 1 / 8
+    assert task["output_throughput"] == task["tok_per_s"] == 3 / 8
+    assert task["total_token_throughput"] == 8 / 8
+    scored = task_metrics([scoring(passes[:1])], 0)
+    assert scored["output_throughput"] is None
+    assert scored["total_token_throughput"] == 5 / 4
