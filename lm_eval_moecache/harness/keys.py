@@ -15,6 +15,7 @@ MEANINGS: Mapping[str, str] = {
     "precision": "how experts are stored, best first: int8, int8:int4:int2 (default: the model's)",
     "hardware": "profile to emulate, or a YAML of one (see `moecache policies`)",
     "bandwidth": "of the link, in place of the profile's: 5GB/s",
+    "link": "priority: demands first, stale prefetches withdrawn; or fifo (default: priority)",
     "emulate": "charge each layer as one of this model: a name, a folder or a YAML",
     "phases": "all, or decode: lossy algorithms act only while decoding (default: the policy's)",
     "seed": "of algorithms that draw (default: 0)",
