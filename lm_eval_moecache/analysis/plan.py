@@ -58,7 +58,8 @@ def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
         raise ValueError(
             f"{model.name} does not run on {hardware.name}: of "
             f"{hardware.memory_bytes / 1e9:.1f} GB the dense weights take "
-            f"{model.dense_bytes / 1e9:.1f} and a KV cache of {context} tokens {kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
+            f"{model.dense_bytes / 1e9:.1f} and a KV cache of {context} tokens "
+            f"{kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
             "Allowed: a shorter --context, or a device with more memory."
         )
     every = model.num_layers * model.num_experts * model.expert_bytes
