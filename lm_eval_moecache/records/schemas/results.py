@@ -64,7 +64,7 @@ class MoecacheReport(OpenSchema):
     policy: PolicyReport
     hardware: NamedReport
     capacity: str
-    clock: str = "virtual"
+    clock: str
     totals: Metrics
     tasks: dict[str, Metrics]
 
@@ -100,3 +100,4 @@ class ResultsFile(OpenSchema):
     higher_is_better: dict[str, dict[str, bool | None] | None] = Field(default_factory=dict)
     group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
     scores: dict[str, Samples] = Field(default_factory=dict)
+    environment: dict[str, Any] = Field(default_factory=dict)
