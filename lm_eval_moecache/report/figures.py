@@ -69,9 +69,8 @@ def _panel(
     where = {**figure.get("where", {}), **panel.get("where", {})}
     names = figure.get("group", "policy")
     groups: dict[str, list[tuple[float, float]]] = {}
-    for run in runs:
-        if not selected(run, where):
-            continue
+    chosen = [run for run in runs if selected(run, where)]
+    for run in chosen:
         point = _number(x.read(run)), _number(y.read(run))
         if point[0] is not None and point[1] is not None:
             point = point[0] / _scale(x.column), point[1] / _scale(y.column)
@@ -90,8 +89,8 @@ def _panel(
     values = [b for points in groups.values() for _, b in points]
     if y.column.name == ACCURACY or y.column.name in {t for run in runs for t in run.results}:
         end_at_one(axes, values)
-    axes.set_xlabel(_label(x.column, runs))
-    axes.set_ylabel(_label(y.column, runs))
+    axes.set_xlabel(_label(x.column, chosen))
+    axes.set_ylabel(_label(y.column, chosen))
     axes.set_title(str(panel.get("title", "")))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm_eval_moecache.report.columns import MEGABYTE
 from lm_eval_moecache.report.figure import new_figure, save
 from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
 
@@ -25,7 +26,7 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
         own = [row for row in rows if _series(row) == (trace, named, machine)]
         own.sort(key=lambda row: row.capacity.total_bytes)
         # Where a trace says no sizes, a byte stands for one expert.
-        unit = 2**20 if own[0].has_sizes else 1
+        unit = MEGABYTE if own[0].has_sizes else 1
         sizes = [row.capacity.total_bytes / unit for row in own]
         name = Path(trace).name
         policy = own[0].policy
@@ -41,8 +42,8 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
                 rates = [row.bounds[""][bound] for row in own]
                 axes.plot(sizes, rates, style, color="black", label=f"{name}: {bound}, on demand")
         drawn.add(trace)
-    axes.set_xlabel("capacity [MiB]" if rows[0].has_sizes else "capacity [experts]")
-    axes.set_ylabel("miss rate")
+    axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
+    axes.set_ylabel("miss rate [of requests]")
     axes.set_ylim(0, 1)
     axes.legend(fontsize="small")
     save(figure, path)

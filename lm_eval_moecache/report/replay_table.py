@@ -8,6 +8,7 @@ from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
+from lm_eval_moecache.report.columns import MEGABYTE
 from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
 
 PHASES_SHOWN = ("", "decode_")
@@ -56,7 +57,7 @@ def as_table(rows: Sequence[Row]) -> str:
         *(["Hardware"] if by_hardware else []),
         "Capacity",
         "Cycles",
-        "MiB",
+        "MB",
         "Hit",
         "Miss",
         "LRU",
@@ -65,7 +66,7 @@ def as_table(rows: Sequence[Row]) -> str:
         "Decode miss",
         "LRU",
         "Belady",
-        "MiB read",
+        "MB read",
         "TPOT ms",
         "Stall ms/tok",
         "Transfer/layer",
@@ -119,12 +120,12 @@ def _cells(row: Row) -> list[str]:
     return [
         row.capacity.text,
         _number(row.cycles, "{:.2f}"),
-        _number(row.capacity.total_bytes / 2**20 if sized else None, "{:.1f}"),
+        _number(row.capacity.total_bytes / MEGABYTE if sized else None, "{:.1f}"),
         _number(metrics["hit_rate"], "{:.4f}"),
         *_rates(row, ""),
         _number(row.closeness, "{:.3f}"),
         *_rates(row, "decode_"),
-        _number(metrics["bytes_moved"] / 2**20 if sized else None, "{:.1f}"),
+        _number(metrics["bytes_moved"] / MEGABYTE if sized else None, "{:.1f}"),
         _number(tpot["mean"] if tpot and sized else None, "{:.3f}"),
         _number(metrics["stall_ms_per_token"] if sized else None, "{:.3f}"),
         _number(regime.get("transfer_per_layer"), "{:.3g}"),
