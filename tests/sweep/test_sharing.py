@@ -11,6 +11,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.records.emulation import emulated_names
 from lm_eval_moecache.sweep import worker
 from tests.conftest import Checkpoint
 from tests.sweep.toy import records, write_sweep
@@ -73,6 +74,14 @@ def test_every_lossless_composition_is_replayed_to_the_byte(
     tasks = ["toy_speed"]
     found, _ = both_ways(tmp_path, base=base, grid=grid, tasks=tasks, limit=3)
     assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
+
+
+def test_links_and_emulated_models_share_the_run(tmp_path: Path, base: dict[str, Any]) -> None:
+    grid = {"link": ["priority", "fifo"], "emulate": [None, emulated_names()[0]]}
+    found, _ = both_ways(tmp_path, base={**base, "policy": "specmd"}, grid=grid, limit=1)
+    assert made_by(found) == ["replay_of"] * 3 + ["run"]
+    speeds = {r["config"]["moecache"]["totals"]["ttft_ms"]["mean"] for r in found.values()}
+    assert len(speeds) >= 2
 
 
 @pytest.mark.parametrize("setting", [{"batch_size": 3}, {"batch_size": 2, "logits_cache": False}])
