@@ -68,6 +68,13 @@ def end_at_one(axes: Any, values: Sequence[float]) -> None:
             line.set_clip_on(False)
 
 
+def plain(text: object) -> str:
+    """Return a label as it is to be read: no formula, and never hidden from the legend."""
+    told = str(text).replace("$", r"\$")
+    # matplotlib leaves out of a legend what begins with an underscore.
+    return f"\u200b{told}" if told.startswith("_") else told
+
+
 def save(figure: Any, path: str | Path) -> None:
     """Write an SVG, PNG or PDF, by the ending of its name."""
     plt = pyplot()

@@ -9,7 +9,7 @@ from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import MEGABYTE, Column, Value, setting
-from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, pyplot, save
+from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, plain, pyplot, save
 from lm_eval_moecache.report.results import Run
 from lm_eval_moecache.report.tables import ACCURACY, reader, sort_key
 from lm_eval_moecache.report.views import selected
@@ -54,7 +54,7 @@ def _draw(runs: Sequence[Run], figure: Mapping[str, Any]) -> dict[str, Any]:
             if labels:
                 picture.legend(handles, labels, loc="outside lower center", ncols=4)
             # One line of a picture this wide holds about so many letters; more would be cut off.
-            picture.suptitle("\n".join(wrap(str(figure.get("title", "")), 55 * len(panels))))
+            picture.suptitle("\n".join(wrap(plain(figure.get("title", "")), 55 * len(panels))))
         found[suffix] = picture
     return found
 
@@ -83,7 +83,7 @@ def _panel(
             [a for a, _ in ordered],
             [b for _, b in ordered],
             linestyle="-" if figure.get("line") else "none",
-            label=name,
+            label=plain(name),
             **look(index),
         )
     values = [b for points in groups.values() for _, b in points]
@@ -91,7 +91,7 @@ def _panel(
         end_at_one(axes, values)
     axes.set_xlabel(_label(x.column, chosen))
     axes.set_ylabel(_label(y.column, chosen))
-    axes.set_title(str(panel.get("title", "")))
+    axes.set_title(plain(panel.get("title", "")))
 
 
 def _name(run: Run, names: Any) -> str:

@@ -19,7 +19,7 @@ from lm_eval_moecache.report.columns import (
     metric_value,
     setting,
 )
-from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, pyplot, save
+from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, plain, pyplot, save
 from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
 from lm_eval_moecache.report.series import Panel, check_one_run_a_place, panels_of
@@ -141,7 +141,7 @@ def _panel(
     for name, members in panel.series.items():
         points = sorted(_points(members, x, y))
         line = "-" if is_curve else "none"
-        place.plot(*_columns(points), linestyle=line, label=name, **look(names.index(name)))
+        place.plot(*_columns(points), linestyle=line, label=plain(name), **look(names.index(name)))
     runs = [run for members in panel.series.values() for run in members]
     if not is_curve:
         front = pareto_front(runs, lambda run: _signed(x, run), lambda run: _signed(y, run))
@@ -149,7 +149,7 @@ def _panel(
         place.plot(*_columns(line_of), color="0.35", linewidth=1, zorder=0, label="Pareto front")
     if y.is_share:
         end_at_one(place, [value for _, value in _points(runs, x, y)])
-    place.set_title(panel.title)
+    place.set_title(plain(panel.title))
     place.set_xlabel(x.label + _better(x))
     place.set_ylabel(y.label + _better(y))
 

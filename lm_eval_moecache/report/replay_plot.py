@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_eval_moecache.report.columns import MEGABYTE
-from lm_eval_moecache.report.figure import new_figure, save
+from lm_eval_moecache.report.figure import new_figure, plain, save
 from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
 
 _SUFFIXES = (".svg", ".png", ".pdf")
@@ -32,7 +32,7 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
         policy = own[0].policy
         label = f"{name}: {named} ({policy.eviction.name})"
         label += f", {machine}" if len({_series(row)[2] for row in rows}) > 1 else ""
-        axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=label)
+        axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=plain(label))
         for bound, style in ((LRU, ":"), (BELADY, "--")):
             if (
                 trace not in drawn
@@ -40,7 +40,9 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
                 and not (bound == LRU and policy.eviction.name == LRU)
             ):
                 rates = [row.bounds[""][bound] for row in own]
-                axes.plot(sizes, rates, style, color="black", label=f"{name}: {bound}, on demand")
+                axes.plot(
+                    sizes, rates, style, color="black", label=plain(f"{name}: {bound}, on demand")
+                )
         drawn.add(trace)
     axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
     axes.set_ylabel("miss rate [of requests]")

@@ -145,3 +145,17 @@ def test_a_long_title_is_wrapped_and_not_cut_off(tmp_path: Path) -> None:
     box = picture._suptitle.get_window_extent()
     assert box.x0 >= 0 and box.x1 <= picture.bbox.x1
     assert picture.axes[0].get_ylim()[1] == 1
+
+
+@pytest.mark.parametrize("label", ["$", "$x^$", r"\frac{1}{", "_hidden", "a$b_c$d"])
+def test_a_label_never_breaks_a_plot_and_is_never_hidden(tmp_path: Path, label: str) -> None:
+    from lm_eval_moecache.report.figure import new_figure, plain, save
+
+    figure, [axes] = new_figure()
+    axes.plot([0, 1], [0, 1], label=plain(label))
+    axes.set_title(plain(label))
+    axes.legend()
+    _, shown = axes.get_legend_handles_labels()
+    save(figure, tmp_path / "label.svg")
+    assert len(shown) == 1
+    assert label.strip("_") in (tmp_path / "label.svg").read_text().replace("\\$", "$")
