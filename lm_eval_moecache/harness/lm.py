@@ -22,7 +22,7 @@ from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerpr
 from lm_eval_moecache.harness.caller import check_caller, check_generation
 from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
 from lm_eval_moecache.harness.loaded import model_name
-from lm_eval_moecache.harness.precision_hosting import LadderHost
+from lm_eval_moecache.harness.loading import Loading, LoadingLM
 from lm_eval_moecache.harness.preflight import Bare, preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
 from lm_eval_moecache.harness.recording import recorder_of
@@ -43,7 +43,7 @@ Checked = tuple[Config, dict[str, Any]]
 watch_evaluations()
 
 
-class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
+class MoECacheLM(Ranked, Evaluated, LoadingLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
     Takes the keys of `arguments.KEYS` and all arguments of HFLM; `pretrained` may be a loaded model
@@ -60,8 +60,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
             config, theirs = self._check(pretrained, arguments)
         self._model_name = model_name(pretrained)
         bare = skeleton(pretrained, theirs)
-        self.prepare_loading(config, bare if config.clock == "wall" else None)
-        self.prepare_ladder(config.ladder, bare)
+        self.loading = Loading(config, bare)
         super().__init__(pretrained=model_path(pretrained), **theirs)
         self.count_ranks()
         self._moe_layers = find_moe_layers(self.model)
@@ -73,7 +72,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
 
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
-        self.check_loaded_for(config)
+        self.loading.check(config)
         if hasattr(self, "wrapped"):
             self.finish_trace()
             self.wrapped.unwrap()
@@ -96,7 +95,7 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
     def _wrap(self, config: Config) -> None:
         self.moecache = config
         self.forget_ranks()
-        parts = self.build_engine(self.model, self.geometry, self._setting(config))
+        parts = self.loading.engine_for(self.model, self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.engine = parts[0]
         self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers)
@@ -275,7 +274,8 @@ class MoECacheLM(LadderHost, Ranked, Evaluated, HFLM):
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
         ranks = self.all_figures()
-        report = run_report(self.engine, self.moecache, *merge(ranks), self.measured())
+        measured = self.loading.measured(self.device)
+        report = run_report(self.engine, self.moecache, *merge(ranks), measured)
         return {**report, "ranks": len(ranks)} if len(ranks) > 1 else report
 
     def own_figures(self) -> tuple[list[RequestRecord], int]:

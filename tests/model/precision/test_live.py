@@ -214,7 +214,7 @@ def test_experts_are_encoded_while_they_are_loaded(
     lm = load(folder, precision="int8:nf4/g64", miss="fetch_priority")
     plain = load(folder)
     for loaded, stored, layer in zip(
-        lm._moe_layers, lm._stored, find_moe_layers(plain.model), strict=True
+        lm._moe_layers, lm.loading.stored, find_moe_layers(plain.model), strict=True
     ):
         assert all(m.stride() == (0, 0, 0) for m in expert_matrices(loaded.experts).values())
         for name, levels in store_experts(layer.experts, codecs_of(("int8", "nf4"))).items():
