@@ -25,7 +25,7 @@ INSTALLERS = ("make", "pip", "pre-commit", "git", "cd")
 SHORTER = {
     "lm_eval run": "--limit 1",
     "moecache eval": "--limit 1",
-    "moecache tune": "--limit 1 --trials 2 --tasks tiny_bbh",
+    "moecache tune": "--limit 1 --trials 1 --timeout 1 --tasks tiny_bbh",
     "moecache analyze sensitivity": "--max_tokens 64 --seeds 1",
     "moecache analyze coactivation": "--max_tokens 256 --sample_tokens 16",
     "moecache analyze locality": "--max_tokens 128",
