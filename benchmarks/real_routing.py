@@ -1,7 +1,7 @@
 """Replays real routing over evictions, predictors, capacities and links: results/real_routing.
 
 Usage: python benchmarks/real_routing.py [--out results/real_routing]. A few minutes of one core.
-Writes `runs.json.gz`, the tables and the plots; cells that are there already are kept.
+Writes `cells.json.gz`, the tables and the plots; cells that are there already are kept.
 
 Capacity is in token cycles (layers x top-k), the link in transfers: an expert takes `ratio` times
 as long to move as a layer's decode step takes without waiting. Dense sizes and kernels are those
@@ -84,7 +84,9 @@ def measure(trace: Trace, future: Future, cell: dict[str, Any]) -> dict[str, Any
     geometry, told = trace.geometry, {k: cell[k] for k in ("recall", "precision") if k in cell}
     overrides = {**EVICTIONS[cell["eviction"]], "prefetch": "oracle" if told else "none"}
     overrides |= {f"prefetch.{name}": value for name, value in told.items()}
-    capacity = parse_capacity(str(cell["experts"]), geometry)
+    # A share is of bytes; a number counts experts as large as the largest layer's.
+    text = cell["capacity"] if cell["capacity"].endswith("%") else str(cell["experts"])
+    capacity = parse_capacity(text, geometry)
     setting = Setting(
         policy=load_policy("on_demand", overrides),
         capacity=capacity,
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/real_routing"))
     parser.add_argument("--only-tables", action="store_true", help="from the runs that are there")
     arguments = parser.parse_args()
-    file = arguments.out / "runs.json.gz"
+    file = arguments.out / "cells.json.gz"
     runs = load(file)
     done = {json.dumps(run["cell"], sort_keys=True) for run in runs}
     for path in [] if arguments.only_tables else sorted(TRACES.glob("*.parquet")):

@@ -127,15 +127,15 @@ def hit_rates(trace: Trace, future: Future, eviction: str, capacity: str) -> dic
     return metrics_of(replay(trace, setting, future=future))
 
 
-def test_the_published_qwen_curve_is_reproduced() -> None:
+@pytest.mark.parametrize(("model", "demanded_mib"), [("qwen", 107715.0), ("gemma", 92362.0)])
+def test_a_published_curve_is_reproduced(model: str, demanded_mib: float) -> None:
     """Eviction there follows the event, ours precedes each load; as LRU and Belady keep the
     current event in both, the same experts are left. Belady agrees to the last digit printed;
     LRU differs by the order within an event, which theirs does not say, in the second decimal.
     """
-    trace = load_trace(str(traces.published("qwen.route.csv")))
+    trace = load_trace(str(traces.published(f"{model}.route.csv")))
     future = Future(trace)
-    demanded_mib = 107715.0
-    with traces.published("qwen-curve.csv").open() as file:
+    with traces.published(f"{model}-curve.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["policy"] in ("lru", "belady")]
     assert len(rows) == 22
     for row in rows:
