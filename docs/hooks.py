@@ -1,0 +1,109 @@
+"""Makes, at each build of the site, the pages and pictures that have their owner elsewhere.
+
+Keys and commands stand in README.md, metrics in results/README.md, policies and algorithms in
+the code, figures in results/: they are written into docs/reference, docs/gallery and docs/pictures
+(not in git), so that no page of the site can say anything else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PICTURES = (".png", ".svg")
+
+
+def on_pre_build(config: Any) -> None:
+    """Called by mkdocs before it lists the files."""
+    sys.path[:0] = [str(DOCS), str(ROOT)]
+    import pictures
+
+    pictures.draw_all(DOCS / "pictures")
+    pages = DOCS / "reference"
+    pages.mkdir(exist_ok=True)
+    (pages / "keys.md").write_text(keys_page())
+    (pages / "metrics.md").write_text(metrics_page())
+    (pages / "policies.md").write_text(policies_page())
+    (pages / "algorithms.md").write_text(algorithms_page())
+    write_gallery(DOCS / "gallery")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put files of the repository where a page names them: `--8<-- "path"`."""
+    return re.sub(r'--8<-- "([^"]+)"', lambda m: (ROOT / m[1]).read_text().rstrip(), markdown)
+
+
+def keys_page() -> str:
+    text = (ROOT / "README.md").read_text()
+    tables = [part for part in text.split("\n\n") if part.startswith(("| key of", "| command |"))]
+    assert len(tables) == 2, "README.md has lost its table of keys or of commands"
+    return "# Keys and commands\n\n" + _without_links("\n\n".join(tables)) + "\n"
+
+
+def metrics_page() -> str:
+    text = (ROOT / "results" / "README.md").read_text()
+    start = text.index("## Dictionary of columns")
+    return "# Metrics\n\n" + _without_links(text[start:].partition("\n")[2].strip()) + "\n"
+
+
+def policies_page() -> str:
+    from lm_eval_moecache.algorithms.policy import load_policy, policy_names
+    from lm_eval_moecache.algorithms.registry import AXES
+    from lm_eval_moecache.records.paths import policies_dir
+
+    lines = ["# Policies", "", "What `policy=NAME` takes. Any axis can be replaced alone."]
+    for name in policy_names():
+        file = (policies_dir() / f"{name}.yaml").read_text()
+        words = [line[1:].strip() for line in file.splitlines() if line.startswith("#")]
+        policy = load_policy(name)
+        lines += ["", f"## {name}", "", " ".join(words), "", "| axis | algorithm | parameters |"]
+        lines += ["|---|---|---|"]
+        for axis in AXES:
+            choice = getattr(policy, axis)
+            given = ", ".join(f"`{key}={value}`" for key, value in choice.parameters.items())
+            lines.append(f"| {axis} | `{choice.name}` | {given} |")
+    return "\n".join(lines) + "\n"
+
+
+def algorithms_page() -> str:
+    from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+
+    lines = ["# Algorithms", "", "Parameters are given as `eviction.NAME=value`."]
+    for axis in AXES:
+        lines += ["", f"## {axis.capitalize()}"]
+        for name in algorithm_names(axis):
+            found = find_algorithm(axis, name)
+            words = _without_links(inspect.getdoc(found) or "").replace("[", "\\[")
+            lines += ["", f"### `{axis}={name}`", "", words, "", f"Source: {found.source}."]
+    return "\n".join(lines) + "\n"
+
+
+def write_gallery(folder: Path) -> None:
+    """One section for each experiment of results/: its title, its question, its pictures."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    lines = ["# Gallery", "", "Every picture is remade from the experiment's recipe in `results/`."]
+    for experiment in sorted((ROOT / "results").iterdir()):
+        shown = [p for p in sorted(experiment.rglob("*")) if p.suffix in PICTURES]
+        shown = [p for p in shown if p.suffix == ".png" or not p.with_suffix(".png").exists()]
+        if not shown:
+            continue
+        title, _, rest = (experiment / "README.md").read_text().partition("\n")
+        opening = next(part for part in rest.split("\n\n") if part.strip())
+        lines += ["", f"## {title.lstrip('# ')}", "", _without_links(opening.strip())]
+        for picture in shown:
+            name = "-".join(picture.relative_to(ROOT / "results").parts)
+            shutil.copyfile(picture, folder / name)
+            lines += ["", f"![{picture.stem} of {experiment.name}]({name})"]
+    (folder / "index.md").write_text("\n".join(lines) + "\n")
+
+
+def _without_links(text: str) -> str:
+    """Keep the words of links whose targets are files of the repository, not of the site."""
+    return re.sub(r"\[([^\]]+)\]\((?!http)[^)]*\)", r"\1", text)
