@@ -4,7 +4,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test lint families soak clean
+.PHONY: demo test lint docs families soak clean
 
 # One thread: tiny is too small for a second to help, and threads that wait for each other are slow.
 demo:
@@ -20,6 +20,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The site, into output/site.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 # Every model type of transformers with experts, on random weights: docs/families.md. About ten minutes.
 families: $(VENV)/.installed

@@ -50,7 +50,9 @@ def late(folder: Path) -> Path:
     _box(axes, 3.2, 1.6, 1.6, 0.5, IDLE, "stall")
     _box(axes, 4.8, 1.6, 1.8, 0.5, COMPUTE, "layer 4's experts")
     _row(axes, 0.7, "link", [(0, 1.4, "demand", LINK), (1.4, 3.4, "prefetch for layer 4", LATE)])
-    axes.annotate("its event begins: late", (3.2, 1.6), (3.2, 0.15), arrowprops={"arrowstyle": "->"})
+    axes.annotate(
+        "its event begins: late", (3.2, 1.6), (3.2, 0.15), arrowprops={"arrowstyle": "->"}
+    )
     axes.annotate("it arrives", (4.8, 1.2), (5.4, 0.15), arrowprops={"arrowstyle": "->"})
     return _save(figure, folder / "late.svg")
 
@@ -71,7 +73,9 @@ def collision(folder: Path) -> Path:
             _box(axes, left + 0.62 * place, 1.3, 0.56, 0.56, IDLE, key)
         color = {"hit": HIT, "collision miss": MISS}.get(note or "", "black")
         axes.text(left + 0.9, 0.8, note or "", ha="center", color=color)
-    axes.text(4.6, 0.2, "layer:expert, a cache of three experts for all layers", ha="center", size=9)
+    axes.text(
+        4.6, 0.2, "layer:expert, a cache of three experts for all layers", ha="center", size=9
+    )
     return _save(figure, folder / "collision.svg")
 
 
