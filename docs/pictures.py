@@ -53,7 +53,7 @@ def late(folder: Path) -> Path:
     axes.annotate(
         "its event begins: late", (3.2, 1.6), (3.2, 0.15), arrowprops={"arrowstyle": "->"}
     )
-    axes.annotate("it arrives", (4.8, 1.2), (5.4, 0.15), arrowprops={"arrowstyle": "->"})
+    axes.annotate("it arrives", (4.8, 1.2), (5.4, 0.15), arrowprops=arrow)
     return _save(figure, folder / "late.svg")
 
 
