@@ -29,7 +29,8 @@ from lm_eval_moecache.model.predictor.collect import Watch
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import Samples
 from lm_eval_moecache.records.predictor import load_predictor
-from lm_eval_moecache.sweep.evaluation import SPEED_FILTER, check_task_names, evaluate, quiet
+from lm_eval_moecache.report.results import SPEED_FILTER
+from lm_eval_moecache.sweep.evaluation import check_task_names, evaluate, quiet
 from lm_eval_moecache.sweep.spec import Cell
 
 TITLE = "Router certainty against the number of experts predicted rightly"

@@ -16,9 +16,10 @@ from typing import Any
 import lm_eval.evaluator
 from lm_eval.api.metrics import mean, mean_stderr
 
-from lm_eval_moecache.harness.tasks import FILTER, HIGHER_IS_BETTER, Figures, mean_figures
+from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER, Figures, mean_figures
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import request_metrics
+from lm_eval_moecache.report.results import SPEED_FILTER
 
 SAMPLE_KEY = "speed"
 """Of a line that `--log_samples` writes: the figures of its document."""
@@ -82,11 +83,13 @@ def add_figures(
         for sample in results.get("samples", {}).get(task, []):
             sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
         row = results["results"][task]
-        if not any(key.endswith(f",{FILTER}") for key in row):
+        if not any(key.endswith(f",{SPEED_FILTER}") for key in row):
             found = _row(list(figures.values()))
             row.update(found)
             arrows = results.setdefault("higher_is_better", {}).setdefault(task, {})
-            arrows.update({n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{FILTER}" in found})
+            arrows.update(
+                {n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{SPEED_FILTER}" in found}
+            )
 
 
 def _by_document(records: Sequence[RequestRecord]) -> dict[str, dict[int, list[RequestRecord]]]:
@@ -106,7 +109,7 @@ def _row(documents: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     for name in HIGHER_IS_BETTER:
         values = [figures[name] for figures in documents if name in figures]
         if values:
-            row[f"{name},{FILTER}"] = mean(values)
+            row[f"{name},{SPEED_FILTER}"] = mean(values)
             error = mean_stderr(values) if len(values) > 1 else "N/A"
-            row[f"{name}_stderr,{FILTER}"] = error
+            row[f"{name}_stderr,{SPEED_FILTER}"] = error
     return row

@@ -18,7 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask
 
-FILTER = "speed"
+from lm_eval_moecache.report.results import SPEED_FILTER
 
 #: Figure of a request -> whether more of it is better (the arrow in lm-eval's table).
 HIGHER_IS_BETTER: Mapping[str, bool] = {
@@ -70,7 +70,7 @@ class SpeedTask(ConfigurableTask):
         self._measured = [n for n in HIGHER_IS_BETTER if any(n in each for each in figures)]
         if self._measured:
             for instance, each in zip(self.instances, figures, strict=True):
-                instance.filtered_resps[FILTER] = each
+                instance.filtered_resps[SPEED_FILTER] = each
         return unfiltered
 
     def process_results(self, doc: Any, results: list[Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lm_eval_moecache.algorithms.registry import AXES as AXES
 from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.report.described import METRICS as METRICS
 from lm_eval_moecache.report.results import Run, Score
 
-AXES = ("routing", "prefetch", "eviction", "miss")
 MEGABYTE = 1e6
 """What pictures count bytes in; links are told in GB/s."""
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
+from lm_eval_moecache.algorithms.registry import AXES
+
 # Header, metric, and whether it is a distribution of which the table shows the mean.
 _COLUMNS = (
     ("Requests", "requests", False, "{:d}"),
@@ -21,7 +23,6 @@ _COLUMNS = (
     ("Stall ms/tok", "stall_ms_per_token", False, "{:.3f}"),
     ("MB moved", "bytes_moved", False, "{:.1f}"),
 )
-_AXES = ("routing", "prefetch", "eviction", "miss")
 # The title names these settings where they are not at their defaults.
 _DEFAULTS = {"phases": "all", "scoring": "parallel", "cache_reset": "never", "link": "priority"}
 
@@ -55,7 +56,7 @@ def regime_line(regime: Mapping[str, Any]) -> str:
 def _title(report: Mapping[str, Any]) -> str:
     policy, hardware = report["policy"], report["hardware"]
     parts = [
-        f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in _AXES)})",
+        f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in AXES)})",
         f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes",
         f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
         f"clock: {report['clock']}",

@@ -19,12 +19,12 @@ from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.spec import Cell
 
 # lm-eval's default of 100,000 draws costs more than a tiny run; 1,000 place the standard error
 # of a bootstrapped metric (BLEU, medians) within about 2%. Means have a closed form.
 BOOTSTRAP_DRAWS = 1000
-SPEED_FILTER = "speed"
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 # What of lm-eval's own `config` is a function of the configuration, and not of the machine.
 _KEPT_CONFIG = (

@@ -12,13 +12,14 @@ from typing import Any
 
 from lm_eval.api.metrics import mean, stderr_for_metric
 
-from lm_eval_moecache.harness.tasks import FILTER, Figures, mean_figures
+from lm_eval_moecache.harness.tasks import Figures, mean_figures
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import request_metrics
+from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import BOOTSTRAP_DRAWS, loadable
 from lm_eval_moecache.sweep.spec import Cell
 
-_SUFFIX = f",{FILTER}"
+_SUFFIX = f",{SPEED_FILTER}"
 
 
 def replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
