@@ -50,9 +50,8 @@ def late(folder: Path) -> Path:
     _box(axes, 3.2, 1.6, 1.6, 0.5, IDLE, "stall")
     _box(axes, 4.8, 1.6, 1.8, 0.5, COMPUTE, "layer 4's experts")
     _row(axes, 0.7, "link", [(0, 1.4, "demand", LINK), (1.4, 3.4, "prefetch for layer 4", LATE)])
-    axes.annotate(
-        "its event begins: late", (3.2, 1.6), (3.2, 0.15), arrowprops={"arrowstyle": "->"}
-    )
+    arrow = {"arrowstyle": "->"}
+    axes.annotate("its event begins: late", (3.2, 1.6), (3.2, 0.15), arrowprops=arrow)
     axes.annotate("it arrives", (4.8, 1.2), (5.4, 0.15), arrowprops=arrow)
     return _save(figure, folder / "late.svg")
 

@@ -13,8 +13,9 @@ from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.records.schemas.recipe import Recipe
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.runs_file import RUNS
 from lm_eval_moecache.report.said import said_table
-from lm_eval_moecache.sweep.files import RUNS, write_atomically
+from lm_eval_moecache.sweep.files import write_atomically
 from lm_eval_moecache.sweep.recipes import Found, fit, load_recipe, recipe_names
 
 SAID = "paper.md"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from random import Random
 
@@ -55,17 +55,16 @@ def bbh_maker(kind: str, grade: int) -> Maker:
     return make
 
 
+_GRADED: Mapping[str, Callable[[int], Maker]] = {
+    "gsm8k": gsm8k.maker,
+    "mmlu": knowledge.fixed_maker,
+    "arc": knowledge.arc_maker,
+    "truthfulqa": knowledge.truthfulqa_maker,
+    **{f"bbh/{kind}": partial(bbh_maker, kind) for kind in BBH},
+}
 # `<skill>/<grade>`, the hardest grade last.
 MAKERS: dict[str, Maker] = {
-    f"{name}/{grade}": maker(grade)
-    for grade in GRADES
-    for name, maker in (
-        ("gsm8k", gsm8k.maker),
-        ("mmlu", knowledge.fixed_maker),
-        ("arc", knowledge.arc_maker),
-        ("truthfulqa", knowledge.truthfulqa_maker),
-        *((f"bbh/{kind}", partial(bbh_maker, kind)) for kind in BBH),
-    )
+    f"{name}/{grade}": maker(grade) for grade in GRADES for name, maker in _GRADED.items()
 }
 # Only trained on.
 AUXILIARY: dict[str, Maker] = {
