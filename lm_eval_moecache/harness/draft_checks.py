@@ -16,6 +16,7 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.model.speculative.draft_model import matching_layers, measure
+from lm_eval_moecache.model.weights import check_weights
 
 
 def check_draft(config: Config, pretrained: Any, theirs: Mapping[str, Any]) -> None:
@@ -54,6 +55,7 @@ def check_fit(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_laye
                 f"{len(layers)} MoE layers, which prefetch='draft' predicts layer by layer. "
                 "Allowed: another draft, or another prefetch."
             )
+    check_weights("draft", model_path(draft), {})
 
 
 def _check_precision(draft: str, target: Any, device: str) -> None:

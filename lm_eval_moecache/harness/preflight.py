@@ -11,11 +11,13 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness.arguments import Config, read_config, split_arguments
 from lm_eval_moecache.harness.device import resolve_device
 from lm_eval_moecache.harness.loaded import check_loaded, model_name
-from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.harness.refusal import refusing
+from lm_eval_moecache.model.checkpoint import model_path, skeleton
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting.find import check_rules
+from lm_eval_moecache.model.weights import check_weights
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 
@@ -34,7 +36,7 @@ def preflight(
 
     Raises ValueError for unknown or useless keys, for values outside what is allowed, for a model
     without MoE layers that can be taken over, for a capacity too small for one expert, and for
-    parameters out of an algorithm's range.
+    parameters out of an algorithm's range, and for weights that are not whole (`check_weights`).
     """
     ours, theirs = split_arguments(arguments, host_keys)
     theirs["device"] = resolve_device(theirs)
@@ -58,12 +60,15 @@ def preflight(
         _check_routers_can_be_asked(layers)
     if not (built["routing"].is_lossless and built["miss"].is_lossless):
         check_rules([layer.gate for layer in layers])
+    if isinstance(pretrained, str):
+        check_weights("pretrained", model_path(pretrained), theirs)
     return config, theirs
 
 
 def geometry_of(pretrained: str) -> Geometry:
     """Return the sizes of a model, from its configuration alone."""
-    model = skeleton(pretrained, {})
+    with refusing(pretrained):
+        model = skeleton(pretrained, {})
     return describe(model, find_moe_layers(model), model_name(pretrained))
 
 

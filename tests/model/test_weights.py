@@ -1,0 +1,125 @@
+"""Weights that are not whole are refused before they are loaded, by the file's name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from lm_eval_moecache.harness.draft_checks import check_fit
+from lm_eval_moecache.harness.lm import check_arguments
+from lm_eval_moecache.harness.preflight import geometry_of
+from lm_eval_moecache.model import weights
+from tests.conftest import Checkpoint
+
+NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("olmoe"), tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(folder: Path) -> Path:
+    """The same checkpoint in two files and an index."""
+    tensors = load_file(folder / NAME)
+    (folder / NAME).unlink()
+    places: dict[str, str] = {}
+    for number, names in enumerate([sorted(tensors)[::2], sorted(tensors)[1::2]], start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(ValueError, match="pretrained=") as caught:
+        check_arguments(str(folder), {})
+    for word in (str(folder), *words):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("left", [0, 4, 500, -1])
+def test_a_file_that_is_cut_short_is_named(folder: Path, left: int) -> None:
+    data = (folder / NAME).read_bytes()
+    (folder / NAME).write_bytes(data[:left])
+    refused(folder, NAME, f"({len(data[:left])} bytes)", "cut short or damaged")
+
+
+@pytest.mark.parametrize("place", [0, 7, 9, 60])
+def test_a_damaged_header_is_named(folder: Path, place: int) -> None:
+    data = bytearray((folder / NAME).read_bytes())
+    data[place] ^= 0xFF
+    (folder / NAME).write_bytes(data)
+    refused(folder, NAME, "cut short or damaged")
+
+
+def test_a_missing_or_exchanged_shard_is_named(sharded: Path) -> None:
+    check_arguments(str(sharded), {})
+    first, second = sorted(sharded.glob("model-*"))
+    shutil.copy(first, second)
+    refused(sharded, second.name, "lacks", "which the index says it has")
+    second.unlink()
+    refused(sharded, second.name, "is missing", INDEX)
+    (sharded / INDEX).write_text("[]")
+    refused(sharded, INDEX, "no weight_map")
+
+
+def test_flipped_bytes_are_found_where_a_checksum_is_there(folder: Path) -> None:
+    path = folder / NAME
+    sidecar = path.with_name(f"{NAME}.sha256")
+    sidecar.write_text(f"{digest_of(path)}  {NAME}\n")
+    check_arguments(str(folder), {})
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    refused(folder, NAME, "other bytes", sidecar.name)
+    sidecar.write_text("not a checksum")
+    refused(folder, sidecar.name, "64 hexadecimal digits")
+    sidecar.unlink()
+    check_arguments(str(folder), {})
+
+
+def test_an_index_may_have_checksums(sharded: Path) -> None:
+    files = sorted(sharded.glob("model-*"))
+    index = json.loads((sharded / INDEX).read_text())
+    index["metadata"]["sha256"] = {file.name: digest_of(file) for file in files}
+    (sharded / INDEX).write_text(json.dumps(index))
+    check_arguments(str(sharded), {})
+    data = bytearray(files[1].read_bytes())
+    data[-5] ^= 1
+    files[1].write_bytes(data)
+    refused(sharded, files[1].name, "other bytes", "the index says")
+
+
+def test_a_file_is_hashed_once(folder: Path) -> None:
+    path = folder / NAME
+    path.with_name(f"{NAME}.sha256").write_text(digest_of(path))
+    before = weights._digest.cache_info().misses
+    check_arguments(str(folder), {})
+    check_arguments(str(folder), {"capacity": "50%"})
+    assert weights._digest.cache_info().misses == before + 1
+
+
+def test_a_model_that_is_not_there_is_named_by_every_way_in() -> None:
+    with pytest.raises(ValueError, match=r"^pretrained='no/such' cannot be read: [^\n]+$"):
+        geometry_of("no/such")
+
+
+def test_a_drafts_weights_are_looked_at_too(folder: Path, checkpoint: Checkpoint) -> None:
+    data = (folder / NAME).read_bytes()
+    (folder / NAME).write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=re.escape(f"draft={str(folder)!r}: {NAME}")):
+        check_fit(str(folder), str(checkpoint("olmoe")), {}, False)
