@@ -98,6 +98,24 @@ def test_cache_reset_replays_exactly_too(lm: MoECacheLM, tmp_path: Path) -> None
     assert again.ledger.passes == lm.engine.ledger.passes
 
 
+@pytest.mark.parametrize("cache_reset", ["never", "request"])
+def test_a_warmed_run_equals_its_replay(lm: MoECacheLM, tmp_path: Path, cache_reset: str) -> None:
+    given = {"policy": "on_demand", "cache_reset": cache_reset, "capacity": "40%"}
+    lm.install(read_config({**given, "trace": str(tmp_path / "cold")}))
+    _run(lm)
+    profile, cold = lm.finish_trace(), lm.engine.ledger.passes
+    assert profile is not None
+    given = {**given, "warm": str(profile), "trace": str(tmp_path / "warm")}
+    lm.install(read_config(given))
+    _run(lm)
+    path, live = lm.finish_trace(), lm.engine.ledger.passes
+    assert live[0].misses < cold[0].misses
+    assert lm.report()["warm"] == profile.name
+    again = replay(load_trace(str(path)), lm.engine.setting, cache_reset=cache_reset)
+    assert again.ledger.passes == live
+    lm.engine.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("chosen", "scoring"),
     [

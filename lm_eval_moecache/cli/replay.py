@@ -30,6 +30,7 @@ from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
 from lm_eval_moecache.report.replay_table import as_json, as_table
+from lm_eval_moecache.trace.use import load_use
 
 
 def run_raw(argv: list[str]) -> int:
@@ -49,6 +50,7 @@ def run_raw(argv: list[str]) -> int:
         bound=arguments.bound,
         link=arguments.link,
         emulate=None if arguments.emulate is None else load_real_model(arguments.emulate),
+        warm=None if arguments.warm is None else load_use(arguments.warm),
     )
     rows = run_sweep(arguments.traces, setting, show_progress=sys.stderr.isatty())
     if arguments.plot is not None:
@@ -101,7 +103,7 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
         help="'5%%', '2GiB', '51', '30/layer'; a,b,c for many",
     )
     _add_machine(made)
-    made.add_argument("--cache_reset", choices=["never", "request"], default="never")
+    _add_start(made)
     made.add_argument("--seed", type=int | None, help="default: the recorded run's")
     made.add_argument(
         "--expert_bytes", type=str | None, help="size of one expert, for .jsonl traces: '12MiB'"
@@ -131,6 +133,16 @@ def _add_machine(parser: ArgumentParser) -> None:
         type=str | None,
         help="charge each layer as one of this model: a name, a folder, or a YAML",
     )
+
+
+def _add_start(parser: ArgumentParser) -> None:
+    """Add what says how the cache begins."""
+    parser.add_argument(
+        "--warm",
+        type=str | None,
+        help="fill it before the first request: a trace, or a JSON of `moecache profile use`",
+    )
+    parser.add_argument("--cache_reset", choices=["never", "request"], default="never")
 
 
 def _read_options(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:

@@ -34,6 +34,8 @@ class ExpertCache:
         self.used_bytes = 0
         self.peak_bytes = 0
         self.loads = 0
+        self.warmed = 0
+        """Residents that were there before the first request, and no load."""
         self.evictions = 0
         self.replaced = 0
         """Residents let go because the same expert was asked for at a better level."""
@@ -84,6 +86,23 @@ class ExpertCache:
         self._loaded_at[key] = self.tokens
         self.eviction.on_insert(key, False)
 
+    def warm(self, hottest: Iterable[int]) -> None:
+        """Make resident what fits of these keys, the first ones first: no load, no eviction.
+
+        What is too large for the room left is passed over. The eviction algorithm hears of the
+        hottest last, so that the order of arrival speaks for it, too.
+        """
+        room = self.capacity_bytes - self.used_bytes
+        chosen: list[int] = []
+        for key in hottest:
+            if self.size_of(key) <= room:
+                chosen.append(key)
+                room -= self.size_of(key)
+        for key in reversed(chosen):
+            self.insert(key)
+        self.loads -= len(chosen)
+        self.warmed += len(chosen)
+
     def reserve(self, key: int, level: int = 0) -> None:
         """Take the bytes of a prefetch that begins to move."""
         self._take(key, level)
@@ -112,9 +131,10 @@ class ExpertCache:
         assert held == self.used_bytes <= self.capacity_bytes, (
             f"bytes held {held}, counted {self.used_bytes}, capacity {self.capacity_bytes}"
         )
-        settled = self.loads - self.evictions - self.replaced
+        settled = self.loads + self.warmed - self.evictions - self.replaced
         assert settled == len(self.resident) + len(self.arriving), (
-            f"loads {self.loads} - evictions {self.evictions} - replaced {self.replaced} != "
+            f"loads {self.loads} + warmed {self.warmed} - evictions {self.evictions} - "
+            f"replaced {self.replaced} != "
             f"residents {len(self.resident)} + arriving {len(self.arriving)}"
         )
 

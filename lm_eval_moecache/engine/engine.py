@@ -63,24 +63,36 @@ class Engine:
         self.clock: Clock = self.executor.clock
         self.slots = self.executor.slots
         self._prepare(future)
-        if setting.draft is None and self.algorithms.prefetch.needs_draft:
-            raise without_draft(self.algorithms.prefetch)
         # Called once a layer and token: bound here, so that no call goes through two functions.
         self.enter = self.executor.enter
         self.run = self.executor.run
         self.waves = self.executor.waves
         self._before = Counters()
+        self._warm()
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
 
     def _prepare(self, future: Future | None) -> None:
-        """Tell the algorithms the future, or refuse those that cannot do without."""
+        """Tell the algorithms the future, or refuse those that lack it, or their draft."""
         seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
         for algorithm in [self.algorithms.prefetch, *seers]:
             if algorithm.is_offline and future is None:
                 raise offline(algorithm)
             if future is not None:
                 algorithm.prepare(future)
+        if self.setting.draft is None and self.algorithms.prefetch.needs_draft:
+            raise without_draft(self.algorithms.prefetch)
+
+    def _warm(self) -> None:
+        """Fill the caches with the most used experts: at no time, and no bytes are counted."""
+        profile = self.setting.warm
+        if profile is None:
+            return
+        assert not self.slots, "warmed slots without weights in them"
+        profile.check(self.own_geometry)
+        caches, num_experts = self.executor.caches, self.geometry.num_experts
+        for pool in self.pools:
+            pool.warm(key for key in profile.hottest if caches[key // num_experts] is pool)
 
     def close(self) -> None:
         """End what runs beside the caller (the wall clock's worker). Safe to call twice."""
@@ -195,11 +207,12 @@ class Engine:
         self._before = self._totals()
 
     def reset_cache(self) -> None:
-        """Start cold: empty the caches and forget what waits on the link (`cache_reset`)."""
+        """Start anew (`cache_reset`): caches as they began, cold or warm, and an empty link."""
         self.executor.settle()
         before = self._totals()
         for pool in self.pools:
             pool.clear()
+        self._warm()
         # What a reset throws out, the policy did not evict.
         self._before += self._totals() - before
 

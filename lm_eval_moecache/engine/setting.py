@@ -9,6 +9,7 @@ from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
+from lm_eval_moecache.records.use import UseProfile
 
 SELF = "self:"
 """Begins the name of a draft that is the target itself at another precision: `self:int4`."""
@@ -71,6 +72,8 @@ class Setting:
     """Whether demands overtake prefetches, and these are withdrawn when their event is over."""
     emulate: RealModel | None = None
     """The model whose sizes each layer is charged as (virtual clock only)."""
+    warm: UseProfile | None = None
+    """What the cache holds before the first request (virtual clock only); None for nothing."""
     throttle_bytes_per_s: float | None = None
     """What the real link is slowed down to (wall clock only); None for as fast as it is."""
 

@@ -32,7 +32,9 @@ from lm_eval_moecache.records.sizes import (
     parse_bandwidth,
     parse_capacity,
 )
+from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.trace.detail import FULL, Detail
+from lm_eval_moecache.trace.use import load_use
 from lm_eval_moecache.trace.writer import prepare_folder
 
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
@@ -48,7 +50,7 @@ _CHOICES = {
 }
 KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
-    *("trace", "store_dir", "emulate"),
+    *("trace", "store_dir", "emulate", "warm"),
     *_CHOICES,
     *("draft", "draft_tokens"),
 )
@@ -95,6 +97,8 @@ class Config:
     """Discipline of the virtual link."""
     emulate: RealModel | None = None
     """The real model whose sizes the layers are charged as (virtual clock only)."""
+    warm: UseProfile | None = None
+    """What the cache holds before the first request (virtual clock only)."""
     precision: str | None = None
     """Levels at which experts are stored, best first; None for the model's own dtype."""
 
@@ -111,6 +115,7 @@ class Config:
             capacity=parse_capacity(self.capacity, charged),
             emulate=emulate,
             link=self.link,
+            warm=self.warm,
             hardware=self.hardware,
             seed=self.seed,
             throttle_bytes_per_s=self.throttle_bytes_per_s,
@@ -174,6 +179,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         seed=read_count("seed", given.get("seed", 0), exact=True),
         precision=precision,
         emulate=None if given.get("emulate") is None else load_real_model(str(given["emulate"])),
+        warm=None if given.get("warm") is None else load_use(str(given["warm"])),
         trace=_trace_folder(given.get("trace")),
         **choices,
         **drafting,

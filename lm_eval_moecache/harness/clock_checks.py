@@ -8,6 +8,12 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.engine.setting import FIFO
 
+_OF_VIRTUAL_TIME = {
+    "emulate": "which moves and times the model's own experts",
+    "warm": "where a cache is filled by real transfers only, which are measured",
+}
+"""Key -> why the wall clock cannot do it."""
+
 
 def check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Policy) -> None:
     """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
@@ -29,16 +35,22 @@ def check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Po
             "link='fifo' does not go with clock='wall', whose demands always go first. Allowed "
             "with it: clock=virtual."
         )
-    if "emulate" in given:
-        raise ValueError(
-            f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
-            "the model's own experts. Allowed with it: clock=virtual."
-        )
+    for key, reason in _OF_VIRTUAL_TIME.items():
+        if key in given:
+            raise ValueError(
+                f"{key}={given[key]!r} does not go with clock='wall', {reason}. Allowed with it: "
+                "clock=virtual."
+            )
     if "store_dir" in given and choices["store"] != "disk":
         raise ValueError(
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
             "store=disk."
         )
+    _check_order(choices, policy)
+
+
+def _check_order(choices: Mapping[str, str], policy: Policy) -> None:
+    """Refuse what needs another order of execution than that of the wall clock."""
     if policy.miss.algorithm.cached_first:
         raise ValueError(
             f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "

@@ -17,6 +17,7 @@ MEANINGS: Mapping[str, str] = {
     "bandwidth": "of the link, in place of the profile's: 5GB/s",
     "link": "priority: demands first, stale prefetches withdrawn; or fifo (default: priority)",
     "emulate": "charge each layer as one of this model: a name, a folder or a YAML",
+    "warm": "fill the cache before the first request: a trace, or a JSON of `profile use`",
     "phases": "all, or decode: lossy algorithms act only while decoding (default: the policy's)",
     "seed": "of algorithms that draw (default: 0)",
     "trace": "folder to record a routing trace into, for `moecache replay`",
@@ -24,7 +25,7 @@ MEANINGS: Mapping[str, str] = {
     "clock": "virtual, or wall: real transfers on this machine, measured (default: virtual)",
     "store": "with clock=wall: far experts lie in ram or on disk (default: ram)",
     "scoring": "parallel, or scan: scored text is routed as if it were decoded (default: parallel)",
-    "cache_reset": "never, or request: start each request with a cold cache (default: never)",
+    "cache_reset": "never, or request: each request starts as the first one did (default: never)",
     "draft": "moecache-spec: a model, self:int4 or prompt_lookup (default: self:int4)",
     "draft_tokens": "moecache-spec: tokens drafted for each verify pass (default: 1)",
 }

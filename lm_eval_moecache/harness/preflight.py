@@ -51,6 +51,8 @@ def preflight(
     _check_precision(config, theirs)
     geometry = describe(model, layers, model_name(pretrained), config.ladder)
     capacity = parse_capacity(config.capacity, geometry)
+    if config.warm is not None:
+        config.warm.check(geometry)
     if config.clock == "wall":
         check_wall(model, geometry, capacity, theirs)
     # Built to be thrown away: their constructors check the parameters' ranges.

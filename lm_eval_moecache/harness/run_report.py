@@ -40,6 +40,7 @@ def run_report(
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
         "link": config.link,
+        **({} if config.warm is None else {"warm": config.warm.name}),
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),

@@ -17,6 +17,7 @@ from lm_eval_moecache.engine.setting import PRIORITY, Setting
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
+from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -42,6 +43,8 @@ class SweepSetting:
     link: str = PRIORITY
     emulate: RealModel | None = None
     """The model whose sizes the traced layers are charged as; None for the trace's own."""
+    warm: UseProfile | None = None
+    """What the caches hold before the first request, those of the bounds, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,8 @@ class Row:
     """Tokens' worth of experts that the capacity holds."""
     emulates: str = ""
     """The model whose sizes the layers were charged as."""
+    warmed_by: str = ""
+    """The profile of use that the caches began with."""
     regime: dict[str, Any] | None = None
     """None where the trace says no sizes, and none are emulated."""
 
@@ -148,6 +153,7 @@ class _Replays:
                 seed=seed,
                 emulate=self.setting.emulate,
                 link=self.setting.link,
+                warm=self.setting.warm,
             ),
             future=self._decode_future if decode else self._future,
             cache_reset=self.setting.cache_reset,
@@ -185,6 +191,7 @@ def _row(
         warnings=_idle(policy, own, len(replays.trace.requests)),
         cycles=own.regime["capacity_cycles"],
         emulates="" if emulate is None else emulate.name,
+        warmed_by="" if replays.setting.warm is None else replays.setting.warm.name,
         regime=own.regime if has_sizes else None,
     )
 

@@ -31,6 +31,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 # Where the trace says no sizes, each expert counts one byte.
                 "has_sizes": row.has_sizes,
                 "emulate": row.emulates or None,
+                "warm": row.warmed_by or None,
                 "regime": row.regime,
                 "metrics": row.metrics,
                 **{
@@ -88,6 +89,7 @@ def _title(rows: Sequence[Row], by_policy: bool, by_hardware: bool) -> str:
     title = "moecache replay"
     title += "" if by_policy else f" ({_policy(rows[0])})"
     title += f", layers charged as: {rows[0].emulates}" if rows[0].emulates else ""
+    title += f", warmed by: {rows[0].warmed_by}" if rows[0].warmed_by else ""
     return title + ("" if by_hardware else f", hardware: {_hardware(rows[0])}")
 
 

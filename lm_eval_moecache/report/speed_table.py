@@ -63,6 +63,8 @@ def _title(report: Mapping[str, Any]) -> str:
     ]
     if "emulate" in report:
         parts.append(f"layers charged as: {report['emulate']['name']}")
+    if "warm" in report:
+        parts.append(f"warmed by: {report['warm']}")
     if "draft" in report:
         draft = report["draft"]
         parts.append(f"draft: {draft['name']}, {draft['tokens']} tokens, {draft['bytes']} bytes")

@@ -127,6 +127,8 @@ def resolve(config: Config) -> dict[str, Any]:
     }
     if config.emulate is not None:
         resolved["emulate"] = dataclasses.asdict(config.emulate)
+    if config.warm is not None:
+        resolved["warm"] = config.warm.digest
     for part in {"policy", "hardware", "emulate"} & resolved.keys():
         resolved[part].pop("source", None)
     return resolved

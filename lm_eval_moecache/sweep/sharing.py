@@ -29,7 +29,7 @@ _FORMAT = 1
 # What of a setting changes no output of a lossless policy, and nothing that the model computes.
 # A setting that is not listed keeps cells apart.
 _FREE = (
-    *("policy", "capacity", "hardware", "emulate", "link"),
+    *("policy", "capacity", "hardware", "emulate", "link", "warm"),
     *("cache_reset", "seed", "trace", "detail"),
 )
 

@@ -11,7 +11,11 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.harness.lm import check_arguments
+from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.records.emulation import emulated_names
+from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.sweep import worker
 from tests.conftest import Checkpoint
 from tests.sweep.toy import records, write_sweep
@@ -82,6 +86,24 @@ def test_links_and_emulated_models_share_the_run(tmp_path: Path, base: dict[str,
     assert made_by(found) == ["replay_of"] * 3 + ["run"]
     speeds = {r["config"]["moecache"]["totals"]["ttft_ms"]["mean"] for r in found.values()}
     assert len(speeds) >= 2
+
+
+def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[str, Any]) -> None:
+    model = skeleton(base["pretrained"], {})
+    sizes = describe(model, find_moe_layers(model), "olmoe")
+    counts = tuple(tuple(range(sizes.num_experts)) for _ in range(sizes.num_layers))
+    profile = tmp_path / "use.json"
+    write_use(profile, UseProfile(model="", counts=counts))
+    grid = {"warm": [None, str(profile)], "cache_reset": ["never", "request"]}
+    found, _ = both_ways(tmp_path, base={**base, "policy": "on_demand"}, grid=grid, limit=2)
+    assert made_by(found) == ["replay_of"] * 3 + ["run"]
+    reports = [record["config"]["moecache"] for record in found.values()]
+    assert sorted("warm" in report for report in reports) == [False, False, True, True]
+    moved = {("warm" in r, r["cache_reset"]): r["totals"]["bytes_moved"] for r in reports}
+    assert moved[True, "never"] < moved[False, "never"]
+    assert moved[True, "request"] < moved[False, "request"]
+    with pytest.raises(ValueError, match=r"layers of .* experts, and the model 'tiny' has"):
+        check_arguments("tiny", {"policy": "on_demand", "warm": str(profile)})
 
 
 @pytest.mark.parametrize("setting", [{"batch_size": 3}, {"batch_size": 2, "logits_cache": False}])

@@ -1,0 +1,223 @@
+"""Caches that are warm before the first request: who is in them, what it costs, what it spares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.use import UseProfile
+from lm_eval_moecache.sweep.identity import resolve
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.use import load_use, use_of
+
+from . import traces
+
+SHIPPED = Path(__file__).resolve().parents[2] / "traces" / "olmoe-1b-7b.parquet"
+# Layer 1's experts weigh 1500 bytes, those of the others 1000.
+COUNTS = ((0, 9, 2, 0, 0, 0, 0, 0), (0, 0, 0, 9, 0, 0, 0, 1), (7, 0, 0, 0, 0, 0, 0, 0))
+PROFILE = UseProfile(model="", counts=COUNTS)
+
+
+def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> Any:
+    setting = traces.setting("on_demand", capacity, **axes)
+    return dataclasses.replace(setting, warm=profile)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "held"),
+    [
+        # By use: 1 and 11 (9 each, ties by key), 16 (7), 2 (2), 15 (1); the others never.
+        ("1500B", {1}),
+        ("2000B", {1, 16}),  # 11 is passed over: its 1500 bytes do not fit beside 1
+        ("2500B", {1, 11}),
+        ("4500B", {1, 11, 16, 2}),
+        ("100%", {1, 11, 16, 2, 15}),
+        ("1/layer", {1, 11, 16}),
+    ],
+)
+def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[int]) -> None:
+    engine = Engine(traces.GEOMETRY, warmed(capacity))
+    assert {key for pool in engine.pools for key in pool.resident} == held
+    engine.check_integrity()
+    assert engine.clock.now == engine.link.bytes_moved == engine.link.busy_s == 0
+    assert sum(pool.loads + pool.evictions for pool in engine.pools) == 0
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=8, max_size=8), min_size=3, max_size=3),
+    st.integers(1500, 30000),
+)
+def test_no_resident_is_less_used_than_an_absent_expert_that_would_fit(
+    counts: list[list[int]], nbytes: int
+) -> None:
+    profile = UseProfile(model="", counts=tuple(map(tuple, counts)))
+    [pool] = Engine(traces.GEOMETRY, warmed(f"{nbytes}B", profile)).pools
+    flat = [count for layer in counts for count in layer]
+    for key in set(range(24)) - set(pool.resident):
+        if flat[key]:
+            hotter = [k for k in pool.resident if (-flat[k], k) < (-flat[key], key)]
+            assert sum(map(pool.size_of, hotter)) + pool.size_of(key) > nbytes
+    assert all(flat[key] for key in pool.resident)
+
+
+def test_the_least_used_is_the_first_to_leave_under_lru() -> None:
+    engine = Engine(traces.GEOMETRY, warmed("4500B"))
+    assert engine.pools[0].eviction.victim(frozenset(), 0) == 2
+
+
+def on_demand_evictions() -> list[str]:
+    names = algorithm_names("eviction")
+    pairs = {name: find_algorithm("eviction", name).pairs_with for name in names}
+    return [name for name in names if "fetch" in pairs[name].get("miss", ["fetch"])]
+
+
+@pytest.mark.parametrize("name", on_demand_evictions())
+@pytest.mark.parametrize("cache_reset", ["never", "request"])
+def test_every_eviction_copes_and_the_books_balance(
+    tmp_path: Path, name: str, cache_reset: str
+) -> None:
+    trace = load_trace(str(traces.record(tmp_path)[0]))
+    profile = use_of(trace)
+    future = Future(trace) if find_algorithm("eviction", name).is_offline else None
+    runs = {}
+    for each in (None, profile):
+        setting = warmed("40%", each, eviction=name)
+        runs[each] = replay(trace, setting, future=future, cache_reset=cache_reset)
+        runs[each].check_integrity()
+    cold, warm = runs[None], runs[profile]
+    assert warm.ledger.passes[0].misses < cold.ledger.passes[0].misses
+    # Everybody who was asked for was near or came over the link.
+    for engine in (cold, warm):
+        assert engine.link.transfers == sum(p.misses for p in engine.ledger.passes)
+
+
+def test_a_reset_goes_back_to_the_warm_state(tmp_path: Path) -> None:
+    trace = load_trace(str(traces.record(tmp_path)[0]))
+    setting = warmed("30%", use_of(trace))
+    first = dict(Engine(traces.GEOMETRY, setting).pools[0].resident)
+    engine = replay(trace, setting)
+    assert engine.pools[0].resident != first
+    evictions = sum(p.evictions for p in engine.ledger.passes)
+    engine.reset_cache()
+    assert engine.pools[0].resident == first
+    engine.check_integrity()
+    assert sum(p.evictions for p in engine.ledger.passes) == evictions
+
+
+def test_the_host_computes_what_the_profile_left_out(tmp_path: Path) -> None:
+    """ktransformers' placement: without a profile its cache stays empty."""
+    trace = load_trace(str(traces.record(tmp_path)[0]))
+    profile = use_of(trace)
+    setting = dataclasses.replace(traces.setting("ktransformers", "50%"), warm=profile)
+    cold = replay(trace, dataclasses.replace(setting, warm=None))
+    warm = replay(trace, setting)
+    placed = dict(Engine(traces.GEOMETRY, setting).pools[0].resident)
+    assert warm.pools[0].resident == placed and not cold.pools[0].resident
+    assert warm.clock.now < cold.clock.now
+
+
+def test_a_shipped_trace_has_its_first_token_earlier() -> None:
+    """DECISIONS.md has the figures."""
+    trace = load_trace(str(SHIPPED))
+    setting = dataclasses.replace(
+        traces.setting("on_demand", "25%"),
+        capacity=parse_capacity("25%", trace.geometry),
+        hardware=load_hardware("a100-5gbps"),
+    )
+    cold, warm = (
+        replay(trace, dataclasses.replace(setting, warm=each)) for each in (None, use_of(trace))
+    )
+    before, after = (engine.ledger.passes[0] for engine in (cold, warm))
+    assert after.misses < before.misses
+    assert after.end_s < before.end_s
+
+
+def test_a_profile_is_the_same_from_its_trace_and_from_its_file(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    out = tmp_path / "use.json"
+    assert main(["profile", "use", str(path), "--out", str(out)]) == 0
+    assert load_use(str(out)) == load_use(str(path))
+    rows = load_trace(str(path)).columns
+    for layer, counts in enumerate(load_use(str(out)).counts):
+        slow = [int((rows.experts[rows.layer == layer] == expert).sum()) for expert in range(8)]
+        assert list(counts) == slow
+
+
+def test_replay_takes_it_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = traces.record(tmp_path)
+    rates = []
+    for extra in ([], ["--warm", str(path)]):
+        assert main(["replay", str(path), "--capacity", "50%", "--json", *extra]) == 0
+        [run] = json.loads(capsys.readouterr().out)["runs"]
+        assert run["warm"] == (path.name if extra else None)
+        rates.append(run["metrics"]["miss_rate"])
+    assert rates[1] < rates[0]
+    assert main(["replay", str(path), "--warm", str(path)]) == 0
+    assert f"warmed by: {path.name}" in capsys.readouterr().out
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = UseProfile(model="Other-7B", counts=COUNTS, name="use.json")
+    with pytest.raises(ValueError, match="is of the model 'Other-7B', and this is 'generated'"):
+        Engine(traces.GEOMETRY, warmed("50%", other))
+    Engine(traces.GEOMETRY, warmed("50%", dataclasses.replace(other, model="Generated")))
+    small = UseProfile(model="generated", counts=((1, 2),), name="use.json")
+    with pytest.raises(ValueError, match=r"counts 1 layers of 2 experts, .* has 3 of 8"):
+        Engine(traces.GEOMETRY, warmed("50%", small))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"counts": [[1, 2], [3]]}, "must have num_layers=2 of num_experts=2"),
+        ({"counts": [[1, -2], [3, 4]]}, "counts.0.1=-2 must be"),
+        ({"kind": "uses"}, "kind"),
+        ({"countz": []}, "countz"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    good = {"format": 1, "kind": "use", "model": "m", "num_layers": 2, "num_experts": 2}
+    path = tmp_path / "use.json"
+    path.write_text(json.dumps({**good, "counts": [[1, 2], [3, 4]]}))
+    assert load_use(str(path)).hottest == (3, 2, 1, 0)
+    path.write_text(json.dumps({**good, "counts": [[1, 2], [3, 4]], **change}))
+    with pytest.raises(ValueError, match=r"^warm=.*use\.json") as caught:
+        load_use(str(path))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nothing.json", "nothing.parquet", " ", "x.txt"])
+def test_a_profile_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^warm="):
+        read_config({"warm": name})
+
+
+def test_the_machines_own_clock_has_no_free_transfers(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    with pytest.raises(ValueError, match=r"warm=.* does not go with clock='wall'"):
+        read_config({"warm": str(path), "clock": "wall", "policy": "on_demand"})
+
+
+def test_a_cell_is_named_by_what_warms_it(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    copy = tmp_path / "copy.parquet"
+    copy.write_bytes(path.read_bytes())
+    assert "warm" not in resolve(read_config({}))
+    names = [resolve(read_config({"warm": str(file)}))["warm"] for file in (path, copy)]
+    assert names[0] == names[1]
