@@ -45,7 +45,7 @@ def wrap(model: Any, policy: str, capacity: str) -> WrappedModel:
     setting = Setting(
         policy=load_policy(policy),
         capacity=parse_capacity(capacity, geometry),
-        hardware=load_hardware("a100-5gbps"),
+        hardware=load_hardware("a100-5GBps"),
     )
     return WrappedModel(model, layers, Engine(geometry, setting))
 

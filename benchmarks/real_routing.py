@@ -5,7 +5,7 @@ Writes `cells.json.gz`, the tables and the plots; cells that are there already a
 
 Capacity is in token cycles (layers x top-k), the link in transfers: an expert takes `ratio` times
 as long to move as a layer's decode step takes without waiting. Dense sizes and kernels are those
-of the trace's model on the profile `a100-5gbps`; transfers have no latency of their own.
+of the trace's model on the profile `a100-5GBps`; transfers have no latency of their own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(trace: Trace, future: Future, cell: dict[str, Any]) -> dict[str, Any
 
 def link_of(trace: Trace, ratio: float) -> Hardware:
     """Return the machine on which one expert moves in `ratio` layers' time."""
-    base = replace(load_hardware("a100-5gbps"), link_latency_s=0.0)
+    base = replace(load_hardware("a100-5GBps"), link_latency_s=0.0)
     regime = regime_of(trace.geometry, trace.geometry.total_expert_bytes, base)
     layer_s = regime.compute_s + regime.launches_s
     mean = sum(levels[0] for levels in trace.geometry.expert_bytes) / trace.geometry.num_layers

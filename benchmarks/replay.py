@@ -87,7 +87,7 @@ def measure(
     setting = Setting(
         policy=load_policy(policy, overrides),
         capacity=parse_capacity(capacity, trace.geometry),
-        hardware=load_hardware("a100-5gbps"),
+        hardware=load_hardware("a100-5GBps"),
     )
     start = time.process_time()
     engine = replay(trace, setting, future=Future(trace))

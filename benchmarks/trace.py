@@ -120,7 +120,7 @@ def run(path: Path) -> None:
     setting = Setting(
         policy=POLICY,
         capacity=parse_capacity("25%", GEOMETRY),
-        hardware=load_hardware("a100-5gbps", None),
+        hardware=load_hardware("a100-5GBps", None),
     )
     engine = replay(trace, setting)
     replay_s = time.perf_counter() - begin - read_s

@@ -54,7 +54,7 @@ def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
         ({"routing": "standart"}, ["routing='standart'", "Did you mean 'standard'?"]),
         ({"prefetch": "nextgate"}, ["prefetch='nextgate'", "Did you mean 'next_gate'?"]),
         ({"miss": "fetsh"}, ["miss='fetsh'", "Did you mean 'fetch'?"]),
-        ({"hardware": "a100"}, ["hardware='a100'", "a100-5gbps"]),
+        ({"hardware": "a100"}, ["hardware='a100'", "a100-5GBps"]),
         ({"capasity": "5%"}, ["'capasity'", "'5%'", "Did you mean 'capacity'?"]),
         ({"batchsize": 1}, ["'batchsize'", "Did you mean 'batch_size'?"]),
         ({"evict.order": "fifo"}, ["'evict.order'", "'fifo'"]),
@@ -404,7 +404,7 @@ def test_defaults_are_those_of_the_design() -> None:
     config = read_config({})
     assert config.policy.name == "specmd"
     assert config.capacity == "25%"
-    assert config.hardware.name == "a100-5gbps"
+    assert config.hardware.name == "a100-5GBps"
     assert (config.clock, config.scoring, config.cache_reset) == ("virtual", "parallel", "never")
 
 

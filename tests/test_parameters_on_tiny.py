@@ -58,7 +58,7 @@ def measured(choice: str, capacity: str) -> tuple[object, ...]:
     setting = Setting(
         policy=policy,
         capacity=parse_capacity(capacity, geometry),
-        hardware=load_hardware("a100-5gbps"),
+        hardware=load_hardware("a100-5GBps"),
     )
     wrapped = WrappedModel(model, layers, Engine(geometry, setting), store)
     generator = torch.Generator().manual_seed(0)

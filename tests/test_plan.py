@@ -27,7 +27,7 @@ def test_what_fits_by_hand() -> None:
 
 
 def test_a_model_that_fits_whole_takes_no_more_than_itself() -> None:
-    room = fit(load_real_model("OLMoE-1B-7B"), load_hardware("a100-5gbps"), 4096)
+    room = fit(load_real_model("OLMoE-1B-7B"), load_hardware("a100-5GBps"), 4096)
     assert room.experts == room.all_experts and room.share == 1
 
 

@@ -58,7 +58,7 @@ def wrap(model: Any, digest: str, tmp_path: Any) -> WrappedModel:
     setting = Setting(
         policy=load_policy(str(file)),
         capacity=parse_capacity("50%", geometry),
-        hardware=load_hardware("a100-5gbps"),
+        hardware=load_hardware("a100-5GBps"),
     )
     return WrappedModel(model, layers, Engine(geometry, setting))
 

@@ -17,7 +17,7 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.sizes import parse_capacity
 
@@ -72,7 +72,7 @@ class Subject:
         setting = Setting(
             policy=load_policy(policy, overrides),
             capacity=parse_capacity(capacity, self.geometry),
-            hardware=load_hardware("a100-5gbps"),
+            hardware=load_hardware(DEFAULT_PROFILE),
             seed=seed,
         )
         engine = Engine(self.geometry, setting)

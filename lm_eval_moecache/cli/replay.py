@@ -25,7 +25,7 @@ from lm_eval_moecache.engine.setting import LINKS, PRIORITY
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
-from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
@@ -126,7 +126,7 @@ def _add_machine(parser: ArgumentParser) -> None:
         default=PRIORITY,
         help="demands first (default), or fifo: nothing is overtaken or withdrawn",
     )
-    parser.add_argument("--hardware", type=str, default="a100-5gbps", help="profile, or YAML")
+    parser.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help="profile, or YAML")
     parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
     parser.add_argument(
         "--emulate",

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
 from lm_eval_moecache.records.numbers import read_count, read_number
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.sweep import Options
@@ -32,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int | float | None, help="documents a task")
     parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51 or 30/layer")
-    parser.add_argument("--hardware", default="a100-5gbps", help="profile, or YAML")
+    parser.add_argument("--hardware", default=DEFAULT_PROFILE, help="profile, or YAML")
     parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: 5GB/s")
     parser.add_argument(
         "--budget", type=float, default=1.0, help="points of accuracy that may be lost (default: 1)"
@@ -67,7 +68,7 @@ def run(arguments: Namespace) -> int:
         tasks=tuple(name.strip() for name in arguments.tasks.split(",") if name.strip()),
         limit=arguments.limit,
         capacity=str(arguments.capacity),
-        hardware=arguments.hardware,
+        hardware=canonical_name(arguments.hardware),
         bandwidth=arguments.bandwidth,
         metric=arguments.metric,
         budget=arguments.budget,

@@ -23,7 +23,7 @@ from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
 from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
 from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.sizes import (
     capacity_text,
@@ -187,7 +187,7 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
 
 
 def _hardware(given: Mapping[str, Any], policy: Policy, bandwidth: str | None) -> Hardware:
-    found = load_hardware(str(given.get("hardware", "a100-5gbps")), bandwidth)
+    found = load_hardware(str(given.get("hardware", DEFAULT_PROFILE)), bandwidth)
     if policy.miss.algorithm.uses_host:
         check_host(found)
     return found

@@ -9,10 +9,11 @@ from lm_eval_moecache.records.numbers import shown
 
 
 def nearest(value: str, allowed: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"`, or an empty string where nothing is close."""
+    """Return `" Did you mean 'x'?"`, or an empty string where nothing is close in either case."""
+    names = {name.lower(): name for name in allowed}
     # Comparing takes time with the square of the length, and no name is that long.
-    close = difflib.get_close_matches(str(value)[:100], list(allowed), n=1, cutoff=0.5)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    close = difflib.get_close_matches(str(value)[:100].lower(), list(names), n=1, cutoff=0.5)
+    return f" Did you mean '{names[close[0]]}'?" if close else ""
 
 
 def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:

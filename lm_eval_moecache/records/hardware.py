@@ -10,6 +10,9 @@ from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
+DEFAULT_PROFILE = "a100-5GBps"
+RENAMED = {"a100-5gbps": "a100-5GBps"}
+"""The name under which earlier releases recorded a profile -> its name now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +55,24 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in PROFILE_DIR.glob("*.yaml"))
 
 
+def canonical_name(name: str) -> str:
+    """Return a shipped profile's name as it is spelled now, and any other text as it is."""
+    return next((each for each in profile_names() if each.lower() == name.lower()), name)
+
+
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
-    """Load a profile by name or by path; `bandwidth` (`5GB/s`) replaces its link's."""
-    path = Path(name) if str(name).endswith((".yaml", ".yml")) else PROFILE_DIR / f"{name}.yaml"
-    if not is_file(path):
-        if path.parent == PROFILE_DIR:
+    """Load a profile by name, in upper or lower case, or by path.
+
+    `bandwidth` (`5GB/s`) replaces its link's. Raises ValueError for what is not there.
+    """
+    if str(name).endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not is_file(path):
+            raise ValueError(f"hardware={name!r}: there is no such file.")
+    else:
+        path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
+        if path.stem not in profile_names():
             raise unknown("hardware", name, profile_names())
-        raise ValueError(f"hardware={name!r}: there is no such file.")
     hardware = _read(path)
     if bandwidth is None:
         return hardware

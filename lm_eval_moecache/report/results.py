@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.records.files import exists, read_json
+from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
 from lm_eval_moecache.report.runs_file import PACKED, read_packed
@@ -147,7 +148,7 @@ def _run(data: Any, path: Path) -> Run | None:
     if "moecache" not in data["config"] or "results" not in data:
         return None
     found = check(ResultsFile, data, repr(str(path)))
-    config = data["config"]
+    config, report = data["config"], data["config"]["moecache"]
     given = _given(config) if found.configuration is None else data["configuration"]
     options = {k: v for k, v in given.items() if k not in ("model", "model_args", "tasks")}
     return Run(
@@ -157,15 +158,23 @@ def _run(data: Any, path: Path) -> Run | None:
         label=found.label,
         model=str(given["model"]),
         tasks_given=tuple(given.get("tasks", ())),
-        model_args=given["model_args"],
+        model_args=_renamed(given["model_args"], "hardware"),
         options=options,
-        moecache=config["moecache"],
+        moecache={**report, "hardware": _renamed(report["hardware"], "name")},
         results=data["results"],
         higher_is_better={k: v or {} for k, v in found.higher_is_better.items()},
         subtasks={k: v for k, v in found.group_subtasks.items() if v},
         samples=data.get("scores", {}),
         environment=data.get("environment", {}),
     )
+
+
+def _renamed(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the values with this hardware profile under the name that it has now."""
+    found = dict(values)
+    if isinstance(found.get(key), str):
+        found[key] = RENAMED.get(found[key], found[key])
+    return found
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.tiny import MODEL_DIR
@@ -125,6 +126,9 @@ def resolve(config: Config) -> dict[str, Any]:
         for field in dataclasses.fields(config.hardware)
         if getattr(config.hardware, field.name) != field.default
     }
+    # A profile that was renamed is still the same, and its finished runs are finished.
+    former = {new: old for old, new in RENAMED.items()}
+    resolved["hardware"]["name"] = former.get(config.hardware.name, config.hardware.name)
     if config.emulate is not None:
         resolved["emulate"] = dataclasses.asdict(config.emulate)
     if config.warm is not None:

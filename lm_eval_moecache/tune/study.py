@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.report.columns import METRICS
 from lm_eval_moecache.tune.measure import Question
 
@@ -42,7 +43,8 @@ def open_study(folder: Path, question: Question, seed: int) -> Any:
         load_if_exists=True,
     )
     asked = {**dataclasses.asdict(question), "tasks": list(question.tasks)}
-    before = study.user_attrs.get("question", asked)
+    before = dict(study.user_attrs.get("question", asked))
+    before["hardware"] = RENAMED.get(before["hardware"], before["hardware"])
     for key, value in asked.items():
         if before[key] != value:
             raise ValueError(

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
+from lm_eval_moecache.records.hardware import (
+    DEFAULT_PROFILE,
+    Hardware,
+    load_hardware,
+    profile_names,
+)
 
 GOOD = {
     "name": "mine",
@@ -38,21 +43,28 @@ def test_every_shipped_profile_loads_and_says_where_each_figure_comes_from(name:
     assert set(hardware.source) == figures
 
 
+@pytest.mark.parametrize("name", ["a100-5gbps", "A100-5GBPS", "a100-5GBps"])
+def test_names_know_no_case_and_the_former_one_is_an_alias(name: str) -> None:
+    assert load_hardware(name) == load_hardware(DEFAULT_PROFILE)
+    assert load_hardware(name).name == "a100-5GBps"
+    assert [each for each in profile_names() if each.lower() == "a100-5gbps"] == ["a100-5GBps"]
+
+
 def test_a_path_is_read_and_numbers_written_as_text_are_numbers(tmp_path: Path) -> None:
     hardware = load_hardware(write(tmp_path))
     assert (hardware.memory_bytes_per_s, hardware.link_latency_s) == (1e11, 0.0)
 
 
 def test_bandwidth_replaces_the_link_and_nothing_else() -> None:
-    profile = load_hardware("a100-5gbps")
-    faster = load_hardware("a100-5gbps", "32GB/s")
+    profile = load_hardware("a100-5GBps")
+    faster = load_hardware("a100-5GBps", "32GB/s")
     assert faster.link_bytes_per_s == 32e9
     same = {f.name for f in fields(Hardware)} - {"link_bytes_per_s", "source"}
     assert all(getattr(profile, name) == getattr(faster, name) for name in same)
 
 
 def test_a_replaced_link_says_so_in_its_source(tmp_path: Path) -> None:
-    profile, faster = load_hardware("a100-5gbps"), load_hardware("a100-5gbps", "32GB/s")
+    profile, faster = load_hardware("a100-5GBps"), load_hardware("a100-5GBps", "32GB/s")
     assert isinstance(profile.source, dict)
     assert isinstance(faster.source, dict)
     assert "bandwidth=32GB/s" in faster.source["link_bytes_per_s"]
@@ -65,7 +77,7 @@ def test_a_replaced_link_says_so_in_its_source(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"hardware='a100-5gbp'.*Did you mean 'a100-5gbps'"):
+    with pytest.raises(ValueError, match=r"hardware='a100-5gbp'.*Did you mean 'a100-5GBps'"):
         load_hardware("a100-5gbp")
 
 

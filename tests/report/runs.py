@@ -44,7 +44,7 @@ def record(
         "policy": {"name": policy, **POLICY},
         "capacity": capacity,
         "capacity_bytes": int(float(capacity.rstrip("%")) * 1000),
-        "hardware": {"name": "a100-5gbps"},
+        "hardware": {"name": "a100-5GBps"},
         "clock": clock,
         "totals": figures,
         "tasks": {task: figures for task in tasks},

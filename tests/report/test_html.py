@@ -75,7 +75,7 @@ def test_results_are_in_view_and_the_front_comes_first(page: Any) -> None:
     for each in heads:
         assert each.rect["x"] + each.rect["width"] <= 1280
     text = page.find_element("css selector", ".about").text
-    assert "Runs 4" in text and "Hardware a100-5gbps" in text and "Date" in text
+    assert "Runs 4" in text and "Hardware a100-5GBps" in text and "Date" in text
 
 
 def test_a_run_opens_to_its_settings(page: Any) -> None:

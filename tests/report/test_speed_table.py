@@ -27,7 +27,7 @@ REPORT: dict[str, Any] = {
     "policy": POLICY,
     "capacity": "5%",
     "capacity_bytes": 1234,
-    "hardware": {"name": "a100-5gbps", "link_bytes_per_s": 2.5e9},
+    "hardware": {"name": "a100-5GBps", "link_bytes_per_s": 2.5e9},
     "clock": "virtual",
     "scoring": "parallel",
     "cache_reset": "never",
@@ -54,7 +54,7 @@ def test_each_task_has_its_row_and_the_title_says_under_what() -> None:
 
 def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() -> None:
     title = speed_table(REPORT).split("\n")[0]
-    assert "hardware: a100-5gbps at 2.5 GB/s" in title
+    assert "hardware: a100-5GBps at 2.5 GB/s" in title
     assert not any(word in title for word in ("scoring", "phases", "cache_reset"))
     changed = {
         "scoring": "scan",

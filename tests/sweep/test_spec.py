@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.sweep.identity import plan, slug
+from lm_eval_moecache.sweep.identity import plan, resolve, slug
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
 
 
@@ -27,7 +27,7 @@ def hash_of(cell: Cell) -> str:
 def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> None:
     cells = sweep(
         tmp_path,
-        base={"hardware": "a100-5gbps"},
+        base={"hardware": "a100-5GBps"},
         grid={"policy": ["specmd", "on_demand"], "capacity": ["5%", "10%"]},
     ).cells()
     assert [(c.model_args["policy"], c.model_args["capacity"]) for c in cells] == [
@@ -36,7 +36,7 @@ def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> 
         ("on_demand", "5%"),
         ("on_demand", "10%"),
     ]
-    assert {c.model_args["hardware"] for c in cells} == {"a100-5gbps"}
+    assert {c.model_args["hardware"] for c in cells} == {"a100-5GBps"}
 
 
 def test_runs_are_crossed_with_the_grid_and_carry_their_labels(tmp_path: Path) -> None:
@@ -113,10 +113,16 @@ def cell(**model_args: Any) -> Cell:
 def test_a_written_default_is_the_same_run_and_a_changed_setting_another() -> None:
     plain = hash_of(cell(policy="specmd", capacity="5%"))
     assert hash_of(cell(policy="specmd", capacity="5%", clock="virtual", seed=0)) == plain
+    assert hash_of(cell(policy="specmd", capacity="5%", hardware="a100-5GBps")) == plain
     assert hash_of(cell(policy="specmd", capacity="5%", hardware="a100-5gbps")) == plain
     assert hash_of(cell(policy="specmd", capacity="6%")) != plain
     assert hash_of(cell(policy="specmd", capacity="5%", seed=1)) != plain
     assert hash_of(cell(policy="specmd", capacity="5%", eviction="lru")) != plain
+
+
+def test_a_run_of_a_renamed_profile_is_still_finished() -> None:
+    """The hash is that of the releases that called the default profile `a100-5gbps`."""
+    assert resolve(read_config({}))["hardware"]["name"] == "a100-5gbps"
 
 
 def test_a_run_name_is_readable_and_safe_in_a_file_system() -> None:

@@ -21,7 +21,7 @@ QUESTION: dict[str, Any] = {
     "tasks": ["quiz"],
     "limit": None,
     "capacity": "25%",
-    "hardware": "a100-5gbps",
+    "hardware": "a100-5GBps",
     "bandwidth": None,
     "metric": "tok_per_s",
     "budget": 1.0,

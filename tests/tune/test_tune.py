@@ -62,7 +62,7 @@ def asked(checkpoint: Checkpoint) -> Question:
         tasks=("toy_answer",),
         limit=None,
         capacity="25%",
-        hardware="a100-5gbps",
+        hardware="a100-5GBps",
         bandwidth=None,
         metric="tok_per_s",
         budget=1.0,
