@@ -69,8 +69,8 @@ class OldestFirst(EvictionAlgorithm):
 
     source: ClassVar[str] = "test"
 
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__(geometry)
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry, seed=seed)
         self.order: dict[int, None] = {}
         self.predicted: list[int] = []
 

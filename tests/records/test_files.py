@@ -151,6 +151,8 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         "records/files.py",
         # A second look at text that has been parsed, and lines that are checked one by one.
         *("records/artifact.py", "trace/importers.py", "model/wall/tiers.py"),
+        # What ships with the package, and what says whether a checkpoint is an adapter's.
+        *("tiny/documents.py", "model/checkpoint.py"),
         # What a run has written for itself, in a folder of its own.
         *("model/predictor/make.py", "profiling/predictor.py", "trace/partial.py"),
         *("sweep/replaying.py", "sweep/sharing.py", "harness/judge.py"),

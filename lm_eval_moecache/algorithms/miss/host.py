@@ -29,7 +29,7 @@ class Host(MissAlgorithm):
       resident experts to an idle host is left out). Written from the abstracts.
 
     Needs a hardware profile with `host_flops` and `host_memory_bytes_per_s`.
-    Parameters: rule (first).
+    Parameters: rule, how an event's absent experts are divided between host and link (first).
     """
 
     source: ClassVar[str] = "Fiddler; HybriMoE; llama.cpp and ktransformers (by rule)"
