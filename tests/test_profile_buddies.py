@@ -133,7 +133,10 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
         (["--data", "TEXT", "--alpha", "1.5"], "alpha=1.5 must be above 0 and at most 1"),
         (["--data", "TEXT", "--alpha", "[0.9,0.8]"], "or 8, one for each MoE layer"),
         (["--data", "TEXT", "--k_max", "0"], "k_max=0 must be 1 or more"),
-        (["--data", "TEXT", "--smoothing", "-1"], "smoothing=-1.0 must be 0 or more"),
+        (
+            ["--data", "TEXT", "--smoothing", "-1"],
+            "smoothing=-1.0 must be a number (finite, in plain digits), 0 or more",
+        ),
         (["--data", "TEXT", "--warmup_weight", "2"], "warmup_weight=2.0 must lie between"),
         (["--data", "TEXT", "--max_tokens", "3"], "never activated beside another"),
     ],

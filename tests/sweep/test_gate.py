@@ -17,13 +17,13 @@ Captured = pytest.CaptureFixture[str]
 PLAIN = {"routing": "standard", "prefetch": "next_gate", "eviction": "lru", "miss": "fetch"}
 
 
-def sweep(folder: Path, *tasks: str, **policy: Any) -> Path:
+def sweep(folder: Path, *tasks: str, limit: int = 8, **policy: Any) -> Path:
     """Run `PLAIN` with these changes, always under the same file name: a policy that was edited."""
     file = folder.parent / "mine.yaml"
     file.write_text(yaml.safe_dump({**PLAIN, **policy}))
     folder.mkdir()
     base = {"pretrained": "tiny", "device": "cpu", "policy": str(file), "capacity": "25%"}
-    given = {"tasks": list(tasks), "limit": 8, "base": base}
+    given = {"tasks": list(tasks), "limit": limit, "base": base}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(given))
     assert main(["sweep", str(folder / "sweep.yaml")]) == 0
     return folder
@@ -50,14 +50,16 @@ def test_a_rerun_passes_with_every_figure_the_same(baseline: Path, capsys: Captu
 
 
 def test_a_policy_that_turns_lossy_fails_by_its_accuracy(baseline: Path, capsys: Captured) -> None:
-    dropping = {"name": "drop_rank", "rank": 1}
-    lossy = sweep(baseline.parent / "lossy", "tiny_mmlu", "tiny_arc", routing=dropping)
+    folder, documents = baseline.parent, 30
+    plain = sweep(folder / "plain", "tiny_mmlu", limit=documents)
+    only_one = {"name": "pruning", "h": 1}
+    lossy = sweep(folder / "lossy", "tiny_mmlu", limit=documents, routing=only_one)
     # Speed may change as it likes: accuracy alone has to fail.
-    code, lines = compare(baseline, lossy, capsys, "--tolerance=10")
+    code, lines = compare(plain, lossy, capsys, "--tolerance=10")
     assert code == 1
     worse = [line for line in lines if line.startswith("worse")]
-    assert any(line.startswith("worse    tiny_mmlu acc,none: 1 -> 0") for line in worse)
-    assert all(line.split()[2].startswith("acc") for line in worse)
+    assert any(line.startswith("worse    tiny_mmlu acc,none: ") for line in worse), lines
+    assert all(line.split()[2].startswith("acc") for line in worse if "tiny_mmlu" in line)
 
 
 def test_a_higher_miss_rate_fails_by_name_while_accuracy_stays(
