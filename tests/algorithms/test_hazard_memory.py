@@ -11,7 +11,7 @@ from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
 
-TRACE = Path(__file__).resolve().parents[2] / "traces" / "gemma-4-26b-a4b.parquet"
+TRACE = Path(__file__).resolve().parents[2] / "traces" / "olmoe-1b-7b.parquet"
 
 
 def misses(memory: int) -> int:
@@ -19,7 +19,7 @@ def misses(memory: int) -> int:
     policy = load_policy("on_demand", {"eviction": "hazard", "eviction.memory": memory})
     setting = Setting(
         policy=policy,
-        capacity=parse_capacity("50%", trace.geometry),
+        capacity=parse_capacity("6.25%", trace.geometry),
         hardware=load_hardware("a100-5GBps"),
     )
     return sum(record.misses for record in replay(trace, setting).ledger.passes)
