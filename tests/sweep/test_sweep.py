@@ -155,7 +155,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
 ) -> None:
     capacities = ["15%", "25%", "40%", "50%", "75%"]
     # Twice as many runs as there are kills, so that there is something left to kill.
-    grid = {"capacity": capacities, "policy": ["on_demand", "specmd", "fate", "adapmoe"]}
+    grid = {"capacity": capacities, "policy": ["on_demand", "specmd", "fate", "pruning"]}
     path = write_sweep(tmp_path / "killed", base=base, grid=grid, limit=1)
     # The server imports lm-eval and torch once; the sweeps that are killed start in no time.
     context = multiprocessing.get_context("forkserver")

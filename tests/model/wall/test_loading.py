@@ -158,7 +158,7 @@ def test_a_corrupt_shard_is_named(store: str, tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", "olmoe")
     shard = path / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    with pytest.raises(ValueError, match=f"store='{store}': the model cannot be loaded"):
+    with pytest.raises(ValueError, match="model.safetensors .* is cut short or damaged"):
         MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
 
 
@@ -169,7 +169,7 @@ def test_a_missing_shard_is_named(store: str, tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-2.safetensors"}}
     shard.rename(path / "model-1.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"cannot be loaded.*model-2"):
+    with pytest.raises(ValueError, match=r"model-2\.safetensors is missing"):
         MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
 
 
