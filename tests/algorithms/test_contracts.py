@@ -14,7 +14,7 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.algorithms.eviction.lru import LRU
-from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.registry import AXES, _modules_of, algorithm_names, find_algorithm
 from lm_eval_moecache.cli.policies import collect
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -82,6 +82,7 @@ def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
 
     (tmp_path / "newcomer.py").write_text(NEWCOMER)
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    _modules_of.cache_clear()  # a process lists each folder once
     try:
         assert run_contract(contract_cases()["Test_eviction_newcomer"]) > 5
         listed = {a["name"]: a for a in collect()["algorithms"]["eviction"]}
@@ -90,6 +91,7 @@ def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
         policy = policy_of({"eviction": "newcomer", "eviction.step": 2})
         assert run(policy, make_geometry()).engine.ledger.passes
     finally:
+        _modules_of.cache_clear()
         sys.modules.pop("lm_eval_moecache.algorithms.eviction.newcomer", None)
         if hasattr(folder, "newcomer"):
             delattr(folder, "newcomer")

@@ -158,7 +158,7 @@ def test_a_corrupt_shard_is_named(store: str, tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", "olmoe")
     shard = path / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    with pytest.raises(ValueError, match="model.safetensors .* is cut short or damaged"):
+    with pytest.raises(ValueError, match=r"model\.safetensors .* is cut short or damaged"):
         MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
 
 
