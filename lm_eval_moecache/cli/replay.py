@@ -89,7 +89,9 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     made.add_argument("--config", action="config", help="read options from a YAML file")
     made.add_argument("--json", action="store_true", help="print machine-readable output")
     count = "+" if needs_traces else "*"
-    made.add_argument("traces", nargs=count, type=str, help="trace files: .parquet, .csv, .jsonl")
+    made.add_argument(
+        "traces", nargs=count, type=str, help="trace files: .parquet, .csv, .jsonl, .npz"
+    )
     made.add_argument(
         "--policy", type=str, default="on_demand", help="composition, or YAML (default: on_demand)"
     )
@@ -106,7 +108,9 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     _add_start(made)
     made.add_argument("--seed", type=int | None, help="default: the recorded run's")
     made.add_argument(
-        "--expert_bytes", type=str | None, help="size of one expert, for .jsonl traces: '12MiB'"
+        "--expert_bytes",
+        type=str | None,
+        help="size of one expert, for .jsonl and .npz traces: '12MiB'",
     )
     made.add_argument(
         "--bound",

@@ -1,4 +1,4 @@
-"""Reads routing traces that others recorded: `route_trace v1` CSV, and JSON lines of expert ids."""
+"""Reads routing traces that others recorded: `route_trace v1` CSV, JSON lines and arrays of ids."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.columns import Columns, misfit
 from lm_eval_moecache.trace.file import read_trace
+from lm_eval_moecache.trace.steps import MOST_EXPERT, decode_steps, read_npz
 from lm_eval_moecache.trace.trace import Trace, build_trace
 
 CSV_MARK = "# route_trace v1"
-SUFFIXES = (".parquet", ".csv", ".jsonl", ".partial")
+SUFFIXES = (".parquet", ".csv", ".jsonl", ".npz", ".partial")
 _TOKEN_COLUMNS = ("turn", "phase", "step", "layer")
 _CSV_COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency")
 # The traced files are 4-bit GGUFs: 4.5 bits a weight with the scales of a block, as in Q4_K.
 _CSV_ELEMENT_BYTES = 4.5 / 8
 _CODES = {PREFILL: PHASES.index(PREFILL), DECODE: PHASES.index(DECODE)}
-_MAX_EXPERT = 2**15 - 1
 
 
 def load_trace(
@@ -47,6 +47,8 @@ def load_trace(
         raise ValueError(f"trace {file!r}: there is no such file.")
     if path.suffix == ".jsonl":
         return read_jsonl(path, expert_bytes)
+    if path.suffix == ".npz":
+        return read_npz(path, expert_bytes)
     if expert_bytes is not None:
         raise ValueError(
             f"expert_bytes={expert_bytes}: trace {path.name} says itself how large experts are."
@@ -162,32 +164,13 @@ def read_jsonl(path: Path, expert_bytes: int | None = None) -> Trace:
     name = path.name
     tokens, steps = _jsonl_steps(name, _read_text(path))
     experts = np.asarray(steps, dtype=np.int32)
-    num_steps, num_layers, top_k = experts.shape
-    size = 1 if expert_bytes is None else expert_bytes
-    geometry = Geometry(
-        model=path.stem,
-        num_layers=num_layers,
-        num_experts=int(experts.max()) + 1,
-        top_k=top_k,
-        expert_bytes=((size,),) * num_layers,
-        dense_bytes=(0,) * num_layers,
-        precision=("unknown",),
-    )
-    passes = np.repeat(np.arange(num_steps, dtype=np.int32), num_layers)
-    columns = Columns(
-        request=np.zeros_like(passes),
-        pass_index=passes,
-        phase=np.full_like(passes, _CODES[DECODE]),
-        token=np.asarray(tokens, dtype=np.int32)[passes],
-        layer=np.tile(np.arange(num_layers, dtype=np.int32), num_steps),
-        experts=experts.reshape(-1, top_k),
-    )
-    return build_trace(
-        name,
-        geometry,
-        columns,
-        where=lambda row: f"line {row // num_layers + 1}, layer {row % num_layers}",
-        has_sizes=expert_bytes is not None,
+    layers = experts.shape[1]
+    return decode_steps(
+        path,
+        experts,
+        np.asarray(tokens, dtype=np.int32),
+        expert_bytes,
+        lambda row: f"line {row // layers + 1}, layer {row % layers}",
     )
 
 
@@ -220,13 +203,13 @@ def _jsonl_step(name: str, number: int, line: str) -> tuple[int, list[list[int]]
         case {"tok": int(token), "layers": [[_, *_], *_] as layers, **rest} if not rest:
             for index, layer in enumerate(layers):
                 if not isinstance(layer, list) or not all(
-                    type(e) is int and 0 <= e <= _MAX_EXPERT for e in layer
+                    type(e) is int and 0 <= e <= MOST_EXPERT for e in layer
                 ):
                     raise misfit(
                         name,
                         f"line {number}",
                         "layers",
-                        f"[{index}] is {layer!r}, must hold ids in 0..{_MAX_EXPERT}",
+                        f"[{index}] is {layer!r}, must hold ids in 0..{MOST_EXPERT}",
                     )
             return token, layers
     raise ValueError(

@@ -441,7 +441,60 @@ def test_damaged_json_lines_are_refused(tmp_path: Path, old: str, new: str, mess
 
 
 def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.txt.*Allowed: \.parquet, \.csv, \.jsonl, \.partial"):
+    with pytest.raises(
+        ValueError, match=r"\.txt.*Allowed: \.parquet, \.csv, \.jsonl, \.npz, \.partial"
+    ):
         load_trace("x.txt")
     with pytest.raises(ValueError, match="no such file"):
         load_trace(str(tmp_path / "x.parquet"))
+
+
+ROUTED = np.array([[[0, 3], [1, 2]], [[1, 3], [0, 2]]], dtype=np.uint8)
+
+
+def test_routed_experts_of_an_engine_are_decode_steps(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    np.savez_compressed(path, routed_experts=ROUTED, other=np.zeros(3))
+    (tmp_path / "t.jsonl").write_text(JSONL)
+    trace, lines = load_trace(str(path)), load_trace(str(tmp_path / "t.jsonl"))
+    assert trace.geometry == lines.geometry and not trace.has_sizes
+    assert np.array_equal(trace.keys, lines.keys)
+    np.savez(path, routed_experts=ROUTED, num_experts=np.array(64))
+    sized = load_trace(str(path), expert_bytes=12)
+    assert sized.has_sizes and sized.geometry.num_experts == 64
+    assert sized.keys.tolist() == [0, 3, 65, 66, 1, 3, 64, 66]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"routed": ROUTED}, r"no array 'routed_experts' \[tokens, layers, top_k\].*'routed'"),
+        ({"routed_experts": ROUTED[0]}, r"routed_experts is uint8 of shape \[2, 2\]"),
+        ({"routed_experts": ROUTED[:0]}, r"routed_experts is uint8 of shape \[0, 2, 2\]"),
+        ({"routed_experts": ROUTED / 2}, r"routed_experts is float64 of shape \[2, 2, 2\]"),
+        (
+            {"routed_experts": ROUTED.astype(int) - 1},
+            r"ids from -1 to 2, must be in 0\.\.32767",
+        ),
+        ({"routed_experts": ROUTED, "num_experts": 3}, r"has ids from 0 to 3, must be in 0\.\.2"),
+        ({"routed_experts": ROUTED, "num_experts": [1, 2]}, r"num_experts is int64 of shape \[2\]"),
+        ({"routed_experts": ROUTED, "num_experts": 0}, r"num_experts=0 must be in"),
+        ({"routed_experts": ROUTED * 0}, r"routed_experts\[0, 0\]: experts is \[0, 0\]"),
+        ({"routed_experts": np.array([[[print]]])}, r"no readable \.npz: Object arrays cannot"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(
+    tmp_path: Path, arrays: dict[str, Any], message: str
+) -> None:
+    np.savez(tmp_path / "t.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        load_trace(str(tmp_path / "t.npz"))
+
+
+def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.npz"
+    np.savez_compressed(whole, routed_experts=np.tile(ROUTED, (500, 1, 1)))
+    for data in (b"", b"PK", b"\x93NUMPY", whole.read_bytes()[:-30], whole.read_bytes()[:90]):
+        (tmp_path / "t.npz").write_bytes(data)
+        with pytest.raises(ValueError, match=r"^trace t\.npz is no readable \.npz"):
+            load_trace(str(tmp_path / "t.npz"))
