@@ -10,6 +10,7 @@ from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.engine.engine import Engine
 from tests.soak.__main__ import damages, try_damaged, try_table
 from tests.soak.judge import CLEAR, Tally
+from tests.soak.kills import kills
 from tests.soak.shadow import Shadow, Violation, draw, run_case
 
 
@@ -64,3 +65,10 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Violation, match="eviction=fifo"):
             for each in range(200):
                 run_case(each)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_killed_sweep_loses_nothing_doubles_nothing_and_leaves_no_process() -> None:
+    """Once by each signal; `python -m tests.soak.kills --times 10` kills the other commands too."""
+    assert kills(1, seed=0, only="sweep") == 0
