@@ -43,7 +43,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--space", type=str | None, help="YAML of what to search")
     parser.add_argument("--trials", type=int, default=1000, help="candidates to draw at most")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to search at most")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds after the first run in which others begin, those of policies/ included",
+    )
     parser.add_argument(
         "--slack",
         type=float,

@@ -18,6 +18,7 @@ from lm_eval_moecache.tune.outcome import (
     policy_yaml,
     read_outcome,
 )
+from lm_eval_moecache.tune.question_checks import check_question
 from lm_eval_moecache.tune.search import Effort, Search
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, read_space
 from lm_eval_moecache.tune.study import open_study
@@ -38,6 +39,7 @@ def tune(
     Raises ValueError for anything the options can cause, before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
+    check_question(question)
     study = open_study(folder, question, effort.seed)
     with only_sweep(folder), Bench(question, folder, effort.jobs) as bench:
         bench.prepare(space.max_depth)

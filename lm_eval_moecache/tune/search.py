@@ -20,6 +20,8 @@ from lm_eval_moecache.tune.space import Space
 from lm_eval_moecache.tune.study import fail_unfinished, import_optuna
 
 _POINT = 0.01
+REFERENCE = "on_demand"
+"""The composition that is measured whatever the time: what the others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +57,24 @@ class Search:
         # A budget of one point is met by a loss of one point, whatever the floats say.
         return self.bench.reference.accuracy - self.bench.question.budget * _POINT - 1e-9
 
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    @property
+    def _too_late(self) -> str:
+        return f"--timeout={self.effort.timeout_s:g} was over; the same command goes on with it"
+
     def run(self) -> None:
-        """Measure the shipped compositions, then draw candidates until trials or time are up."""
+        """Measure the shipped compositions, then draw candidates until trials or time are up.
+
+        What runs when the time is up is finished; nothing else begins.
+        """
         self._deadline_s = time.monotonic() + self.effort.timeout_s
         fail_unfinished(self.study)
         self._shipped()
         left = self.effort.trials
-        while left > 0 and time.monotonic() < self._deadline_s:
+        while left > 0 and not self._is_over:
             left -= self._batch(left)
 
     def _shipped(self) -> None:
@@ -71,6 +84,9 @@ class Search:
         waiting: list[Candidate] = []
         for name in policy_names():
             if name in known:
+                continue
+            if name != REFERENCE and self._is_over:
+                self._leave_out(name, self._too_late)
                 continue
             try:
                 candidate = self.bench.candidate(name, {"policy": name})
@@ -84,6 +100,10 @@ class Search:
                 self._enter(candidate, replayed)
         for start in range(0, len(waiting), self.effort.jobs):
             chunk = waiting[start : start + self.effort.jobs]
+            if self._is_over:
+                for candidate in chunk:
+                    self._leave_out(candidate.name, self._too_late)
+                continue
             for candidate, found in zip(chunk, self.bench.run(chunk), strict=True):
                 self._enter(candidate, found)
 
@@ -113,7 +133,7 @@ class Search:
         waiting: list[tuple[Any, Candidate]] = []
         drawn = 0
         while drawn < left and len(waiting) < self.effort.jobs:
-            if time.monotonic() >= self._deadline_s:
+            if self._is_over:
                 break
             drawn += 1
             trial = self.study.ask()

@@ -188,6 +188,44 @@ def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
     assert found["left_out"] == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tasks=toy_choice"], ["tasks=toy_choice give no tok_per_s", "multiple_choice"]),
+        (["--tasks=toy_choice", "--metric=tpot_ms"], ["give no tpot_ms", "ttft_ms"]),
+        (["--tasks="], ["names none"]),
+        (["--tasks=toy_chioce"], ["Did you mean 'toy_choice'"]),
+    ],
+    ids=str,
+)
+def test_a_task_without_the_metric_is_refused_before_anything_runs(
+    options: list[str],
+    words: list[str],
+    tmp_path: Path,
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*command, *options]) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+    assert not (tmp_path / "found").exists()
+
+
+def test_no_shipped_composition_begins_when_the_time_is_up(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--timeout=0.000001"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [e["name"] for e in found["shipped"]] == ["on_demand"]
+    assert sorted(found["left_out"]) == ["mixtral_offloading", "mixture_cache"]
+    assert all("--timeout=1e-06 was over" in why for why in found["left_out"].values())
+    assert found["trials"] == {}
+    assert main([*command, "--trials=0"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert sorted(e["name"] for e in again["shipped"]) == sorted(SHIPPED)
+    assert again["left_out"] == {}
+
+
 def test_a_missing_optuna_is_named(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

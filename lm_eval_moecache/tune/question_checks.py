@@ -1,0 +1,39 @@
+"""Whether the tasks asked about can answer: found before the first run of the model."""
+
+from __future__ import annotations
+
+from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
+from lm_eval_moecache.sweep.evaluation import check_task_names, loadable, quiet
+from lm_eval_moecache.tune.measure import Question
+
+OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
+"""Metrics of the tokens after a request's first, which only a generating task has."""
+_GENERATES = "generate_until"
+
+
+def check_question(question: Question) -> None:
+    """Raise ValueError where no task has a score for which more is better, or the metric asked."""
+    if not question.tasks:
+        raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
+    check_task_names(question.tasks, ())
+    with quiet():
+        tasks = loadable(question.tasks, ()).load(list(question.tasks))["tasks"]
+    named = f"tasks={','.join(question.tasks)}"
+    if question.metric in OF_GENERATION:
+        kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
+        if _GENERATES not in kinds:
+            others = "ttft_ms, hit_rate or miss_rate"
+            raise ValueError(
+                f"{named} give no {question.metric}: they generate nothing ({', '.join(kinds)}). "
+                f"Allowed: a task with generation among them, or another metric: {others}."
+            )
+    if not any(
+        better
+        for task in tasks.values()
+        for name, better in task.higher_is_better().items()
+        if name not in HIGHER_IS_BETTER
+    ):
+        raise ValueError(
+            f"{named} give no accuracy: they have no score for which more is better. "
+            "Allowed: one of them with such a score."
+        )
