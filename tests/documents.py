@@ -31,12 +31,15 @@ SHORTER = {
     "moecache analyze locality": "--max_tokens 128",
     "moecache analyze drafting": "--max_tokens 64",
     "moecache analyze predictability": "--limit 1",
-    "moecache profile buddies": "--limit 4 --max_tokens 512 --sample_tokens 16",
+    "moecache profile buddies": "--limit 40 --max_tokens 4096 --sample_tokens 16",
     "moecache profile predictor": "--limit 4 --tokens 2 --max_epochs 1",
     "moecache profile logit_range": "--limit 2 --max_tokens 256",
     "moecache profile hardware": "--size 1MiB --matmul 64",
 }
-STAND_INS = {"BASELINE": "results/baseline", "NEW": "results/baseline", "FOLDER": "task_configs"}
+STAND_INS = {
+    **{"BASELINE": "results/baseline", "NEW": "results/baseline", "FOLDER": "task_configs"},
+    "TRACE": str(Path(__file__).resolve().parent.parent / "traces/olmoe-1b-7b.parquet"),
+}
 # What lies on the hub, which a test does not reach, and what stands in its place.
 _HUB = re.compile(r"(?<=pretrained=)[\w.-]+/[\w.-]+")
 _HUB_TASKS = re.compile(r"(?<=--tasks )(?!tiny_|moecache_offline)\S+")
