@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 
 CASES: dict[str, dict[str, Any]] = {
     "standard": {},
@@ -31,14 +31,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = Path(__file__).resolve().parent.parent.joinpath("DECISIONS.md").read_text()
-    subject = Subject(options.pretrained, [text * 4], options.tokens)
-    num_tokens = sum(len(window) for window in subject.windows)
+    analyzed = AnalyzedModel(options.pretrained, [text * 4], options.tokens)
+    num_tokens = sum(len(window) for window in analyzed.windows)
     print(f"{num_tokens} tokens, capacity {options.capacity}: tokens per second of CPU time")
     for name, overrides in CASES.items():
         speeds = []
         for scan in (True, False):
             start = time.process_time()
-            subject.read(overrides, capacity=options.capacity, scan=scan)
+            analyzed.read(overrides, capacity=options.capacity, scan=scan)
             speeds.append(num_tokens / (time.process_time() - start))
         print(f"{name:12s} scan {speeds[0]:7.0f}   parallel {speeds[1]:7.0f}")
 

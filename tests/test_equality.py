@@ -164,7 +164,7 @@ def hf_answers(path: str, batch_size: int, dtype: str) -> Any:
     return answers(lm)
 
 
-def test_answers_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -> None:
+def test_outputs_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -> None:
     expected = hf_answers(str(MODEL_DIR), 1, "bfloat16")
     lm: MoECacheLM | None = None
     for policy, capacity in COMBINATIONS:

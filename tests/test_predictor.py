@@ -24,7 +24,7 @@ from lm_eval_moecache.model.predictor.accuracy import (
     judge,
     layer_rows,
 )
-from lm_eval_moecache.model.predictor.collect import Watch
+from lm_eval_moecache.model.predictor.collect import RouterCapture
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import Pairs, Samples, write_shard
 from lm_eval_moecache.model.predictor.train import Recipe, train
@@ -99,7 +99,7 @@ def test_recorded_are_the_passes_over_generated_tokens(model: str) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     layers = find_moe_layers(loaded)
     ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad(), Watch(loaded, layers) as seen:
+    with torch.no_grad(), RouterCapture(loaded, layers) as seen:
         output = loaded.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert seen.prompts == [0, 0, 0]
     kept: list[Any] = []
@@ -221,7 +221,7 @@ def judged_top(network: PredictorNetwork, pairs: Pairs, rows: Any) -> Any:
 def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     layers = find_moe_layers(loaded)
-    with torch.no_grad(), Watch(loaded, layers) as seen:
+    with torch.no_grad(), RouterCapture(loaded, layers) as seen:
         for start in (5, 9):
             loaded.generate(torch.tensor([[start, 6]]), max_new_tokens=6, do_sample=False)
     seen.write(tmp_path / "a.safetensors")

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.coactivation import observe
-from lm_eval_moecache.analysis.subject import Subject
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
@@ -99,22 +99,22 @@ def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> No
 
 
 def test_warm_up_tokens_count_for_less() -> None:
-    subject = Subject("tiny", [TEXT], 100)
-    plain = observe(subject, 16).counts
-    light = observe(subject, 16, lambda n: np.where(np.arange(n) < 60, 0.0, 1.0)).counts
+    analyzed = AnalyzedModel("tiny", [TEXT], 100)
+    plain = observe(analyzed, 16).counts
+    light = observe(analyzed, 16, lambda n: np.where(np.arange(n) < 60, 0.0, 1.0)).counts
     np.testing.assert_allclose(plain.activations.sum(axis=-1), 101 * 8)
     np.testing.assert_allclose(light.activations.sum(axis=-1), 41 * 8)
 
 
 def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None:
-    subject = Subject("tiny", [TEXT], 40)
-    found = observe(subject, 5)
+    analyzed = AnalyzedModel("tiny", [TEXT], 40)
+    found = observe(analyzed, 5)
     similarity = found.similarity()
     np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1.0, atol=1e-2)
     np.testing.assert_allclose(similarity, similarity.transpose(0, 2, 1), atol=1e-6)
     # Two experts of layer 2, computed from their weights.
     hidden = torch.cat(found._hidden[2]).float()
-    experts = subject.layers[2].experts
+    experts = analyzed.layers[2].experts
     outputs = []
     for expert in (3, 8):
         gate, up = (hidden @ experts.gate_up_proj[expert].float().T).chunk(2, dim=-1)

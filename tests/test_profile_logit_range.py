@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.profiling.logit_range import measure
 from tests.conftest import Checkpoint
 
 
 def test_it_is_the_mean_of_max_less_min_of_each_layers_logits(checkpoint: Checkpoint) -> None:
-    subject = Subject(str(checkpoint("olmoe")), ["some text " * 20], 60, window=16)
-    found = measure(subject)
-    assert all(not layer.router._forward_hooks for layer in subject.layers)
+    analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["some text " * 20], 60, window=16)
+    found = measure(analyzed)
+    assert all(not layer.router._forward_hooks for layer in analyzed.layers)
     with torch.no_grad():
         outputs = [
-            subject.model(window[None], output_router_logits=True).router_logits
-            for window in subject.windows
+            analyzed.model(window[None], output_router_logits=True).router_logits
+            for window in analyzed.windows
         ]
     for layer, value in enumerate(found):
         logits = torch.cat([logits[layer] for logits in outputs]).float()

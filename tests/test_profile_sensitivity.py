@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.fisher import Fisher
-from lm_eval_moecache.analysis.subject import Subject
 from lm_eval_moecache.cli.profile import run_raw
 from lm_eval_moecache.records.artifact import SENSITIVITY, read_artifact
 from lm_eval_moecache.records.event import DECODE, Event
@@ -59,14 +59,14 @@ def test_the_lightest_go_first_and_the_heaviest_always_stays() -> None:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject("tiny", [TEXT], max_tokens=24)
+def analyzed() -> AnalyzedModel:
+    return AnalyzedModel("tiny", [TEXT], max_tokens=24)
 
 
-def test_the_slope_is_that_of_the_loss(subject: Subject) -> None:
+def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
     """One token's output is moved a little along its change: the loss must follow the gradient."""
-    subject.model.float()
-    seen = Fisher(subject)
+    analyzed.model.float()
+    seen = Fisher(analyzed)
     layer, token, step = 3, 7, 1e-3
     grabbed: dict[str, torch.Tensor] = {}
 
@@ -76,10 +76,10 @@ def test_the_slope_is_that_of_the_loss(subject: Subject) -> None:
             moved[token] += shift * grabbed["change"].to(output.dtype)
             return moved
 
-        handle = subject.layers[layer].experts.register_forward_hook(move)
+        handle = analyzed.layers[layer].experts.register_forward_hook(move)
         try:
-            ids = subject.windows[0][None]
-            logits = subject.model(ids).logits[0, :-1].float()
+            ids = analyzed.windows[0][None]
+            logits = analyzed.model(ids).logits[0, :-1].float()
             loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
             return float(loss.detach())
         finally:
@@ -94,9 +94,9 @@ def test_the_slope_is_that_of_the_loss(subject: Subject) -> None:
         kept.retain_grad()
         grabbed["output"] = kept
 
-    handle = subject.layers[layer].experts.register_forward_hook(grab)
-    ids = subject.windows[0][None]
-    logits = subject.model(ids).logits[0, :-1].float()
+    handle = analyzed.layers[layer].experts.register_forward_hook(grab)
+    ids = analyzed.windows[0][None]
+    logits = analyzed.model(ids).logits[0, :-1].float()
     torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
     handle.remove()
     slope = float(grabbed["output"].grad[token].double() @ grabbed["change"])
@@ -104,8 +104,8 @@ def test_the_slope_is_that_of_the_loss(subject: Subject) -> None:
     assert slope == pytest.approx(difference, rel=0.05, abs=1e-3)
 
 
-def test_a_quarter_of_the_activations_lies_below_its_threshold(subject: Subject) -> None:
-    fisher = Fisher(subject)
+def test_a_quarter_of_the_activations_lies_below_its_threshold(analyzed: AnalyzedModel) -> None:
+    fisher = Fisher(analyzed)
     fisher.read()
     assert (fisher.sensitivity > 0).all()
     thresholds = fisher.thresholds()

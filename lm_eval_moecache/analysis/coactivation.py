@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.coactivation import (
@@ -29,16 +29,16 @@ Weights = Callable[[int], Any]
 
 
 class Observation:
-    """What one reading of a subject's text showed: counts, and sampled tokens of each layer."""
+    """What one reading of the model's text showed: counts, and sampled tokens of each layer."""
 
-    def __init__(self, subject: Subject, sample_tokens: int) -> None:
-        self.counts = Coactivation(subject.geometry)
-        self.num_tokens = sum(len(window) for window in subject.windows)
-        self._layers = subject.layers
+    def __init__(self, analyzed: AnalyzedModel, sample_tokens: int) -> None:
+        self.counts = Coactivation(analyzed.geometry)
+        self.num_tokens = sum(len(window) for window in analyzed.windows)
+        self._layers = analyzed.layers
         self._stride = max(1, self.num_tokens // max(sample_tokens, 1))
         self._seen = 0
-        self._top_logits: list[list[FloatArray]] = [[] for _ in subject.layers]
-        self._hidden: list[list[Tensor]] = [[] for _ in subject.layers]
+        self._top_logits: list[list[FloatArray]] = [[] for _ in analyzed.layers]
+        self._hidden: list[list[Tensor]] = [[] for _ in analyzed.layers]
 
     def note(self, layer: int, hidden_TD: Tensor, output: Any, weight_T: Any) -> None:
         """Take one router call: its input and its (logits, weights, indices)."""
@@ -67,22 +67,24 @@ class Observation:
         return np.stack([_similarity(layer, torch.cat(rows)) for layer, rows in bar])
 
 
-def observe(subject: Subject, sample_tokens: int = 256, weights: Weights = np.ones) -> Observation:
-    """Read the subject's text once through the unmodified model."""
-    found = Observation(subject, sample_tokens)
+def observe(
+    analyzed: AnalyzedModel, sample_tokens: int = 256, weights: Weights = np.ones
+) -> Observation:
+    """Read the model's text once through the unmodified model."""
+    found = Observation(analyzed, sample_tokens)
     current: list[Any] = [None]
 
     def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
         return lambda router, args, output: found.note(layer, args[0], output, current[0])
 
     handles = [
-        layer.router.register_forward_hook(hook(i)) for i, layer in enumerate(subject.layers)
+        layer.router.register_forward_hook(hook(i)) for i, layer in enumerate(analyzed.layers)
     ]
     try:
-        for window in tqdm(subject.windows, desc="profiling", unit="text"):
+        for window in tqdm(analyzed.windows, desc="profiling", unit="text"):
             current[0] = weights(len(window))
             with torch.no_grad():
-                subject.model(window[None].to(subject.model.device))
+                analyzed.model(window[None].to(analyzed.model.device))
             found.end_window(len(window))
     finally:
         for handle in handles:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.harness.draft_checks import check_fit
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, matching_layers
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 Rows = list[dict[str, Any]]
 
 
-def analyze(subject: Subject, draft: str) -> Rows:
+def analyze(analyzed: AnalyzedModel, draft: str) -> Rows:
     """Return a row per MoE layer: how often each predictor is right, and how sure it is.
 
     `top1`: share of tokens whose likeliest expert is the router's heaviest; `topk`: share of the
@@ -33,13 +33,13 @@ def analyze(subject: Subject, draft: str) -> Rows:
     output, `next_gate` the same gate on the target's layer before, `frequency` the experts chosen
     most often by the tokens before, `random` the chance. Entropies are in bits, per token.
     """
-    check_fit(draft, subject.name, {}, needs_layers=True)
-    model = make_draft(draft, subject.model)
-    seen = [_read(subject, model, window) for window in subject.windows]
-    layers = range(len(subject.layers))
+    check_fit(draft, analyzed.name, {}, needs_layers=True)
+    model = make_draft(draft, analyzed.model)
+    seen = [_read(analyzed, model, window) for window in analyzed.windows]
+    layers = range(len(analyzed.layers))
     hidden = [torch.cat([target[at] for target, _ in seen]) for at in layers]
     drafted = [torch.cat([own[at] for _, own in seen]) for at in layers]
-    return [_row(subject, at, hidden, drafted) for at in layers]
+    return [_row(analyzed, at, hidden, drafted) for at in layers]
 
 
 def draw(rows: Rows, title: str, path: str) -> None:
@@ -61,12 +61,14 @@ def draw(rows: Rows, title: str, path: str) -> None:
     save(figure, path)
 
 
-def _read(subject: Subject, draft: DraftModel, window: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def _read(
+    analyzed: AnalyzedModel, draft: DraftModel, window: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the gates of the target see, and what the draft offers them, [T, D] by layer."""
-    matches = matching_layers(draft.blocks, subject.layers)
+    matches = matching_layers(draft.blocks, analyzed.layers)
     offered = [draft.blocks[i].feed_forward for i in sorted(matches, key=matches.__getitem__)]
     with torch.no_grad():
-        target = _inputs([layer.router for layer in subject.layers], subject.model, window)
+        target = _inputs([layer.router for layer in analyzed.layers], analyzed.model, window)
         return target, _inputs(offered, draft.model, window)
 
 
@@ -85,9 +87,9 @@ def _inputs(modules: Sequence[nn.Module], model: Any, window: Tensor) -> list[Te
 
 
 def _row(
-    subject: Subject, at: int, hidden: Sequence[Tensor], drafted: Sequence[Tensor]
+    analyzed: AnalyzedModel, at: int, hidden: Sequence[Tensor], drafted: Sequence[Tensor]
 ) -> dict[str, Any]:
-    layer, top_k = subject.layers[at], subject.geometry.top_k
+    layer, top_k = analyzed.layers[at], analyzed.geometry.top_k
     logits_TE, experts_TK = _ask(layer, hidden[at])
     row: dict[str, Any] = {
         "layer": at,
@@ -99,12 +101,12 @@ def _row(
     predictions: dict[str, Array | None] = {
         "draft": _ask(layer, drafted[at])[0],
         "next_gate": _ask(layer, hidden[at - 1])[0] if at else None,
-        "frequency": _counts_before(experts_TK, subject.geometry.num_experts),
+        "frequency": _counts_before(experts_TK, analyzed.geometry.num_experts),
     }
     for name, scores_TE in predictions.items():
         right = _shares(experts_TK, scores_TE, top_k)
         row |= {f"{name}_top1": right[0], f"{name}_topk": right[1]}
-    num_experts = subject.geometry.num_experts
+    num_experts = analyzed.geometry.num_experts
     row |= {"random_top1": 1 / num_experts, "random_topk": top_k / num_experts}
     assert predictions["draft"] is not None and predictions["frequency"] is not None
     row["draft_entropy"] = _entropy(predictions["draft"])

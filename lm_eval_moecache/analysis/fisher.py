@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.sensitivity import Doubles, rises
 
 
 class Fisher:
-    """One reading of a subject's text, with gradients."""
+    """One reading of the model's text, with gradients."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        num_layers = len(subject.layers)
+    def __init__(self, analyzed: AnalyzedModel) -> None:
+        self._analyzed = analyzed
+        num_layers = len(analyzed.layers)
         self._sums = np.zeros(num_layers)
         self._weights: list[list[FloatArray]] = [[] for _ in range(num_layers)]
         self._change: dict[int, tuple[Tensor, Tensor]] = {}
@@ -37,12 +37,12 @@ class Fisher:
         raises the loss by half of c' H c (1 - alpha)^2. The Hessian's diagonal is taken as the
         square of the gradient (empirical Fisher information), and c' H c is averaged over tokens.
         """
-        model = self._subject.model
+        model = self._analyzed.model
         with ExitStack() as hooks:
-            for index, layer in enumerate(self._subject.layers):
+            for index, layer in enumerate(self._analyzed.layers):
                 hook = layer.experts.register_forward_hook(self._watch(index))
                 hooks.callback(hook.remove)
-            for window in tqdm(self._subject.windows, desc="reading", unit="window"):
+            for window in tqdm(self._analyzed.windows, desc="reading", unit="window"):
                 ids = window[None].to(model.device)
                 # Summed, so that a token's gradient does not depend on its window's length.
                 logits = model(ids).logits[0, :-1].float()

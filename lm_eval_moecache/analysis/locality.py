@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.metrics import cache_metrics
@@ -25,19 +25,21 @@ class SelectionMap:
 
 
 def analyze(
-    subject: Subject, capacity: str, routings: Mapping[str, Mapping[str, Any]], layer: int
+    analyzed: AnalyzedModel, capacity: str, routings: Mapping[str, Mapping[str, Any]], layer: int
 ) -> tuple[list[dict[str, Any]], dict[str, SelectionMap]]:
     """Read the text under each routing with one cache per layer.
 
     Returns a row for each (perplexity, miss rates, lifetime in tokens, fidelity) and the selection
     map of `layer`, which counts MoE layers from 0.
     """
-    if not 0 <= layer < subject.geometry.num_layers:
-        raise ValueError(f"layer={layer} must lie between 0 and {subject.geometry.num_layers - 1}.")
+    if not 0 <= layer < analyzed.geometry.num_layers:
+        raise ValueError(
+            f"layer={layer} must lie between 0 and {analyzed.geometry.num_layers - 1}."
+        )
     rows, maps = [], {}
     for name, overrides in routings.items():
         found = SelectionMap(layer)
-        reading = subject.read(
+        reading = analyzed.read(
             overrides, capacity=capacity, scan=True, prepare=partial(_watch, found=found)
         )
         metrics = cache_metrics(reading.engine.ledger.passes)
@@ -72,11 +74,11 @@ def _watch(engine: Engine, found: SelectionMap) -> None:
         needed = {key - base for key in event.keys}
         states = []
         for expert in range(engine.geometry.num_experts):
-            near = base + expert in resident
+            is_resident = base + expert in resident
             if expert in needed:
-                states.append(HIT if near else MISS)
+                states.append(HIT if is_resident else MISS)
             else:
-                states.append(CACHED if near else ABSENT)
+                states.append(CACHED if is_resident else ABSENT)
         found.states.append(states)
 
     engine.observe(observe)

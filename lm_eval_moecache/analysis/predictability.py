@@ -25,7 +25,7 @@ from lm_eval_moecache.model.predictor.accuracy import (
     judge,
     layer_rows,
 )
-from lm_eval_moecache.model.predictor.collect import Watch
+from lm_eval_moecache.model.predictor.collect import RouterCapture
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import Samples
 from lm_eval_moecache.records.predictor import load_predictor
@@ -52,7 +52,7 @@ class Found:
 def analyze(
     pretrained: str, tasks: Sequence[str], *, limit: int, profile: str | None = None
 ) -> Found:
-    """Run the tasks as they are and with the replacement; every expert is near all the time.
+    """Run the tasks as they are and with the replacement; every expert is resident all the time.
 
     The frequency baseline names the experts that these very tokens chose most often, which no
     predictor made beforehand could know better.
@@ -115,7 +115,7 @@ def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any
     layers = find_moe_layers(lm.model)
     with tempfile.TemporaryDirectory() as folder:
         shard = Path(folder) / "seen.safetensors"
-        with Watch(lm.model, layers) as seen:
+        with RouterCapture(lm.model, layers) as seen:
             results = evaluate(cell, lm)
         if not seen.prompts:
             raise ValueError(

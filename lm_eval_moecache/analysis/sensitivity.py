@@ -6,27 +6,27 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.subject import Subject
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 
 TITLE = (
     "Perplexity when experts are dropped from a rank on, or one rank is swapped for a random one"
 )
 
 
-def analyze(subject: Subject, seeds: int = 3) -> list[dict[str, Any]]:
+def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> list[dict[str, Any]]:
     """Return one row a rank: perplexity with the rank dropped (and all after it) and swapped.
 
     Rank 0 is the unmodified model. Swapping is random, so it is read once for each seed; the mean
     and the largest distance from it are given.
     """
-    plain = subject.read({}).perplexity
+    plain = analyzed.read({}).perplexity
     rows: list[dict[str, Any]] = [
         {"rank": 0, "drop_from": plain, "swap": plain, "swap_spread": 0.0}
     ]
-    for rank in tqdm(range(1, subject.geometry.top_k + 1), desc="ranks"):
-        dropped = subject.read({"routing": "drop_rank", "routing.rank": rank}).perplexity
+    for rank in tqdm(range(1, analyzed.geometry.top_k + 1), desc="ranks"):
+        dropped = analyzed.read({"routing": "drop_rank", "routing.rank": rank}).perplexity
         swapped = [
-            subject.read({"routing": "swap_rank", "routing.rank": rank}, seed=seed).perplexity
+            analyzed.read({"routing": "swap_rank", "routing.rank": rank}, seed=seed).perplexity
             for seed in range(seeds)
         ]
         mean = sum(swapped) / seeds

@@ -86,17 +86,17 @@ def run(arguments: Namespace) -> int:
         _predictability(arguments)
         return 0
     # Imported late: they bring torch, and a misspelt analysis should not wait for it.
-    from lm_eval_moecache.analysis.subject import Subject, read_texts
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
 
     texts = read_texts(arguments.pretrained, arguments.text)
-    subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
-    rows = _RUN[arguments.analysis](subject, arguments)
+    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    rows = _RUN[arguments.analysis](analyzed, arguments)
     if arguments.json:
-        sys.stdout.write(json.dumps({"model": subject.name, "rows": rows}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"model": analyzed.name, "rows": rows}, indent=2) + "\n")
     else:
         sys.stdout.write(rows_as_markdown(rows))
     if arguments.out:
-        _write(Path(arguments.out), arguments.analysis, {"model": subject.name, "rows": rows})
+        _write(Path(arguments.out), arguments.analysis, {"model": analyzed.name, "rows": rows})
     return 0
 
 
@@ -162,55 +162,55 @@ def _predictability(arguments: Namespace) -> None:
         predictability.draw(found.certainty, title, str(folder / f"predictability.{suffix}"))
 
 
-def _sensitivity(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+def _sensitivity(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     from lm_eval_moecache.analysis import sensitivity
 
-    rows = sensitivity.analyze(subject, arguments.seeds)
+    rows = sensitivity.analyze(analyzed, arguments.seeds)
     if arguments.out:
         for suffix in ("svg", "png"):
             path = f"{arguments.out}/sensitivity.{suffix}"
-            sensitivity.draw(rows, f"{sensitivity.TITLE} ({subject.name})", path)
+            sensitivity.draw(rows, f"{sensitivity.TITLE} ({analyzed.name})", path)
     return rows
 
 
-def _locality(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+def _locality(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     from lm_eval_moecache.analysis import locality
 
     cache_prior = {"routing": "cache_prior", "routing.lambda": arguments.lambda_}
     routings = {"standard": {}, f"cache_prior (lambda {arguments.lambda_:g})": cache_prior}
-    rows, maps = locality.analyze(subject, arguments.capacity, routings, arguments.layer)
+    rows, maps = locality.analyze(analyzed, arguments.capacity, routings, arguments.layer)
     if arguments.out:
         for suffix in ("svg", "png"):
             path = f"{arguments.out}/locality.{suffix}"
-            locality.draw(maps, f"{locality.TITLE} ({subject.name}, {arguments.capacity})", path)
+            locality.draw(maps, f"{locality.TITLE} ({analyzed.name}, {arguments.capacity})", path)
     return rows
 
 
-def _coactivation(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+def _coactivation(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     from lm_eval_moecache.analysis import coactivation
 
-    layers = subject.geometry.num_layers
+    layers = analyzed.geometry.num_layers
     if not 0 <= arguments.layer < layers:
         raise ValueError(f"layer={arguments.layer} must lie between 0 and {layers - 1}.")
-    found = coactivation.observe(subject, arguments.sample_tokens)
+    found = coactivation.observe(analyzed, arguments.sample_tokens)
     similarity = found.similarity()
     rows = coactivation.analyze(found.counts, similarity, arguments.alpha, arguments.k_max)
     if arguments.out:
-        title = f"{coactivation.TITLE} ({subject.name}, MoE layer {arguments.layer})"
+        title = f"{coactivation.TITLE} ({analyzed.name}, MoE layer {arguments.layer})"
         for suffix in ("svg", "png"):
             path = f"{arguments.out}/coactivation.{suffix}"
             coactivation.draw(found.counts, similarity, arguments.layer, title, path)
     return rows
 
 
-def _drafting(subject: Any, arguments: Namespace) -> list[dict[str, Any]]:
+def _drafting(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     from lm_eval_moecache.analysis import drafting
 
-    rows = drafting.analyze(subject, arguments.draft)
+    rows = drafting.analyze(analyzed, arguments.draft)
     if arguments.out:
         for suffix in ("svg", "png"):
             path = f"{arguments.out}/drafting.{suffix}"
-            drafting.draw(rows, f"{drafting.TITLE} ({subject.name}, {arguments.draft})", path)
+            drafting.draw(rows, f"{drafting.TITLE} ({analyzed.name}, {arguments.draft})", path)
     return rows
 
 

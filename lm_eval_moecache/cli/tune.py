@@ -63,12 +63,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     _check(arguments)
     # Imported late: it brings torch and lm-eval, and a wrong option should not wait for them.
-    from lm_eval_moecache.tune.measure import Question
+    from lm_eval_moecache.tune.measure import Objective
     from lm_eval_moecache.tune.outcome import front_table
     from lm_eval_moecache.tune.run import tune
     from lm_eval_moecache.tune.search import Effort
 
-    question = Question(
+    objective = Objective(
         pretrained=arguments.pretrained,
         tasks=tuple(name.strip() for name in arguments.tasks.split(",") if name.strip()),
         limit=arguments.limit,
@@ -87,7 +87,7 @@ def run(arguments: Namespace) -> int:
         jobs=arguments.jobs,
     )
     space = None if arguments.space is None else Path(arguments.space)
-    outcome = tune(question, effort, Path(arguments.out), space, _say)
+    outcome = tune(objective, effort, Path(arguments.out), space, _say)
     if arguments.json:
         sys.stdout.write(json.dumps(outcome.as_dict(), indent=2) + "\n")
     else:

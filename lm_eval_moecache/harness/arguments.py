@@ -88,7 +88,7 @@ class Config:
     draft_tokens: int | None = None
     """Tokens drafted for each verify pass."""
     store: str = "ram"
-    """Where experts lie that are not near (wall clock only)."""
+    """Where experts lie that are not resident (wall clock only)."""
     store_dir: str | None = None
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None

@@ -108,7 +108,7 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
     def set_cache_hook(self, cache_hook: Any) -> None:
         if getattr(cache_hook, "dbdict", None) is not None:
             raise ArgumentsError(
-                "--use_cache: stored answers come without the passes that made them, so speed "
+                "--use_cache: stored outputs come without the passes that made them, so speed "
                 "could not be measured. Leave --use_cache out with --model moecache."
             )
         super().set_cache_hook(cache_hook)
@@ -154,9 +154,9 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
         for request, record in zip(copies, records, strict=True):
             context, *rest = request.arguments
             request.arguments = (RecordedStr(context, record), *rest)
-        answers: list[str] = super().generate_until(copies, disable_tqdm=disable_tqdm)
+        outputs: list[str] = super().generate_until(copies, disable_tqdm=disable_tqdm)
         publish(requests, records)
-        return answers
+        return outputs
 
     def tok_batch_encode(self, strings: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         self._batch = [s.record for s in strings if isinstance(s, RecordedStr)]
@@ -203,9 +203,9 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
     ) -> list[tuple[float, bool]]:
         """As HFLM. Choices of one token that share a forward share its pass."""
         self._scored = records = self._records(requests)
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        outputs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         publish(requests, records)
-        return answers
+        return outputs
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -221,9 +221,9 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
                 context_len=1,
             )
             self._scored += [record for _ in windows]
-        answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
+        outputs: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
         publish(requests, records)
-        return answers
+        return outputs
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         """Note which record waits for which input, then let HFLM sort and batch as it likes."""
@@ -233,9 +233,9 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)
             self._waiting.setdefault(fingerprint(tokens), []).append((record, len(tokens)))
-        answers = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        outputs = super()._loglikelihood_tokens(requests, *args, **kwargs)
         self._waiting.clear()
-        return answers
+        return outputs
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
         served: list[RequestRecord] = []

@@ -24,7 +24,7 @@ from lm_eval_moecache.model.speculative.hooks import DraftHooks
 class MoECacheSpecLM(MoECacheLM):
     """`moecache` whose generations are drafted: greedy, one request at a time.
 
-    Takes the keys of `moecache`, `draft` and `draft_tokens`. The answers are those of plain greedy
+    Takes the keys of `moecache`, `draft` and `draft_tokens`. The outputs are those of plain greedy
     decoding, token for token, as long as the policy is lossless and no two logits tie in the
     model's precision. Scoring requests run without the draft, as under `moecache`.
     """

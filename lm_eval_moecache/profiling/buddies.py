@@ -73,22 +73,22 @@ def run(arguments: Namespace) -> int:
     _check(arguments)
     texts, data = _collect(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
     from lm_eval_moecache.analysis.coactivation import observe
-    from lm_eval_moecache.analysis.subject import Subject
     from lm_eval_moecache.model.moe_layers import router_digest
 
-    subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
-    alphas = _per_layer(arguments.alpha, subject.geometry.num_layers)
-    found = observe(subject, arguments.sample_tokens, _warmup(arguments))
+    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    alphas = _per_layer(arguments.alpha, analyzed.geometry.num_layers)
+    found = observe(analyzed, arguments.sample_tokens, _warmup(arguments))
     data |= {"tokens": found.num_tokens, "alpha": alphas}
     data |= {name: getattr(arguments, name) for name in _KEPT}
     artifact = Artifact(
         kind=BUDDIES,
         model=arguments.pretrained,
-        num_layers=subject.geometry.num_layers,
-        num_experts=subject.geometry.num_experts,
-        top_k=subject.geometry.top_k,
-        router_digest=router_digest(subject.layers),
+        num_layers=analyzed.geometry.num_layers,
+        num_experts=analyzed.geometry.num_experts,
+        top_k=analyzed.geometry.top_k,
+        router_digest=router_digest(analyzed.layers),
         made_from=data,
         arrays={
             "activations": found.counts.activations,

@@ -34,10 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     texts = _texts(arguments)
     # Imported late: it brings torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.analysis.subject import Subject
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 
-    subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
-    found = {"model": subject.name, "logit_range": measure(subject)}
+    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    found = {"model": analyzed.name, "logit_range": measure(analyzed)}
     if arguments.out:
         text = json.dumps(found, indent=1) + "\n"
         write_whole(Path(arguments.out), text.encode())
@@ -46,9 +46,9 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def measure(subject: Any) -> list[float]:
-    """Return each MoE layer's mean range of logits over the subject's tokens."""
-    sums, counts = [0.0] * len(subject.layers), [0] * len(subject.layers)
+def measure(analyzed: Any) -> list[float]:
+    """Return each MoE layer's mean range of logits over the model's text."""
+    sums, counts = [0.0] * len(analyzed.layers), [0] * len(analyzed.layers)
 
     def watch(layer: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
@@ -60,9 +60,9 @@ def measure(subject: Any) -> list[float]:
         return hook
 
     with ExitStack() as hooks:
-        for index, layer in enumerate(subject.layers):
+        for index, layer in enumerate(analyzed.layers):
             hooks.callback(layer.router.register_forward_hook(watch(index)).remove)
-        subject.read({})
+        analyzed.read({})
     return [total / count for total, count in zip(sums, counts, strict=True)]
 
 

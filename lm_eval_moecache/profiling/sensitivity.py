@@ -32,24 +32,24 @@ def run(arguments: Namespace) -> int:
     """Profile and write; print each layer's sensitivity and some thresholds."""
     texts, data = _collect(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
     from lm_eval_moecache.analysis.fisher import Fisher
-    from lm_eval_moecache.analysis.subject import Subject
     from lm_eval_moecache.model.moe_layers import router_digest
 
-    subject = Subject(arguments.pretrained, texts, arguments.max_tokens)
-    if subject.geometry.top_k < 2:
+    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    if analyzed.geometry.top_k < 2:
         raise ValueError(
             f"pretrained={arguments.pretrained!r} has one expert per token: none to leave out."
         )
-    fisher = Fisher(subject)
+    fisher = Fisher(analyzed)
     fisher.read()
     artifact = Artifact(
         kind=SENSITIVITY,
         model=arguments.pretrained,
-        num_layers=subject.geometry.num_layers,
-        num_experts=subject.geometry.num_experts,
-        top_k=subject.geometry.top_k,
-        router_digest=router_digest(subject.layers),
+        num_layers=analyzed.geometry.num_layers,
+        num_experts=analyzed.geometry.num_experts,
+        top_k=analyzed.geometry.top_k,
+        router_digest=router_digest(analyzed.layers),
         made_from=data | {"tokens": fisher.num_tokens},
         arrays={LAYERS: fisher.sensitivity, THRESHOLDS: fisher.thresholds()},
     )

@@ -127,13 +127,13 @@ class MissContract(Contract):
                     continue
                 loaded = {fetch.key: fetch.level for fetch in resolution.fetch}
                 assert set(loaded) <= set(event.keys) and len(loaded) == len(resolution.fetch)
-                # What is near comes again at a better level only, and only where that is asked for.
+                # A resident comes again at a better level only, and only where that is asked for.
                 better = {k for k, level in loaded.items() if k in resident and level < resident[k]}
                 assert set(loaded) <= set(absent) | better
                 assert self.make().upgrade or not better
                 executed = _executed(event, resolution)
-                near = resident_mask(event.layer, GEOMETRY.num_experts, resident | loaded)
-                assert near[executed].all()
+                is_resident = resident_mask(event.layer, GEOMETRY.num_experts, resident | loaded)
+                assert is_resident[executed].all()
 
     def test_a_lossless_handler_loads_all(self) -> None:
         changed = [r for *_, r in self.resolutions(0.4) if r is not None]

@@ -38,7 +38,7 @@ EXPERIMENT = "tune"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class Objective:
     """What the tuner is asked: on which tasks, in which cache, on which device."""
 
     pretrained: str
@@ -100,22 +100,22 @@ class Figures:
     measured_by: str
 
 
-class Bench:
-    """Measures policies for one question; runs of the model are kept as a sweep's records."""
+class CandidateRunner:
+    """Measures policies for one objective; runs of the model are kept as a sweep's records."""
 
     reference: Figures
     trace: Trace
 
-    def __init__(self, question: Question, folder: Path, jobs: int = 1) -> None:
-        self.question = question
+    def __init__(self, objective: Objective, folder: Path, jobs: int = 1) -> None:
+        self.objective = objective
         self.folder = folder
-        self.hardware = load_hardware(question.hardware, question.bandwidth)
+        self.hardware = load_hardware(objective.hardware, objective.bandwidth)
         self._speeds: dict[str, float] = {}
         self._jobs = jobs
         self._open = ExitStack()
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> CandidateRunner:
         if self._jobs > 1:
             self._pool = self._open.enter_context(local_pool(self._jobs))
         return self
@@ -154,7 +154,7 @@ class Bench:
         samples: Mapping[str, Sequence[int]] | None = None,
     ) -> Candidate:
         """Check a policy. Raises ValueError, with the reason, where it cannot run here."""
-        planned = check_cell(self.question.cell(args, label=name, samples=samples))
+        planned = check_cell(self.objective.cell(args, label=name, samples=samples))
         return Candidate(name=name, policy=planned.config.policy, planned=planned)
 
     def replay(self, policy: Policy) -> float:
@@ -164,13 +164,13 @@ class Bench:
         if key not in self._speeds:
             setting = Setting(
                 policy=lossless,
-                capacity=parse_capacity(self.question.capacity, self.trace.geometry),
+                capacity=parse_capacity(self.objective.capacity, self.trace.geometry),
                 hardware=self.hardware,
                 seed=self.trace.seed,
             )
             engine = replay(self.trace, setting)
             found = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
-            speed = found[self.question.metric]
+            speed = found[self.objective.metric]
             self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)
         return self._speeds[key]
 
@@ -202,12 +202,12 @@ class Bench:
             reason = self.folder / "failed" / f"{planned.run_id}.txt"
             raise ValueError(f"the run {planned.run_id} has failed; its traceback: {reason}")
         [run] = load_runs(path)
-        scored, speed = accuracy(run), metric_value(run, self.question.metric).number
+        scored, speed = accuracy(run), metric_value(run, self.objective.metric).number
         if scored.number is None or speed is None:
-            what = "accuracy" if scored.number is None else self.question.metric
+            what = "accuracy" if scored.number is None else self.objective.metric
             raise ValueError(
-                f"tasks={','.join(self.question.tasks)} give no {what}. Allowed: tasks that have a "
-                "score for which more is better, one of them with generation for tok_per_s."
+                f"tasks={','.join(self.objective.tasks)} give no {what}. Allowed: tasks that have "
+                "a score for which more is better, one of them with generation for tok_per_s."
             )
         return Figures(
             accuracy=scored.number, stderr=scored.stderr, speed=speed, measured_by=BY_MODEL

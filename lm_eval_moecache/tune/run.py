@@ -1,4 +1,4 @@
-"""One search from question to files: the front, and the best policy as a policy file."""
+"""One search, from what is asked to files: the front, and the best policy as a policy file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lm_eval_moecache.sweep.files import only_sweep, write_atomically
 from lm_eval_moecache.tune.confirm import confirm
-from lm_eval_moecache.tune.measure import BY_REPLAY, Bench, Question, overrides_of
+from lm_eval_moecache.tune.measure import BY_REPLAY, CandidateRunner, Objective, overrides_of
+from lm_eval_moecache.tune.objective_checks import check_objective
 from lm_eval_moecache.tune.outcome import (
     Entry,
     Outcome,
@@ -18,14 +19,13 @@ from lm_eval_moecache.tune.outcome import (
     policy_yaml,
     read_outcome,
 )
-from lm_eval_moecache.tune.question_checks import check_question
 from lm_eval_moecache.tune.search import Effort, Search
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, read_space
 from lm_eval_moecache.tune.study import open_study
 
 
 def tune(
-    question: Question,
+    objective: Objective,
     effort: Effort,
     folder: Path,
     space_file: Path | None,
@@ -39,17 +39,17 @@ def tune(
     Raises ValueError for anything the options can cause, before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
-    check_question(question)
-    study = open_study(folder, question, effort.seed)
-    with only_sweep(folder), Bench(question, folder, effort.jobs) as bench:
-        bench.prepare(space.max_depth)
-        search = Search(bench, space.fit(bench.trace.geometry), effort, study, say)
+    check_objective(objective)
+    study = open_study(folder, objective, effort.seed)
+    with only_sweep(folder), CandidateRunner(objective, folder, effort.jobs) as runner:
+        runner.prepare(space.max_depth)
+        search = Search(runner, space.fit(runner.trace.geometry), effort, study, say)
         search.run()
         outcome = read_outcome(study, search.floor)
         best = outcome.fastest()
         if best is not None:
-            _confirm(bench, best, say)
-            found = confirm(bench, best)
+            _confirm(runner, best, say)
+            found = confirm(runner, best)
             outcome = dataclasses.replace(outcome, confirmation=found)
             say(confirmation_text(best.name, found))
     write_atomically(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
@@ -59,12 +59,12 @@ def tune(
     return outcome
 
 
-def _confirm(bench: Bench, best: Entry, say: Callable[[str], object]) -> None:
+def _confirm(runner: CandidateRunner, best: Entry, say: Callable[[str], object]) -> None:
     """Run the model where the best policy has only been replayed: both must say the same."""
     if best.measured_by != BY_REPLAY:
         return
     args = {"policy": "on_demand", **overrides_of(best.policy)}
-    [found] = bench.run([bench.candidate(best.name, args)])
+    [found] = runner.run([runner.candidate(best.name, args)])
     if isinstance(found, str):
         raise ValueError(f"the best policy, {best.name}, was replayed, but does not run: {found}")
     say(f"{best.name}: run: accuracy {found.accuracy:.3f}, speed {found.speed:.1f}")

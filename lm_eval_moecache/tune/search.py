@@ -14,7 +14,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.report.columns import METRICS
-from lm_eval_moecache.tune.measure import BY_REPLAY, Bench, Candidate, Figures
+from lm_eval_moecache.tune.measure import BY_REPLAY, Candidate, CandidateRunner, Figures
 from lm_eval_moecache.tune.outcome import SEARCHED, SHIPPED, composition_text
 from lm_eval_moecache.tune.space import Space
 from lm_eval_moecache.tune.study import fail_unfinished, import_optuna
@@ -37,9 +37,9 @@ class Effort:
 
 @dataclass(slots=True)
 class Search:
-    """One search over a bench; `say` is told what happens."""
+    """One search over a runner; `say` is told what happens."""
 
-    bench: Bench
+    runner: CandidateRunner
     space: Space
     effort: Effort
     study: Any
@@ -49,13 +49,13 @@ class Search:
 
     @property
     def sign(self) -> int:
-        return 1 if METRICS[self.bench.question.metric][2] else -1
+        return 1 if METRICS[self.runner.objective.metric][2] else -1
 
     @property
     def floor(self) -> float:
         """The accuracy that a policy needs to meet the budget."""
         # A budget of one point is met by a loss of one point, whatever the floats say.
-        return self.bench.reference.accuracy - self.bench.question.budget * _POINT - 1e-9
+        return self.runner.reference.accuracy - self.runner.objective.budget * _POINT - 1e-9
 
     @property
     def _is_over(self) -> bool:
@@ -89,7 +89,7 @@ class Search:
                 self._leave_out(name, self._too_late)
                 continue
             try:
-                candidate = self.bench.candidate(name, {"policy": name})
+                candidate = self.runner.candidate(name, {"policy": name})
             except ValueError as error:
                 self._leave_out(name, str(error))
                 continue
@@ -104,7 +104,7 @@ class Search:
                 for candidate in chunk:
                     self._leave_out(candidate.name, self._too_late)
                 continue
-            for candidate, found in zip(chunk, self.bench.run(chunk), strict=True):
+            for candidate, found in zip(chunk, self.runner.run(chunk), strict=True):
                 self._enter(candidate, found)
 
     def _enter(self, candidate: Candidate, found: Figures | str) -> None:
@@ -140,7 +140,7 @@ class Search:
             candidate = self._draw(trial)
             if candidate is not None:
                 waiting.append((trial, candidate))
-        found = self.bench.run([candidate for _, candidate in waiting])
+        found = self.runner.run([candidate for _, candidate in waiting])
         for (trial, candidate), figures in zip(waiting, found, strict=True):
             self._tell(trial, candidate, figures)
         return drawn
@@ -150,7 +150,7 @@ class Search:
         name = f"trial {trial.number}"
         overrides = self.space.suggest(trial)
         try:
-            candidate = self.bench.candidate(name, {"policy": "on_demand", **overrides})
+            candidate = self.runner.candidate(name, {"policy": "on_demand", **overrides})
         except ValueError as error:
             self._prune(trial, f"refused: {error}")
             return None
@@ -175,7 +175,7 @@ class Search:
             return None
 
     def _replayed(self, candidate: Candidate) -> Figures:
-        figures = self.bench.lossless(candidate.policy)
+        figures = self.runner.lossless(candidate.policy)
         best = self.best_lossless
         if best is None or self.sign * figures.speed > self.sign * best:
             self.best_lossless = figures.speed

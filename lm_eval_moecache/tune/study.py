@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.report.columns import METRICS
-from lm_eval_moecache.tune.measure import Question
+from lm_eval_moecache.tune.measure import Objective
 
 JOURNAL = "study.journal"
 _STUDY = "moecache"
@@ -28,21 +28,21 @@ def import_optuna() -> Any:
         ) from error
 
 
-def open_study(folder: Path, question: Question, seed: int) -> Any:
-    """Open or create the folder's study. Raises ValueError where it answers another question."""
+def open_study(folder: Path, objective: Objective, seed: int) -> Any:
+    """Open or create the folder's study. Raises ValueError where it is of another objective."""
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
     journal = optuna.storages.journal
     storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
-    higher = METRICS[question.metric][2]
+    higher = METRICS[objective.metric][2]
     study = optuna.create_study(
         study_name=_STUDY,
         storage=storage,
         directions=["maximize", "maximize" if higher else "minimize"],
         load_if_exists=True,
     )
-    asked = {**dataclasses.asdict(question), "tasks": list(question.tasks)}
+    asked = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
     before = dict(study.user_attrs.get("question", asked))
     before["hardware"] = RENAMED.get(before["hardware"], before["hardware"])
     for key, value in asked.items():

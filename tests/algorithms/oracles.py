@@ -262,21 +262,21 @@ def cache_prior(
 def substitute_score(
     scores: Sequence[float],
     experts: Sequence[int],
-    near: Collection[int],
+    resident: Collection[int],
     tolerance: float,
     relative: bool = False,
 ) -> list[int]:
-    """One token: each absent expert, heaviest first, takes the closest near one still free."""
+    """One token: each absent expert, heaviest first, takes the closest resident one still free."""
     chosen = list(experts)
     taken = set(experts)
     for place, expert in enumerate(experts):
-        if expert in near:
+        if expert in resident:
             continue
         limit = tolerance * (scores[expert] if relative else 1.0)
         gaps = [
             (abs(scores[e] - scores[expert]), e)
             for e in range(len(scores))
-            if e in near and e not in taken and abs(scores[e] - scores[expert]) <= limit
+            if e in resident and e not in taken and abs(scores[e] - scores[expert]) <= limit
         ]
         if gaps:
             chosen[place] = min(gaps)[1]
@@ -322,7 +322,7 @@ def buddy_list(q: Sequence[float], alpha: float, k_max: int) -> list[int]:
 def buddy_token(
     logits: Sequence[float],
     own: Sequence[int],
-    near: Collection[int],
+    resident: Collection[int],
     lists: Sequence[Sequence[int]],
     q: Sequence[Sequence[float]],
     *,
@@ -337,11 +337,11 @@ def buddy_token(
     low, high = min(logits), max(logits)
     places = list(enumerate(own))
     for place, missing in places if order == "heaviest" else places[::-1]:
-        if missing in near or len(given) == rho:
+        if missing in resident or len(given) == rho:
             continue
         worth = {}
         for j in lists[missing]:
-            if j not in near or j in own or (j in given and not reuse):
+            if j not in resident or j in own or (j in given and not reuse):
                 continue
             logit = (logits[j] - low) / max(high - low, 1e-9)
             psi = q[missing][j] * (1 + eta * logit) * hop_factor(missing, j)

@@ -58,9 +58,9 @@ def make(profile: str | None, /, **parameters: Any) -> Any:
     return find_algorithm("miss", "buddy")(GEOMETRY, **{**open_gates, **parameters})
 
 
-def resolve(handler: Any, near: set[int], *texts: list[float]) -> Any:
+def resolve(handler: Any, resident: set[int], *texts: list[float]) -> Any:
     event = make_event(GEOMETRY, 0, 0, list(texts) or [TEXT])
-    return handler.resolve(event, [key for key in event.keys if key not in near], near)
+    return handler.resolve(event, [key for key in event.keys if key not in resident], resident)
 
 
 # --- equations 1 to 6 -------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_equations_5_and_6_take_the_shortest_prefix_that_covers_alpha() -> None:
 def test_equation_3_weighs_global_similarity_by_the_tokens_logits_and_the_hops(
     profile: str,
 ) -> None:
-    # Expert 0 is absent, 3 and 4 are near and not the token's: q is 0.4 and 0.1.
+    # Expert 0 is absent, 3 and 4 are resident and not the token's: q is 0.4 and 0.1.
     assert resolve(make(profile), {1, 2, 3, 4}).selection.experts.tolist() == [[3, 1, 2]]
     # The logits of 3 and 4, scaled to 0..1, are 0 and 2.5 / 3: 0.1 (1 + 5 eta / 6) > 0.4 from 3.6.
     text = [3.0, 2.9, 2.8, 0.0, 2.5]
@@ -190,7 +190,7 @@ def test_tau_as_a_percentile_is_calibrated_on_each_layers_tokens() -> None:
 
 
 def test_the_budget_counts_replacements_of_a_token_heaviest_first(profile: str) -> None:
-    near = {3, 4}
+    resident = {3, 4}
     both = resolve(make(profile, beta=1.0), {2, 3, 4})
     assert both.selection.experts.tolist() == [[3, 4, 2]]
     one = resolve(make(profile, rho=1), {2, 3, 4})
@@ -199,7 +199,7 @@ def test_the_budget_counts_replacements_of_a_token_heaviest_first(profile: str) 
     light = resolve(make(profile, rho=1, order="lightest"), {2, 3, 4})
     assert light.selection.experts.tolist() == [[0, 3, 2]]
     # Everything absent is delta = 1, which no beta lets through.
-    assert resolve(make(profile), near) is None
+    assert resolve(make(profile), resident) is None
 
 
 def test_the_search_rank_cuts_every_list(profile: str) -> None:
@@ -211,8 +211,8 @@ def test_the_search_rank_cuts_every_list(profile: str) -> None:
 
 def test_a_collision_takes_the_next_buddy_or_reuses_at_a_penalty(profile: str) -> None:
     # 0 and 2 are absent; both like 3 (0.4 and 1/6), 4 has 0.1 and 1/6.
-    near, text = {1, 3, 4}, [3.0, 2.0, 2.5, 0.0, 0.0]
-    taken = resolve(make(profile), near, text).selection
+    resident, text = {1, 3, 4}, [3.0, 2.0, 2.5, 0.0, 0.0]
+    taken = resolve(make(profile), resident, text).selection
     assert taken.experts.tolist() == [[3, 4, 1]]
     # With 4 away the second finds nothing, or 3 once more.
     assert resolve(make(profile), {1, 3}, text).selection.experts.tolist() == [[3, 2, 1]]
@@ -222,10 +222,10 @@ def test_a_collision_takes_the_next_buddy_or_reuses_at_a_penalty(profile: str) -
 
 
 def test_what_finds_no_buddy_is_fetched_or_dropped(profile: str) -> None:
-    near, text = {1, 3}, [3.0, 2.0, 2.5, 0.0, 0.0]
-    fetched = resolve(make(profile), near, text)
+    resident, text = {1, 3}, [3.0, 2.0, 2.5, 0.0, 0.0]
+    fetched = resolve(make(profile), resident, text)
     assert [fetch.key for fetch in fetched.fetch] == [2] and fetched.selection.keep is None
-    dropped = resolve(make(profile, fallback="drop"), near, text)
+    dropped = resolve(make(profile, fallback="drop"), resident, text)
     assert list(dropped.fetch) == []
     assert dropped.selection.keep.tolist() == [[True, False, True]]
 
@@ -248,7 +248,7 @@ def test_all_resident_none_resident_and_empty_lists_change_nothing(profile: str)
 
 NUMBER = st.integers(-40, 40).map(lambda n: n / 8)
 TEXTS = st.lists(st.lists(NUMBER, min_size=8, max_size=8), min_size=1, max_size=4)
-NEAR = st.sets(st.integers(0, 7))
+RESIDENT = st.sets(st.integers(0, 7))
 
 
 def wide(**parameters: Any) -> Any:
@@ -265,9 +265,9 @@ def lists_of(handler: Any, layer: int) -> list[list[int]]:
     ]
 
 
-def answer(handler: Any, event: Event, near: set[int]) -> Any:
+def answer(handler: Any, event: Event, resident: set[int]) -> Any:
     base = event.layer * 8
-    resident = {base + e for e in near}
+    resident = {base + e for e in resident}
     absent = [key for key in event.keys if key not in resident]
     resolution = handler.resolve(fresh(event), absent, resident)
     if resolution is None or resolution.selection is None:
@@ -278,26 +278,26 @@ def answer(handler: Any, event: Event, near: set[int]) -> Any:
 
 
 @LIGHT
-@given(TEXTS, NEAR, st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 1))
+@given(TEXTS, RESIDENT, st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 1))
 def test_all_tokens_at_once_agree_with_algorithm_1(
-    texts: list[list[float]], near: set[int], H: int | None, layer: int
+    texts: list[list[float]], resident: set[int], H: int | None, layer: int
 ) -> None:
     handler, event = wide(H=H, alpha=1.0), make_event(WIDE, 0, layer, texts)
     full = lists_of(wide(alpha=1.0), layer)
     expected = event.experts.tolist()
-    if {k % 8 for k in event.keys} & near:
-        mask = [e in near for e in range(8)]
+    if {k % 8 for k in event.keys} & resident:
+        mask = [e in resident for e in range(8)]
         expected = oracles.buddy_substitute(expected, mask, full, H or 7)
         # A token of one expert that leads beyond float32 has no entropy, and is left alone.
         open_ = handler.tolerates(event)
         expected = [r if open_[t] else event.experts[t].tolist() for t, r in enumerate(expected)]
-    assert answer(handler, event, near).tolist() == expected
+    assert answer(handler, event, resident).tolist() == expected
 
 
 @LIGHT
 @given(
     TEXTS,
-    NEAR,
+    RESIDENT,
     st.sampled_from([0.0, 0.5, 0.8, 0.95]),
     st.sampled_from([0.2, 0.5, 1.0]),
     st.sampled_from([0.8, 1.0, 1.5]),
@@ -310,7 +310,7 @@ def test_all_tokens_at_once_agree_with_algorithm_1(
 )
 def test_gates_scores_and_budget_agree_with_plain_loops(
     texts: list[list[float]],
-    near: set[int],
+    resident: set[int],
     tau: float,
     gamma: float,
     temperature: float,
@@ -334,8 +334,8 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
     def hop_factor(i: int, j: int) -> float:
         return 1 - kappa * abs(i * partitions // 8 - j * partitions // 8)
 
-    bypass = not {k % 8 for k in event.keys} & near
-    found = answer(handler, event, near).tolist()
+    bypass = not {k % 8 for k in event.keys} & resident
+    found = answer(handler, event, resident).tolist()
     for text, own, changed in zip(texts, event.experts.tolist(), found, strict=True):
         mine = [text[e] for e in own]
         shares = sorted(math.exp((z - max(mine)) / temperature) for z in mine)
@@ -346,7 +346,7 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
         expected = own
         if not bypass and entropy > tau and margin < gamma:
             expected = oracles.buddy_token(
-                text, own, near, lists, q,
+                text, own, resident, lists, q,
                 rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse, order=order,
             )  # fmt: skip
         assert changed == expected

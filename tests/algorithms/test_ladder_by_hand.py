@@ -77,9 +77,9 @@ def test_fetch_priority_by_h_and_on_two_levels() -> None:
 
 def test_fetch_priority_leaves_what_is_near_unless_it_upgrades() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    near = {0: 2, 1: 1, 2: 2}
-    assert levels(make("fetch_priority").resolve(event, [3], near)) == {3: 2}
-    assert levels(make("fetch_priority", upgrade=True).resolve(event, [3], near)) == {
+    resident = {0: 2, 1: 1, 2: 2}
+    assert levels(make("fetch_priority").resolve(event, [3], resident)) == {3: 2}
+    assert levels(make("fetch_priority", upgrade=True).resolve(event, [3], resident)) == {
         0: 0,
         1: 0,
         2: 1,
@@ -127,7 +127,7 @@ def test_drop_cascade_drops_what_is_absent_beyond_the_last_threshold() -> None:
     miss = make("drop_cascade", t1=0.45, t2=0.7)
     resolution = miss.resolve(event, [0, 1, 2], {3: 2})
     assert levels(resolution) == {0: 0, 1: 1}
-    assert resolution.selection.keep.tolist() == [[True, True, False, True]], "3 is near"
+    assert resolution.selection.keep.tolist() == [[True, True, False, True]], "3 is resident"
     assert make("drop_cascade").resolve(event, [0, 1], {2: 0, 3: 0}).selection is None
 
 
@@ -180,7 +180,7 @@ def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) ->
         min_size=1,
         max_size=3,
     ),
-    near=st.dictionaries(st.integers(0, 5), st.integers(0, 2), max_size=5),
+    resident=st.dictionaries(st.integers(0, 5), st.integers(0, 2), max_size=5),
     t1=st.sampled_from([0.31, 0.57]),
     t2=st.sampled_from([0.73, 0.89]),
     h=st.integers(1, 3),
@@ -189,7 +189,7 @@ def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) ->
 def test_ladder_algorithms_agree_with_their_slow_versions(
     name: str,
     logits: list[list[float]],
-    near: dict[int, int],
+    resident: dict[int, int],
     t1: float,
     t2: float,
     h: int,
@@ -199,17 +199,17 @@ def test_ladder_algorithms_agree_with_their_slow_versions(
     parameters: dict[str, Any] = {"h": h} if name == "fetch_priority" else {"t1": t1, "t2": t2}
     if name != "drop_cascade":
         parameters["upgrade"] = upgrade
-    absent = [key for key in event.keys if key not in near]
+    absent = [key for key in event.keys if key not in resident]
     expected: dict[int, int] = {}
     dropped: list[tuple[int, int]] = []
     for token in range(len(logits)):
         for expert, level in wishes(name, event, token, t1, t2, h).items():
             if level == 3:
-                if expert not in near:
+                if expert not in resident:
                     dropped.append((token, event.experts[token].tolist().index(expert)))
-            elif expert not in near or (parameters.get("upgrade") and level < near[expert]):
+            elif expert not in resident or (parameters.get("upgrade") and level < resident[expert]):
                 expected[expert] = min(level, expected.get(expert, 9))
-    resolution = make(name, **parameters).resolve(event, absent, near)
+    resolution = make(name, **parameters).resolve(event, absent, resident)
     assert levels(resolution) == expected
     keep = np.ones(event.experts.shape, dtype=bool)
     for place in dropped:

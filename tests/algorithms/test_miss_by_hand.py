@@ -61,7 +61,7 @@ def test_an_expert_may_be_loaded_for_one_token_and_dropped_for_another() -> None
 
 def test_substitute_score_takes_the_closest_near_expert_within_the_tolerance() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    # Expert 2 (absent) is closest to 3; 1 is at home; 4 and 5 are near as well.
+    # Expert 2 (absent) is closest to 3; 1 is at home; 4 and 5 are resident as well.
     resolution = make("substitute_score").resolve(event, [2], {0, 1, 3, 4, 5})
     assert resolution.selection.experts.tolist() == [[0, 1, 3]]
     assert list(resolution.fetch) == []
@@ -71,12 +71,12 @@ def test_substitute_score_takes_the_closest_near_expert_within_the_tolerance() -
 
 def test_what_finds_no_substitute_is_fetched_or_dropped() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    near = {3}
-    fetched = make("substitute_score").resolve(event, [0, 1, 2], near)
+    resident = {3}
+    fetched = make("substitute_score").resolve(event, [0, 1, 2], resident)
     # The heaviest chooses first: 0 finds nothing within 0.1, 1 is 0.14 from 3, 2 is 0.007.
     assert fetched.selection.experts.tolist() == [[0, 1, 3]]
     assert [fetch.key for fetch in fetched.fetch] == [0, 1]
-    dropped = make("substitute_score", fallback="drop").resolve(event, [0, 1, 2], near)
+    dropped = make("substitute_score", fallback="drop").resolve(event, [0, 1, 2], resident)
     assert dropped.selection.keep.tolist() == [[False, False, True]]
     assert list(dropped.fetch) == []
 

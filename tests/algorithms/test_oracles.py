@@ -223,34 +223,34 @@ def test_a_cold_cache_and_a_full_one_leave_the_routers_choice(name: str) -> None
     st.booleans(),
 )
 def test_substitute_score_agrees_token_by_token(
-    texts: list[list[float]], near: set[int], tolerance: float, relative: bool
+    texts: list[list[float]], resident: set[int], tolerance: float, relative: bool
 ) -> None:
     scale = "relative" if relative else "absolute"
     handler = find_algorithm("miss", "substitute_score")(WIDE, tolerance=tolerance, scale=scale)
     event = make_event(WIDE, 0, 0, texts)
-    absent = [key for key in event.keys if key not in near]
-    resolution = handler.resolve(fresh(event), absent, near)
+    absent = [key for key in event.keys if key not in resident]
+    resolution = handler.resolve(fresh(event), absent, resident)
     experts = event.experts if resolution is None else resolution.selection.experts
     scores = softmax(np.array(texts, dtype=np.float32))
     for token, own in enumerate(event.experts.tolist()):
         row = [np.float32(s) for s in scores[token]]
-        expected = oracles.substitute_score(row, own, near, np.float32(tolerance), relative)
+        expected = oracles.substitute_score(row, own, resident, np.float32(tolerance), relative)
         assert experts[token].tolist() == expected
     if resolution is not None:
-        left = {e for row in experts.tolist() for e in row} - near
+        left = {e for row in experts.tolist() for e in row} - resident
         assert {fetch.key for fetch in resolution.fetch} == left
 
 
 @LIGHT
 @given(st.lists(LOGITS, min_size=1, max_size=3), CACHED, st.integers(0, 2))
 def test_drop_loses_exactly_the_light_absent_experts(
-    texts: list[list[float]], near: set[int], h: int
+    texts: list[list[float]], resident: set[int], h: int
 ) -> None:
     event = make_event(WIDE, 0, 0, texts)
-    absent = [key for key in event.keys if key not in near]
-    resolution = find_algorithm("miss", "drop")(WIDE, h=h).resolve(fresh(event), absent, near)
+    absent = [key for key in event.keys if key not in resident]
+    resolution = find_algorithm("miss", "drop")(WIDE, h=h).resolve(fresh(event), absent, resident)
     expected = [
-        [expert in near or place < h for place, expert in enumerate(row)]
+        [expert in resident or place < h for place, expert in enumerate(row)]
         for row in event.experts.tolist()
     ]
     if resolution is None:
@@ -258,7 +258,7 @@ def test_drop_loses_exactly_the_light_absent_experts(
         return
     assert resolution.selection.keep.tolist() == expected
     np.testing.assert_array_equal(resolution.selection.experts, event.experts)
-    wanted = {e for row in event.experts[:, :h].tolist() for e in row} - near
+    wanted = {e for row in event.experts[:, :h].tolist() for e in row} - resident
     assert {fetch.key for fetch in resolution.fetch} == wanted
 
 
@@ -272,8 +272,8 @@ def test_random_replacements_are_uniform_over_what_is_allowed(axis_name: str) ->
             counts[replaced.experts[0, 1]] += 1
         else:
             handler = find_algorithm("miss", axis_name)(WIDE)
-            near = {0, 2, 3, 4, 5, 6, 7}
-            counts[handler.resolve(event, [1], near).selection.experts[0, 1]] += 1
+            resident = {0, 2, 3, 4, 5, 6, 7}
+            counts[handler.resolve(event, [1], resident).selection.experts[0, 1]] += 1
     assert counts[:3].sum() == 0
     np.testing.assert_allclose(counts[3:] / 400, 0.2, atol=0.07)
 

@@ -133,7 +133,7 @@ def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -
     engine = make({0: 0, 1: 0, 4: 0, 5: 0}, "300B", prefetch=prefetch, ahead={4: 2})
     record = decode(engine, [0, 1], [4, 5])
     # dense 0-2, two transfers 2-12, experts 12-14, dense 14-16; key 4 at int2 moves 12-14 and
-    # is near; but int8 is asked for: 5 s, and 5 s for key 5; 16-26, two experts.
+    # is resident; but int8 is asked for: 5 s, and 5 s for key 5; 16-26, two experts.
     assert record.end_s == 28.0
     assert engine.pools[0].resident[4] == 0
     assert (record.bytes_moved, engine.pools[0].replaced) == (425, 1)
@@ -183,7 +183,7 @@ def test_a_ladder_on_which_only_the_best_level_is_used_costs_nothing() -> None:
 
 
 class RandomLevels(MissAlgorithm):
-    """Demands random levels of absent and of near experts."""
+    """Demands random levels of absent and of resident experts."""
 
     source: ClassVar[str] = "test"
     uses_ladder: ClassVar[bool] = True

@@ -100,7 +100,7 @@ def test_every_eviction_copes_and_the_books_balance(
         runs[each].check_integrity()
     cold, warm = runs[None], runs[profile]
     assert warm.ledger.passes[0].misses < cold.ledger.passes[0].misses
-    # Everybody who was asked for was near or came over the link.
+    # Everybody who was asked for was resident or came over the link.
     for engine in (cold, warm):
         assert engine.link.transfers == sum(p.misses for p in engine.ledger.passes)
 

@@ -34,7 +34,7 @@ def table(rows: Sequence[Row]) -> str:
         + ", ".join(f"{count} {word}" for word, count in counts.items())
         + ". Made by `make families`; the same as data is in `families.json`.",
         "",
-        "`equal`: answers (generations, scores) are bit for bit the plain model's at batch sizes "
+        "`equal`: outputs (generations, scores) are bit for bit the plain model's at batch sizes "
         "1 and 4; under `trace`, a replay gives the live run's counts. `runs`: lossy algorithms "
         "change selections, and the model is as it was afterwards. `refused`: before anything is "
         "loaded, with the reason below. Columns: on demand under the virtual clock; the default "

@@ -15,7 +15,7 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.tune import search
-from lm_eval_moecache.tune.measure import BY_MODEL, BY_REPLAY, Bench, Question
+from lm_eval_moecache.tune.measure import BY_MODEL, BY_REPLAY, CandidateRunner, Objective
 from lm_eval_moecache.tune.study import open_study
 from tests.conftest import Checkpoint
 from tests.sweep.toy import write_tasks
@@ -56,8 +56,8 @@ def command(tmp_path: Path, checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def asked(checkpoint: Checkpoint) -> Question:
-    return Question(
+def asked(checkpoint: Checkpoint) -> Objective:
+    return Objective(
         pretrained=str(checkpoint("olmoe")),
         tasks=("toy_answer",),
         limit=None,
@@ -144,19 +144,19 @@ def test_a_folder_that_holds_another_question_is_refused(
 def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    with Bench(asked(checkpoint), tmp_path / "found") as bench:
-        bench.prepare(depth=1)
+    with CandidateRunner(asked(checkpoint), tmp_path / "found") as runner:
+        runner.prepare(depth=1)
         for args in (
             {"policy": "specmd"},
             {"policy": "on_demand", "prefetch": "next_gate", "eviction": "least_stale"},
         ):
-            candidate = bench.candidate("x", args)
-            [live] = bench.run([candidate])
+            candidate = runner.candidate("x", args)
+            [live] = runner.run([candidate])
             assert not isinstance(live, str)
-            replayed = bench.lossless(candidate.policy)
+            replayed = runner.lossless(candidate.policy)
             assert (live.accuracy, live.speed) == (replayed.accuracy, replayed.speed)
-        lossy = bench.candidate("y", {"policy": "specmd", "miss": "drop", "miss.h": 1})
-        assert bench.replay(lossy.policy) == bench.replay(load_policy("specmd"))
+        lossy = runner.candidate("y", {"policy": "specmd", "miss": "drop", "miss.h": 1})
+        assert runner.replay(lossy.policy) == runner.replay(load_policy("specmd"))
 
 
 def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
@@ -172,14 +172,14 @@ def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
 def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replay = Bench.replay
+    replay = CandidateRunner.replay
 
-    def lacking(self: Bench, policy: Policy) -> float:
+    def lacking(self: CandidateRunner, policy: Policy) -> float:
         if policy.name == "mixtral_offloading":
             raise ValueError("its predictions are of another predictor")
         return replay(self, policy)
 
-    monkeypatch.setattr(Bench, "replay", lacking)
+    monkeypatch.setattr(CandidateRunner, "replay", lacking)
     assert main([*command, "--trials=0"]) == 0
     found = json.loads(capsys.readouterr().out)
     measured = {e["name"]: e["measured_by"] for e in found["shipped"]}

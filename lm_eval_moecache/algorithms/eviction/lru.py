@@ -16,8 +16,8 @@ class LRU(EvictionAlgorithm):
 
     The experts of one event are equally recent; the one needed first, which in a decode step is
     the one with the heaviest routing weight, leaves first. An expert that a prefetch brought
-    counts as used when it lands; one that is near when it is predicted is not used by that: SP-MoE
-    section 4.4, where an expert found in the cache is put last again, is read as on its use.
+    counts as used when it lands; one that is resident when it is predicted is not used by that:
+    SP-MoE section 4.4, where an expert found in the cache is put last again, is read as on its use.
     Cost: O(1) per call, beside the pinned keys it steps over.
     """
 

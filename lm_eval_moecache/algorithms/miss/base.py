@@ -55,7 +55,7 @@ class MissAlgorithm(ABC):
     uses_ladder: ClassVar[bool] = False
     """Whether it loads at lower levels of the store's precision, of which there must be some."""
     upgrade: bool = False
-    """Whether it is asked also where nothing is absent, to better what is near at a lower level."""
+    """Whether it is asked also where nothing is absent, to better residents of a lower level."""
     artifact_kind: ClassVar[str | None] = None
     """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     artifact: Artifact | None = None
@@ -81,8 +81,8 @@ class MissAlgorithm(ABC):
         """Say what becomes of the `absent` keys (in order of need), or None to load them all.
 
         Every absent key is either in `fetch` or no longer in the selection. `resident` holds the
-        keys that are near now, and their levels: one that is fetched at a better level is loaded
-        again. A selection returned has DROPPED where the event has it.
+        keys that are resident now, and their levels: one that is fetched at a better level is
+        loaded again. A selection returned has DROPPED where the event has it.
         """
 
     def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
@@ -103,7 +103,7 @@ def level_fetches(
     geometry: Geometry,
     resident: Mapping[int, int],
 ) -> list[Fetch]:
-    """Return the fetches of these keys that some token needs and that are not near well enough.
+    """Return the fetches of these keys that some token needs and that are not resident well enough.
 
     `levels` are what each [tokens, top_k] entry asks for, `live` whether it is executed. An expert
     comes once, at the best level that a token asks for.
@@ -144,9 +144,9 @@ def prefetch_at(
     return [int(best[key % geometry.num_experts]) for key in keys]
 
 
-def absent_entries(experts: IntArray, near: BoolArray) -> BoolArray:
-    """Mark the [tokens, top_k] entries whose expert has to come from afar; `near` is [experts]."""
-    return np.asarray((experts != DROPPED) & ~near[experts])
+def absent_entries(experts: IntArray, is_resident: BoolArray) -> BoolArray:
+    """Mark the [tokens, top_k] entries whose expert is absent; `is_resident` is [experts]."""
+    return np.asarray((experts != DROPPED) & ~is_resident[experts])
 
 
 def still_needed(
@@ -162,26 +162,26 @@ def still_needed(
 
 def substitute(
     experts: IntArray,
-    near: BoolArray,
+    is_resident: BoolArray,
     cost: Cost,
     budget: IntArray,
     reuse: float = 0.0,
     order: Order = "heaviest",
 ) -> tuple[IntArray, BoolArray]:
-    """Replace absent experts by near ones: BuddyMoE algorithm 1 for any order of preference.
+    """Replace absent experts by resident ones: BuddyMoE algorithm 1 for any order of preference.
 
     A token's absent experts choose in turn, the heaviest (or lightest) first and until `budget`
-    [tokens] of them are replaced, the cheapest near expert that the token has not; infinity
+    [tokens] of them are replaced, the cheapest resident expert that the token has not; infinity
     forbids, ties go to the smaller index. A substitute chosen before costs `reuse` times as much
     (costs are negative where that is above 0), or is out. Returns [tokens, top_k] experts and where
     one was sought.
     """
     chosen: IntArray = experts.copy()
-    free = np.broadcast_to(near, (len(experts), len(near))).copy()
+    free = np.broadcast_to(is_resident, (len(experts), len(is_resident))).copy()
     rows, columns = (experts != DROPPED).nonzero()
     free[rows, experts[rows, columns]] = False
     factor, left = np.ones(free.shape), budget.copy()
-    missing = absent_entries(experts, near)
+    missing = absent_entries(experts, is_resident)
     sought = np.zeros_like(missing)
     columns_in_turn = range(experts.shape[1])
     for column in columns_in_turn if order == "heaviest" else reversed(columns_in_turn):
@@ -214,7 +214,7 @@ def check_budget(rho: int | None, top_k: int) -> int:
 def resolve_substitution(
     event: Event,
     absent: Sequence[int],
-    near: BoolArray,
+    is_resident: BoolArray,
     cost: Cost,
     *,
     fallback: Literal["fetch", "drop"],
@@ -230,11 +230,11 @@ def resolve_substitution(
     """
     if budget is None:
         budget = np.full(len(event.experts), event.experts.shape[1])
-    chosen, sought = substitute(event.experts, near, cost, budget, reuse, order)
-    lost = sought & absent_entries(chosen, near)
+    chosen, sought = substitute(event.experts, is_resident, cost, budget, reuse, order)
+    lost = sought & absent_entries(chosen, is_resident)
     keep = ~lost if fallback == "drop" and lost.any() else None
     if keep is None and np.array_equal(chosen, event.experts):
         return None
     weigh_as = event.experts if weight == "missing" else None
     selection = Selection(chosen, keep, weigh_as=weigh_as)
-    return Resolution(still_needed(event, absent, chosen, keep, len(near)), selection)
+    return Resolution(still_needed(event, absent, chosen, keep, len(is_resident)), selection)

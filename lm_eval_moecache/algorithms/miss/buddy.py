@@ -1,4 +1,4 @@
-"""Buddy: an absent expert is replaced by a near one that is often chosen together with it."""
+"""Buddy: an absent expert is replaced by a resident one that is often chosen together with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class Buddy(MissAlgorithm):
-    """BuddyMoE section 3 and algorithm 1: three gates, then the best near buddy on the list.
+    """BuddyMoE section 3 and algorithm 1: three gates, then the best resident buddy on the list.
 
     1. Residency gate: nothing is replaced in an event whose share of absent experts reaches beta.
     2. Token gate: nothing for a token with TAE <= tau, or with a margin between its two largest
@@ -34,7 +34,7 @@ class Buddy(MissAlgorithm):
        of each layer (the paper's 10 to 20), or absolute. An expert that routing dropped counts as
        none.
     3. A token's absent experts, heaviest first and at most rho of them (the paper does not say
-       which; `order=lightest` spares the ones that matter most), take the near expert with
+       which; `order=lightest` spares the ones that matter most), take the resident expert with
        the largest Psi (equation 3) among the first H of B(i; alpha), never one of the token's own.
 
     An expert that finds no buddy is loaded, or dropped; where a gate or the budget stands against

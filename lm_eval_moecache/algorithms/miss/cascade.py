@@ -28,7 +28,8 @@ class Cascade(MissAlgorithm):
     the best level, above t2 at the lowest; with more than three levels the others share what
     lies between. The papers at hand give no thresholds: 0.6 and 0.9 are HOBBIT's for Mixtral.
     What is prefetched gets the level of the predicted gate, or the best where none was asked. With
-    `upgrade` an important expert that is near at a lower level is loaded again. Cost: O(k) a token.
+    `upgrade` an important expert that is resident at a lower level is loaded again. Cost: O(k) a
+    token.
 
     Parameters: t1 (0.6) and t2 (0.9; none with two levels), shares of a token's weight.
     """

@@ -47,9 +47,9 @@ class Drop(MissAlgorithm):
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
     ) -> Resolution | None:
-        near = resident_mask(event.layer, self.geometry.num_experts, resident)
+        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         light = np.arange(event.experts.shape[1]) >= self.h
-        keep = ~(absent_entries(event.experts, near) & light)
+        keep = ~(absent_entries(event.experts, is_resident) & light)
         if keep.all():
             return None
         fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)

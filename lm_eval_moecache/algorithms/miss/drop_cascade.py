@@ -59,8 +59,8 @@ class DropCascade(MissAlgorithm):
     ) -> Resolution | None:
         live = event.experts != DROPPED
         levels = np.searchsorted(self._bounds, weight_before(event.weights, live))
-        near = resident_mask(event.layer, self.geometry.num_experts, resident)
-        keep = ~(absent_entries(event.experts, near) & (levels == self._num_levels))
+        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
+        keep = ~(absent_entries(event.experts, is_resident) & (levels == self._num_levels))
         fetch = level_fetches(event, absent, levels, live & keep, self.geometry, resident)
         selection = None if keep.all() else Selection(event.experts, keep, self.renormalize)
         return Resolution(fetch, selection)

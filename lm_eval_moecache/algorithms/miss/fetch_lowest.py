@@ -14,7 +14,7 @@ class FetchLowest(MissAlgorithm):
 
     SpecMD section 3.1.2: it "fetches the lowest available precision to minimize latency". That is
     said of misses: prefetches, for which nobody waits, come at the best level, so that a ladder
-    of two (int8:int4) uses both. An expert that is near at any level is used as it is.
+    of two (int8:int4) uses both. An expert that is resident at any level is used as it is.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (fetch-lowest-bit)"

@@ -31,7 +31,7 @@ class FetchPriority(MissAlgorithm):
     lowest where it is beyond the predicted top-k: at full size it would arrive no better ranked
     than a miss that is degraded. Section 3.1.2's other words, "always fetches highest precision"
     with lower ones "under capacity constraints", name no constraint and are not followed. With
-    `upgrade` a heavy expert that is near at a lower level is loaded again; otherwise it is
+    `upgrade` a heavy expert that is resident at a lower level is loaded again; otherwise it is
     used as it is. Cost: O(1) per token and expert.
 
     Parameters: percentile, above 0 and at most 100 (60); h, from 1 to top_k - 1 (none).

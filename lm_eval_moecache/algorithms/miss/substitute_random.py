@@ -1,4 +1,4 @@
-"""Substitute-random: an absent expert is replaced by any near one."""
+"""Substitute-random: an absent expert is replaced by any resident one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class SubstituteRandom(MissAlgorithm):
-    """Replaces an absent expert by a random near one that the token does not use already.
+    """Replaces an absent expert by a random resident one that the token does not use already.
 
     The "random replacement" baseline of BuddyMoE, section 5.1 and Tables 2 to 4: "uniformly
     selected GPU-resident experts", read as those of the layer, without a budget. Where none is
@@ -60,11 +60,11 @@ class SubstituteRandom(MissAlgorithm):
         def cost(tokens: IntArray, missing: IntArray) -> npt.NDArray[np.float64]:
             return rng.random((len(tokens), num_experts))
 
-        near = resident_mask(event.layer, num_experts, resident)
+        is_resident = resident_mask(event.layer, num_experts, resident)
         return resolve_substitution(
             event,
             absent,
-            near,
+            is_resident,
             cost,
             fallback=self.fallback,
             weight=self.weight,

@@ -1,4 +1,4 @@
-"""Substitute-score: an absent expert is replaced by a near one with a similar gate score."""
+"""Substitute-score: an absent expert is replaced by a resident one with a similar gate score."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 
 class SubstituteScore(MissAlgorithm):
-    """Replaces an absent expert by the near one whose softmax score for the token is closest.
+    """Replaces an absent expert by the resident one whose softmax score for the token is closest.
 
     SpecMD sections 2 and 3.1.2 after Zhu et al. 2025: cached experts "whose scores fall within
     tolerance thresholds". Neither gives a figure nor says what happens beyond the tolerance:
@@ -58,7 +58,7 @@ class SubstituteScore(MissAlgorithm):
             allowed = self.tolerance * (own if self.scale == "relative" else 1.0)
             return np.asarray(np.where(gap <= allowed, gap, np.inf), dtype=np.float32)
 
-        near = resident_mask(event.layer, self.geometry.num_experts, resident)
+        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         return resolve_substitution(
-            event, absent, near, cost, fallback=self.fallback, weight=self.weight
+            event, absent, is_resident, cost, fallback=self.fallback, weight=self.weight
         )

@@ -16,7 +16,7 @@ from lm_eval_moecache.trace.future import Future
 
 
 class PrefetchAlgorithm(ABC):
-    """Proposes experts to bring near, most wanted first; the link decides when they come.
+    """Proposes experts to load, most wanted first; the link decides when they come.
 
     A proposal for a layer at or before the running one is meant for the next pass. Keys that are
     resident or on their way may be proposed: they are not moved, but the eviction algorithm hears.

@@ -1,4 +1,4 @@
-"""Cache-prior: a fraction of the logit range is added to the experts that are near."""
+"""Cache-prior: a fraction of the logit range is added to the experts that are resident."""
 
 from __future__ import annotations
 

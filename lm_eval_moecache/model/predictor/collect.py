@@ -22,7 +22,7 @@ from lm_eval_moecache.records.arrays import IntArray
 MAX_PROMPT_TOKENS = 2048
 
 
-class Watch:
+class RouterCapture:
     """Keeps each router's input and logits of the decode steps, while it is entered.
 
     `prompts` says for each step which prompt it belongs to, counting prefills: that of a batch of
@@ -38,7 +38,7 @@ class Watch:
         self.hidden: list[list[Tensor]] = [[] for _ in layers]
         self.logits: list[list[Tensor]] = [[] for _ in layers]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RouterCapture:
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             past = kwargs.get("past_key_values")
             self._decoding = past is not None and past.get_seq_length() > 0
@@ -126,7 +126,7 @@ def _record_batch(
         max_length=MAX_PROMPT_TOKENS,
         return_token_type_ids=False,
     ).to(model.device)
-    with Watch(model, layers) as seen:
+    with RouterCapture(model, layers) as seen:
         # The last generated token is never read, so one more than is recorded.
         output = model.generate(
             **encoded,

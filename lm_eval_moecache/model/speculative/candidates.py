@@ -55,7 +55,7 @@ class WatchedCandidates(CandidateGenerator):
 
 @contextmanager
 def watched_by(engine: Engine, model: Any) -> Iterator[None]:
-    """Watch the drafts of the model's assisted generation, while this lasts."""
+    """RouterCapture the drafts of the model's assisted generation, while this lasts."""
     original = model._get_candidate_generator
 
     def make(*args: Any, **kwargs: Any) -> WatchedCandidates:

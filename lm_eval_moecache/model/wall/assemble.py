@@ -52,12 +52,12 @@ def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str)
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    near, memory = capacity.total_bytes, torch.cuda.mem_get_info(device)[1]
+    experts, memory = capacity.total_bytes, torch.cuda.mem_get_info(device)[1]
     dense = whole - geometry.total_expert_bytes
-    if near + dense > memory:
+    if experts + dense > memory:
         raise ValueError(
-            f"capacity: {near} bytes of experts and {dense} bytes of the model's other weights do "
-            f"not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
+            f"capacity: {experts} bytes of experts and {dense} bytes of the model's other weights "
+            f"do not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
             f"{max(memory - dense, 0)} bytes."
         )
 

@@ -1,4 +1,4 @@
-"""The slots that near experts lie in, and the copies that fill them."""
+"""The slots that resident experts lie in, and the copies that fill them."""
 
 from __future__ import annotations
 

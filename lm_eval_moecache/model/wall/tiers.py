@@ -1,4 +1,4 @@
-"""Where experts lie that are not near: in host memory, or in files that are read when needed."""
+"""Where absent experts lie: in host memory, or in files that are read when needed."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_each_expert_runs_at_the_level_at_which_the_cache_holds_it(miss: str) ->
 # --- through the harness model ----------------------------------------------------------------
 
 
-def answers_of(lm: MoECacheLM) -> list[Any]:
+def outputs_of(lm: MoECacheLM) -> list[Any]:
     asked: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
     texts = ["One, two,", "Count the apples: 3"]
     requests = [
@@ -203,7 +203,7 @@ def test_scan_scoring_does_not_see_what_was_generated_before(
     lm = load(checkpoint("olmoe"), precision="int8:int4", scoring="scan", capacity="2/layer")
     pair = Instance("loglikelihood", {}, ("It is", " a"), 0, metadata=("task", 0, 1))
     alone = lm.loglikelihood([pair], True)
-    assert alone[0] == answers_of(lm)[2]
+    assert alone[0] == outputs_of(lm)[2]
 
 
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
@@ -221,7 +221,7 @@ def test_experts_are_encoded_while_they_are_loaded(
             for ours, theirs in zip(stored[name], levels, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert lm.report()["model"]["precision"] == ("int8", "nf4/g64")
-    assert answers_of(lm) == answers_of(load(folder, precision="int8:int4", miss="fetch_priority"))
+    assert outputs_of(lm) == outputs_of(load(folder, precision="int8:int4", miss="fetch_priority"))
 
 
 def test_a_lossless_precision_gives_the_plain_models_answers(
@@ -229,7 +229,7 @@ def test_a_lossless_precision_gives_the_plain_models_answers(
 ) -> None:
     folder = checkpoint("olmoe")
     plain, stored = load(folder), load(folder, precision="bf16")
-    assert answers_of(stored) == answers_of(plain)
+    assert outputs_of(stored) == outputs_of(plain)
     assert stored.engine.ledger.passes == plain.engine.ledger.passes
 
 
@@ -237,10 +237,10 @@ def test_another_precision_needs_another_load_and_the_same_one_does_not(
     checkpoint: Callable[[str], Path],
 ) -> None:
     lm = load(checkpoint("olmoe"), precision="int8:int4", miss="fetch_lowest", prefetch="next_gate")
-    first = answers_of(lm), lm.engine.ledger.passes
+    first = outputs_of(lm), lm.engine.ledger.passes
     same = {"precision": "int8:int4", "policy": "on_demand", "miss": "fetch_lowest"}
     lm.install(read_config({**same, "capacity": "30%", "prefetch": "next_gate"}))
-    assert (answers_of(lm), lm.engine.ledger.passes) == first
+    assert (outputs_of(lm), lm.engine.ledger.passes) == first
     with pytest.raises(
         ValueError, match="precision='int4': the model was loaded with precision='int8:"
     ):
@@ -258,7 +258,7 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(
     assert any("every expert at int8" in warning for warning in lm.report()["warnings"])
     alone = load(checkpoint("olmoe"), precision="int8")
     assert not alone.report()["warnings"]
-    assert answers_of(lm) == answers_of(alone)
+    assert outputs_of(lm) == outputs_of(alone)
     assert lm.engine.ledger.passes == alone.engine.ledger.passes
 
 

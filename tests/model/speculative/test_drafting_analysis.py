@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.analysis import drafting
-from lm_eval_moecache.analysis.subject import Subject, read_texts
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
 from lm_eval_moecache.cli.main import main
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject("tiny", read_texts("tiny", None), 300)
+def analyzed() -> AnalyzedModel:
+    return AnalyzedModel("tiny", read_texts("tiny", None), 300)
 
 
 def test_shares_by_hand() -> None:
@@ -35,8 +35,8 @@ def test_entropy_of_a_sure_and_of_an_even_choice() -> None:
     assert drafting._entropy(np.array([[50.0, 0.0, 0.0, 0.0]])) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_model_as_its_own_draft_is_always_right(subject: Subject) -> None:
-    for row in drafting.analyze(subject, "tiny"):
+def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> None:
+    for row in drafting.analyze(analyzed, "tiny"):
         # But for ties of two gate logits in bfloat16, which the router and the sort break
         # differently; among 64 experts they are not rare.
         assert min(row["draft_top1"], row["draft_topk"]) > 0.98
@@ -44,8 +44,8 @@ def test_the_model_as_its_own_draft_is_always_right(subject: Subject) -> None:
         assert row["draft_entropy"] == row["router_entropy"]
 
 
-def test_less_precision_foretells_worse_and_better_than_chance(subject: Subject) -> None:
-    fine, coarse = (drafting.analyze(subject, f"self:{p}") for p in ("int8", "int2"))
+def test_less_precision_foretells_worse_and_better_than_chance(analyzed: AnalyzedModel) -> None:
+    fine, coarse = (drafting.analyze(analyzed, f"self:{p}") for p in ("int8", "int2"))
     for better, worse in list(zip(fine, coarse, strict=True))[1:]:
         assert better["draft_topk"] > worse["draft_topk"] > worse["random_topk"]
         assert better["next_gate_topk"] == worse["next_gate_topk"]

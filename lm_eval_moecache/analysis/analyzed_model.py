@@ -30,7 +30,7 @@ class Reading:
     engine: Engine
 
 
-class Subject:
+class AnalyzedModel:
     """A loaded model and its text as windows of tokens; every `read` starts with a cold cache."""
 
     def __init__(

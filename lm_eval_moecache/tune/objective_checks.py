@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
 from lm_eval_moecache.sweep.evaluation import check_task_names, loadable, quiet
-from lm_eval_moecache.tune.measure import Question
+from lm_eval_moecache.tune.measure import Objective
 
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
 """Metrics of the tokens after a request's first, which only a generating task has."""
 _GENERATES = "generate_until"
 
 
-def check_question(question: Question) -> None:
+def check_objective(objective: Objective) -> None:
     """Raise ValueError where no task has a score for which more is better, or the metric asked."""
-    if not question.tasks:
+    if not objective.tasks:
         raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
-    check_task_names(question.tasks, ())
+    check_task_names(objective.tasks, ())
     with quiet():
-        tasks = loadable(question.tasks, ()).load(list(question.tasks))["tasks"]
-    named = f"tasks={','.join(question.tasks)}"
-    if question.metric in OF_GENERATION:
+        tasks = loadable(objective.tasks, ()).load(list(objective.tasks))["tasks"]
+    named = f"tasks={','.join(objective.tasks)}"
+    if objective.metric in OF_GENERATION:
         kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
         if _GENERATES not in kinds:
             others = "ttft_ms, hit_rate or miss_rate"
             raise ValueError(
-                f"{named} give no {question.metric}: they generate nothing ({', '.join(kinds)}). "
+                f"{named} give no {objective.metric}: they generate nothing ({', '.join(kinds)}). "
                 f"Allowed: a task with generation among them, or another metric: {others}."
             )
     if not any(
