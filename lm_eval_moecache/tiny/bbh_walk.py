@@ -22,17 +22,25 @@ def _steps(number: int) -> str:
     return f"Take {number} step{'' if number == 1 else 's'}"
 
 
-def _is_home(walk: list[str]) -> bool:
-    x, y, heading = 0, 0, 0
+def _moves(walk: list[str]) -> list[tuple[int, int, int]]:
+    """The steps of each instruction and the way they lead, (number, dx, dy); a turn takes none."""
+    heading, moves = 0, []
     for part in walk:
         if part in TURNS:
             heading = (heading + TURNS[part]) % 4
+            moves.append((0, 0, 0))
             continue
-        number = int(part.split()[1])
-        way = part.rstrip(".").split()[-1]
-        dx, dy = FACING.get(way, HEADINGS[heading])
-        x, y = x + dx * number, y + dy * number
-    return (x, y) == (0, 0)
+        words = part[:-1].split()
+        moves.append((int(words[1]), *FACING.get(words[-1], HEADINGS[heading])))
+    return moves
+
+
+def _end(moves: list[tuple[int, int, int]]) -> tuple[int, int]:
+    return sum(n * dx for n, dx, _ in moves), sum(n * dy for n, _, dy in moves)
+
+
+def _is_home(walk: list[str]) -> bool:
+    return _end(_moves(walk)) == (0, 0)
 
 
 def _instruction(rng: Random, facing: bool) -> str:
@@ -47,13 +55,16 @@ def _homeward(rng: Random, size: int, facing: bool) -> list[str]:
     """A walk of `size` instructions that may be home after replacing one of its numbers."""
     walk = [_instruction(rng, facing) for _ in range(size)]
     steps = [index for index, part in enumerate(walk) if part not in TURNS]
+    moves = _moves(walk)
+    x, y = _end(moves)
     for index in rng.sample(steps, len(steps)):
-        tail = walk[index].rstrip(".").split()[3:]
-        for number in range(1, 11):
-            changed = walk[:]
-            changed[index] = f"{' '.join([_steps(number), *tail])}."
-            if _is_home(changed):
-                return changed
+        number, dx, dy = moves[index]
+        # Where the others alone lead is `number` steps back; the way home has one length at most.
+        rest = (x - number * dx, y - number * dy)
+        needed = -(rest[0] * dx + rest[1] * dy)
+        if 1 <= needed <= 10 and (rest[0] + needed * dx, rest[1] + needed * dy) == (0, 0):
+            tail = walk[index].rstrip(".").split()[3:]
+            return [*walk[:index], f"{' '.join([_steps(needed), *tail])}.", *walk[index + 1 :]]
     return walk
 
 
