@@ -104,6 +104,22 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Take the lock of an open file or folder, which goes with the process.
+
+    Returns False where another has it, or where locks cannot be had at all.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows: there nobody can tell, and nothing is touched
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
 def _text(path: Path, what: str, most: int) -> str:
     try:
         size = path.stat().st_size

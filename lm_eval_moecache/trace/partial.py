@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lm_eval_moecache.records.files import lock
 from lm_eval_moecache.trace.header import SCANS_KEY, write_scans
 
 logger = logging.getLogger(__name__)
@@ -129,19 +130,6 @@ def recover(folder: Path) -> list[Path]:
             if target is not None:
                 found.append(target)
     return found
-
-
-def lock(descriptor: int) -> bool:
-    """Take a file's lock, which goes with the process; False where another has it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: there nobody can tell, and nothing is touched
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _recovered(partial: Path) -> Path | None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.files import lock
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.file import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 from lm_eval_moecache.trace.header import (
@@ -26,7 +27,6 @@ from lm_eval_moecache.trace.header import (
     write_scans,
 )
 from lm_eval_moecache.trace.partial import ROW_GROUP, SUFFIX, mark, recover, write_parquet
-from lm_eval_moecache.trace.partial import lock as lock_file
 
 logger = logging.getLogger(__name__)
 GENERATE = "generate_until"
@@ -255,7 +255,7 @@ def _reserve(folder: Path, stem: str) -> tuple[Path, Any]:
             continue
         with contextlib.suppress(FileExistsError):
             raw = target.with_name(f"{target.name}{SUFFIX}").open("xb", buffering=0)
-            lock_file(raw.fileno())
+            lock(raw.fileno())
             return target, raw
 
 

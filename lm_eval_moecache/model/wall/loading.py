@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.wall.pools import expert_parameters
+from lm_eval_moecache.model.wall.scratch import scratch
 from lm_eval_moecache.model.wall.tiers import DiskTier, RamTier, Stored, Tier, find_stored
 
 try:
@@ -33,7 +32,7 @@ class ExpertLoader:
     `ram`: the model is read into host memory and the rest moves on to the device. `disk`: the
     device gets the rest; experts are read from the checkpoint where they lie there as they are
     executed, and else written once to files under `folder`, layer after layer. These have no name
-    when loading ends: no later run can find them, whether this one ends well or not.
+    when loading ends: no later run can find them, and what a killed one leaves the next removes.
     """
 
     def __init__(self, store: str, folder: str | None, skeleton: nn.Module) -> None:
@@ -63,17 +62,16 @@ class ExpertLoader:
         """Watch over a load: errors name the store, and the scratch folder goes in the end."""
         start_s = time.perf_counter()
         try:
-            if self._store == "disk":
-                self._scratch = self._make_scratch()
-            yield
+            with ExitStack() as stack:
+                if self._store == "disk":
+                    place = scratch(self._folder, self._needed())
+                    self._scratch = stack.enter_context(place)
+                yield
         except (OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(
                 f"store={self._store!r}: the model cannot be loaded: {error}"
                 + (f" (files are written to {self._folder})" if self._scratch else "")
             ) from error
-        finally:
-            if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
         self.figures = {"seconds": time.perf_counter() - start_s}
         if resource is not None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -100,17 +98,13 @@ class ExpertLoader:
                 tier.pin()
         self.parameters = [expert_parameters(layer.experts) for layer in layers]
 
-    def _make_scratch(self) -> str:
-        needed = sum(
+    def _needed(self) -> int:
+        """Return the bytes of all experts."""
+        return sum(
             tensor.numel() * tensor.element_size()
             for layer in find_moe_layers(self._skeleton)
             for tensor in expert_parameters(layer.experts).values()
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._folder).free
-        if free < needed:
-            raise OSError(f"{self._folder} has {free} bytes free, the experts take {needed}.")
-        return tempfile.mkdtemp(prefix="experts-", dir=self._folder)
 
     def _stored(self, layers: Sequence[MoELayer]) -> list[dict[str, Stored]]:
         """Find where transformers left each layer's experts, and bring them to the model's type."""

@@ -24,6 +24,7 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import assemble
 from lm_eval_moecache.model.wall.loading import device_map
 from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.model.wall.scratch import scratch
 from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
 from tests.conftest import Checkpoint
 from tests.harness import answers
@@ -216,7 +217,7 @@ def script(begin: str, path: Path, folder: Path, end: str = "") -> Any:
 def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """Killed while it writes: what it wrote stays, under a name that no run looks for."""
+    """Killed while it writes: no run reads what it wrote, and the next one removes it."""
     path = checkpoint("olmoe")
     text = (
         "import time\n"
@@ -238,8 +239,18 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     expected = answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
     lm = on_disk(path, tmp_path, dtype="bfloat16")
     assert answers(lm) == expected
-    assert list(tmp_path.iterdir()) == [left]
+    assert list(tmp_path.iterdir()) == []
     lm.wrapped.unwrap()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks")
+def test_the_files_of_a_run_that_lives_are_left_alone(tmp_path: Path) -> None:
+    dead = tmp_path / "experts-dead"
+    dead.mkdir()
+    (dead / "x").write_bytes(b"x")
+    with scratch(tmp_path, 0) as first, scratch(tmp_path, 0) as second:
+        assert {str(path) for path in tmp_path.iterdir()} == {first, second}
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
