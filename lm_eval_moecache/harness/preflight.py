@@ -10,6 +10,7 @@ from torch import nn
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness.arguments import Config, read_config, split_arguments
 from lm_eval_moecache.harness.device import resolve_device
+from lm_eval_moecache.harness.host_checks import check_host, check_kernels
 from lm_eval_moecache.harness.loaded import check_loaded, model_name
 from lm_eval_moecache.harness.refusal import refusing
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
@@ -34,19 +35,21 @@ def preflight(
 ) -> tuple[Config, dict[str, Any]]:
     """Return our checked setting and the host's arguments, with the device they resolve to.
 
-    Raises ValueError for unknown or useless keys, for values outside what is allowed, for a model
-    without MoE layers that can be taken over, for a capacity too small for one expert, and for
-    parameters out of an algorithm's range, and for weights that are not whole (`check_weights`).
+    Raises ValueError for unknown or useless keys, for values outside what is allowed (of HFLM's
+    arguments, too), for a model without MoE layers that can be taken over, for a capacity too small
+    for one expert, for parameters out of an algorithm's range, and for weights that are not whole
+    (`check_weights`).
     """
     ours, theirs = split_arguments(arguments, host_keys)
     theirs["device"] = resolve_device(theirs)
     if isinstance(pretrained, nn.Module):
         theirs["device"] = str(pretrained.device)
     config = read_config(ours, speculative)
-    _check_batch_size(config, str(theirs.get("batch_size", 1)))
+    check_host(pretrained, config, theirs)
     if isinstance(pretrained, nn.Module):
         check_loaded(pretrained, config, theirs)
     model = bare(pretrained, theirs)
+    check_kernels(model, theirs)
     layers = find_moe_layers(model)
     _check_precision(config, theirs)
     geometry = describe(model, layers, model_name(pretrained), config.ladder)
@@ -96,21 +99,3 @@ def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
                 f"{', '.join(gate.missing)} beside the hidden states, so a later layer's gate "
                 "cannot be asked ahead of time. Allowed for this model: prefetch=none and no trace."
             )
-
-
-def _check_batch_size(config: Config, batch_size: str) -> None:
-    if batch_size.startswith("auto"):
-        raise ValueError(
-            "batch_size='auto' would make the figures depend on free memory. "
-            "Allowed: a whole number."
-        )
-    if config.draft is not None and batch_size != "1":
-        raise ValueError(
-            f"batch_size={batch_size} does not go with --model moecache-spec: drafts are verified "
-            "for one request at a time. Allowed: 1."
-        )
-    if config.scoring == "scan" and batch_size != "1":
-        raise ValueError(
-            f"batch_size={batch_size} does not go with scoring='scan', which reads one text at a "
-            "time. Allowed with scan: 1."
-        )

@@ -67,14 +67,15 @@ def read_json(path: str | Path, what: str) -> Any:
 def parse_json(text: str | bytes, what: str) -> Any:
     """Parse JSON with no key twice.
 
-    What others wrote may hold NaN or Infinity, which are not JSON: a figure that is no number is
-    read as none.
+    What others wrote may hold NaN or Infinity, which are not JSON, or whole numbers beyond every
+    float: a figure that is no number is read as none.
     """
     try:
         return json.loads(
             text,
             parse_constant=lambda _: None,
             parse_float=_finite_float,
+            parse_int=_finite_int,
             object_pairs_hook=_unique,
         )
     except (ValueError, RecursionError) as error:
@@ -140,6 +141,12 @@ def _text(path: Path, what: str, most: int) -> str:
 def _finite_float(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
+
+
+def _finite_int(text: str) -> int | None:
+    """As for a float: what is beyond every float is no number that anybody measured."""
+    number = int(text)
+    return number if math.isfinite(float(text)) else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

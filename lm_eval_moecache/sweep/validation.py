@@ -10,6 +10,7 @@ from typing import Any
 from lm_eval_moecache.harness.caller import check_generation
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.preflight import Bare
+from lm_eval_moecache.harness.refusal import refusing
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
@@ -60,7 +61,8 @@ def check_cell(cell: Cell, bare: Bare = skeleton) -> Planned:
     generation = cell.options.get("gen_kwargs")
     if isinstance(generation, Mapping):
         check_generation(generation, model_class.is_speculative)
-    config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments, bare=bare)
+    with refusing(cell.pretrained):
+        config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments, bare=bare)
     return plan(cell, config, host_arguments)
 
 

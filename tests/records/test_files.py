@@ -93,6 +93,7 @@ def test_what_is_no_number_is_none_in_json_both_ways() -> None:
         "a": None,
         "b": [None, None, None, 1000.0],
     }
+    assert parse_json(f"[1{'0' * 400}, 1{'0' * 300}]", "x") == [None, 10**300]
     assert finite({"a": math.nan, "b": (math.inf, 1, "x", None, True)}) == {
         "a": None,
         "b": [None, 1, "x", None, True],

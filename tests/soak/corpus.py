@@ -20,7 +20,7 @@ from lm_eval_moecache.algorithms.registry import (
 
 
 class Bad(NamedTuple):
-    """One bad input: a model argument, the text of a file, or a command."""
+    """One bad input: a model argument (ours, a draft's, or HFLM's), a file's text, or a command."""
 
     kind: str
     given: Any
@@ -39,6 +39,7 @@ HARDWARE = (
 SWEEP = "tasks: tiny_arc\ngrid: {policy: [on_demand, specmd], capacity: [25%, 50%]}\n"
 SPACE = "routing: {standard: {}}\nprefetch: {none: {}}\neviction: {lru: {}}\nmiss: {fetch: {}}\n"
 BOARD = "title: x\ncolumns: [policy]\n"
+SOUND = [("policy", POLICY), ("hardware", HARDWARE), ("sweep", SWEEP), ("space", SPACE), ("board", BOARD)]  # fmt: skip
 THOUSAND = f"[{', '.join(map(str, range(1000)))}]"
 
 ARGUMENTS: list[tuple[str, Any, str]] = [
@@ -121,6 +122,28 @@ DRAFTED: list[tuple[str, Any, str]] = [
     ("draft_tokens", True, "draft_tokens=True"),
     ("trace", "somewhere", "trace="),
 ]
+HOST: list[tuple[str, Any, str]] = [
+    *(("batch_size", value, f"batch_size={value!r} must be a whole number") for value in ("x", 0, -1, 2.5, True, "1_0", [2], 10**12)),
+    ("batch_size", "auto", "batch_size='auto' would make"),
+    *(("max_length", value, f"max_length={value!r} must be a whole number") for value in ("x", 1, -1, math.nan)),
+    ("experts_implementation", "egaer", "experts_implementation='egaer' is not known. Did you mean 'eager'"),
+    ("experts_implementation", "moecache", "experts_implementation='moecache' is not known"),
+    ("experts_implementation", 7, "experts_implementation=7 is not known"),
+    ("attn_implementation", "sdap", "Did you mean 'sdpa'"),
+    ("dtype", "bfloat61", "dtype='bfloat61' is not known. Did you mean 'bfloat16'"),
+    ("dtype", "int8", "dtype='int8' is not known"),
+    ("softmax_dtype", "float61", "softmax_dtype='float61' is not known"),
+    ("backend", "casual", "Did you mean 'causal'"),
+    ("trust_remote_code", "yes", "trust_remote_code='yes' must be true or false"),
+    ("add_bos_token", 3, "add_bos_token=3 must be true or false"),
+    ("device", "cud", "device='cud' is not the name of a device"),
+    ("tokenizer", "./none", "tokenizer='./none': there is no such folder"),
+    ("peft", "", "peft='': there is no such folder"),
+    *(("pretrained", name, "there is no such folder") for name in ("./none", "/none/none", "", "tiny/", "a\0b", LONG)),
+    ("pretrained", "no/such", "pretrained='no/such' cannot be read"),
+    ("pretrained", "tinyy", "pretrained='tinyy' cannot be read"),
+]  # fmt: skip
+"""Arguments of HFLM, which would fail there after the weights are loaded."""
 FILES: list[tuple[str, str, str]] = [
     *((kind, LAUGHS, "more than 100000 values") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "board")),
@@ -130,6 +153,9 @@ FILES: list[tuple[str, str, str]] = [
     *((kind, "{" * 5000, "nested too deeply") for kind in ("policy", "hardware", "sweep", "space", "board")),
     ("policy", POLICY + "miss: drop\n", "'miss' stands twice"),
     ("policy", POLICY + "mis: drop\n", "Did you mean 'miss'"),
+    *((kind, "Xyz: 1\n" + sound, "'Xyz' is not known") for kind, sound in SOUND),
+    *((kind, "'[]': 1\n" + sound, "'[]' is not known") for kind, sound in SOUND),
+    *((kind, "str: 1\n" + sound, "'str' is not known") for kind, sound in SOUND),
     ("policy", POLICY.replace("miss: fetch\n", ""), "lacks 'miss'"),
     ("policy", POLICY.replace("lru", "[lru]"), "eviction"),
     ("policy", POLICY.replace("lru", "{name: lru, order: fifo}"), "not used by"),
@@ -273,6 +299,7 @@ def parameters() -> Iterator[Bad]:
 def table() -> Iterator[Bad]:
     """Yield every bad input."""
     yield from (Bad("arguments", {key: value}, words) for key, value, words in ARGUMENTS)
+    yield from (Bad("host", {key: value}, words) for key, value, words in HOST)
     yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
     yield from (Bad(*row) for row in FILES)
     yield from (Bad("command", given, words) for given, words in COMMANDS)

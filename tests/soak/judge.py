@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import main
@@ -23,12 +24,14 @@ from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.report import Board
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.columns import setting
-from lm_eval_moecache.report.compare import Rules, compare
+from lm_eval_moecache.report.compare import compare
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.render import as_json, as_markdown
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.rules import Rules
 from lm_eval_moecache.report.tables import leaderboard
-from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.sweep.spec import Cell, read_sweep
+from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.trace.importers import load_trace
 from tests.soak.corpus import Bad
 
@@ -150,12 +153,33 @@ def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
             return read_config(ours, speculative=bad.kind == "drafted")
 
         return judged(configure, bad.words)
+    if bad.kind == "host":
+        return judged(lambda: refused_model(bad.given), bad.words)
     if bad.kind == "command":
         return command([word.format(**places) for word in bad.given], bad.words)
     name, reader = READERS[bad.kind]
     path = folder / name
     path.write_text(bad.given, encoding="utf-8")
     return judged(lambda: reader(path), bad.words)
+
+
+def refused_model(given: dict[str, Any]) -> None:
+    """Check arguments as both ways into a run do; AssertionError where these say something else."""
+    from lm_eval_moecache.harness.lm import MoECacheLM
+
+    def told(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    cell = Cell(
+        model="moecache", model_args=given, tasks=("tiny_arc",), options={}, include_path=()
+    )
+    alone, in_sweep = told(lambda: MoECacheLM(**given)), told(lambda: check_cell(cell))
+    assert alone == in_sweep, f"alone: {alone!r}, in a sweep: {in_sweep!r}"
+    raise ValueError(alone)
 
 
 def command(argv: list[str], words: str) -> tuple[str, str]:

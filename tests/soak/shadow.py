@@ -17,7 +17,8 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware

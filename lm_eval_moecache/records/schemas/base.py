@@ -108,8 +108,11 @@ def told(error: ValidationError, what: str, fields: Any) -> ValueError:
         names = ", ".join(repr(_dotted(e["loc"])) for e in missing)
         return ValueError(f"{what} lacks {names}.")
     if first["type"] == "extra_forbidden":
-        where = "".join(f" {name}:" for name in path[:-1])
-        return unknown(f"{what}:{where} field", path[-1], _known(fields, path, error))
+        # The last step is the field, whatever it looks like: `Tasks` is no kind.
+        path = [str(part) for part in first["loc"][:-1] if not _is_kind(part)]
+        where = "".join(f" {name}:" for name in path)
+        field = str(first["loc"][-1])
+        return unknown(f"{what}:{where} field", field, _known(fields, path))
     if first["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
         return unknown(f"{what}: {'.'.join(path)}", first["input"], allowed)
@@ -133,9 +136,9 @@ def _dotted(path: tuple[object, ...]) -> str:
     return ".".join(str(part) for part in path if not _is_kind(part))
 
 
-def _known(fields: Any, path: list[str], error: ValidationError) -> list[str]:
-    """Return the fields that stand beside an unknown one."""
-    for name in path[:-1]:
+def _known(fields: Any, path: list[str]) -> list[str]:
+    """Return the fields of what lies at the end of a path."""
+    for name in path:
         if name.isdigit():
             continue
         inner = _schemas_in(fields[name].annotation) if name in fields else []
