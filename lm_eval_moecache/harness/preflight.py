@@ -58,6 +58,14 @@ def preflight(
         config.warm.check(geometry)
     if config.clock == "wall":
         check_wall(model, geometry, capacity, theirs)
+    _check_algorithms(config, geometry, layers)
+    if isinstance(pretrained, str):
+        check_weights("pretrained", model_path(pretrained), theirs)
+    return config, theirs
+
+
+def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELayer]) -> None:
+    """Refuse parameters out of range, and what the model's routers cannot do for a policy."""
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
     asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
@@ -65,9 +73,6 @@ def preflight(
         _check_routers_can_be_asked(layers)
     if not (built["routing"].is_lossless and built["miss"].is_lossless):
         check_rules([layer.gate for layer in layers])
-    if isinstance(pretrained, str):
-        check_weights("pretrained", model_path(pretrained), theirs)
-    return config, theirs
 
 
 def geometry_of(pretrained: str) -> Geometry:
