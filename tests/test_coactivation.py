@@ -11,7 +11,7 @@ import pytest
 from lm_eval_moecache.analysis.coactivation import analyze
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records.coactivation import Coactivation
-from tests.algorithms.streams import make_geometry
+from lm_eval_moecache.testing.streams import make_geometry
 
 
 def test_the_rows_say_how_uneven_pairs_are_and_whether_buddies_do_the_same() -> None:

@@ -22,8 +22,8 @@ from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing.streams import policy_of
 from lm_eval_moecache.tiny import MODEL_DIR
-from tests.algorithms.streams import policy_of
 from tests.algorithms.test_parameters import CASES, moves
 
 LADDER = ("int8", "int4", "int2")

@@ -31,7 +31,7 @@ from lm_eval_moecache.model.predictor.train import Recipe, train
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, read_artifact, write_artifact
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.predictor import costs, shapes, target_of
-from tests.algorithms.streams import make_geometry, make_hardware
+from lm_eval_moecache.testing.streams import make_geometry, make_hardware
 from tests.conftest import Checkpoint
 
 PROMPTS = [f"Say {word}" for word in ("one", "two", "three", "four", "five", "six")]

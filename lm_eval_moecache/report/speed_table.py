@@ -8,20 +8,11 @@ from typing import Any
 from pytablewriter import MarkdownTableWriter
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.report.columns import MEGABYTE, METRICS, metric_column
 
-# Header, metric, and whether it is a distribution of which the table shows the mean.
 _COLUMNS = (
-    ("Requests", "requests", False, "{:d}"),
-    ("TTFT ms", "ttft_ms", True, "{:.3f}"),
-    ("TPOT ms", "tpot_ms", True, "{:.3f}"),
-    ("tok/s", "tok_per_s", False, "{:.1f}"),
-    ("Hit", "hit_rate", False, "{:.4f}"),
-    ("Miss", "miss_rate", False, "{:.4f}"),
-    ("Late", "late_rate", False, "{:.4f}"),
-    ("Collision", "collision_miss_rate", False, "{:.4f}"),
-    ("Decode miss", "decode_miss_rate", False, "{:.4f}"),
-    ("Stall ms/tok", "stall_ms_per_token", False, "{:.3f}"),
-    ("MB moved", "bytes_moved", False, "{:.1f}"),
+    *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
+    *("collision_miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
 )
 # The title names these settings where they are not at their defaults.
 _DEFAULTS = {"phases": "all", "scoring": "parallel", "cache_reset": "never", "link": "priority"}
@@ -33,7 +24,7 @@ def speed_table(report: Mapping[str, Any]) -> str:
     The title says under what; a line below warns of each setting that did nothing.
     """
     writer = MarkdownTableWriter()
-    writer.headers = ["Task", *(header for header, *_ in _COLUMNS)]
+    writer.headers = ["Task", *map(_heading, _COLUMNS)]
     rows = [*report["tasks"].items(), ("**all**", report["totals"])]
     writer.value_matrix = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
     warnings = [f"Warning: {text}" for text in report["warnings"]]
@@ -85,11 +76,22 @@ def _choice(axis: Mapping[str, Any]) -> str:
     return str(axis.get("name", axis.get("class_path")))
 
 
-def _cell(metrics: Mapping[str, Any], column: tuple[str, str, bool, str]) -> str:
-    _, name, is_distribution, form = column
+def _heading(name: str) -> str:
+    if name == "bytes_moved":
+        return "MB moved"
+    column = metric_column(name)
+    assert column is not None
+    return column.heading if name in METRICS else column.heading.capitalize()
+
+
+def _cell(metrics: Mapping[str, Any], name: str) -> str:
     value = metrics.get(name)
-    if value is not None and is_distribution:
+    if isinstance(value, Mapping):
         value = value["mean"]
     if value is None:
         return ""
-    return form.format(value / 1e6 if name == "bytes_moved" else value)
+    if name == "bytes_moved":
+        return f"{value / MEGABYTE:.1f}"
+    column = metric_column(name)
+    assert column is not None
+    return f"{value:.{column.decimals}f}"

@@ -25,8 +25,8 @@ from lm_eval_moecache.records.coactivation import (
     top_k_shares,
 )
 from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.testing.streams import fresh, make_event, make_geometry
 from tests.algorithms import oracles
-from tests.algorithms.streams import fresh, make_event, make_geometry
 from tests.artifacts import artifact_for, profile_for
 
 GEOMETRY = make_geometry(num_layers=1, num_experts=5, top_k=3)

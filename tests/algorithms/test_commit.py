@@ -14,8 +14,8 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.testing.streams import make_event, make_geometry, policy_of, run
 from tests.algorithms import oracles
-from tests.algorithms.streams import make_event, make_geometry, policy_of, run
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=6, top_k=4)
 LIGHT = settings(max_examples=60, deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ import yaml
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.paths import policies_dir
-from tests.algorithms.streams import make_geometry, run
+from lm_eval_moecache.testing.streams import make_geometry, run
 
 PAPERS = {
     # SpecMD Table 1.

@@ -19,8 +19,8 @@ from lm_eval_moecache.cli.policies import collect
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing import CONTRACTS, Contract, EvictionContract, run_contract
+from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 from tests.algorithms.scripts import SCRIPTS, UNSCRIPTED, USE_DOES_NOT_COUNT
-from tests.algorithms.streams import make_geometry, policy_of, run
 
 
 def contract_cases() -> dict[str, type[Contract]]:
@@ -188,7 +188,7 @@ def test_an_outside_algorithm_runs_by_its_class_path(tmp_path: Path) -> None:
 def test_no_result_depends_on_the_hash_seed() -> None:
     script = (
         "from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm\n"
-        "from tests.algorithms.streams import make_geometry, policy_of, run\n"
+        "from lm_eval_moecache.testing.streams import make_geometry, policy_of, run\n"
         "for axis in AXES:\n"
         "    for name in algorithm_names(axis):\n"
         "        pairs = find_algorithm(axis, name).pairs_with\n"

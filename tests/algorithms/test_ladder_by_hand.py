@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
-from tests.algorithms.streams import laddered, make_event, make_geometry
+from lm_eval_moecache.testing.streams import laddered, make_event, make_geometry
 
 GEOMETRY = laddered(make_geometry(num_layers=2, num_experts=6, top_k=4))
 # Softmax scores of the first four, as shares of their sum: 0.5, 0.25, 0.15, 0.1.

@@ -8,7 +8,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.event import DECODE, Event
-from tests.algorithms.streams import make_geometry
+from lm_eval_moecache.testing.streams import make_geometry
 
 # Layer 0 has the keys 0-3, layer 1 4-7, layer 2 8-11.
 GEOMETRY = make_geometry(num_layers=3, num_experts=4, top_k=2)

@@ -15,7 +15,13 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
-from tests.algorithms.streams import make_event, make_geometry, make_hardware, policy_of, weigh
+from lm_eval_moecache.testing.streams import (
+    make_event,
+    make_geometry,
+    make_hardware,
+    policy_of,
+    weigh,
+)
 
 GEOMETRY = make_geometry(num_layers=1, num_experts=6, top_k=3)
 LOGITS = [3.0, 2.0, 1.0, 0.9, 0.2, 0.0]

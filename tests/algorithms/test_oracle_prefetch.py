@@ -9,7 +9,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.event import DECODE, Event
-from tests.algorithms.streams import StreamFuture, make_geometry
+from lm_eval_moecache.testing.streams import StreamFuture, make_geometry
 
 GEOMETRY = make_geometry(num_layers=4, num_experts=32, top_k=4)
 NUM_PASSES = 150

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.testing.streams import fresh, make_event, make_geometry, make_stream
 from tests.algorithms import oracles
 from tests.algorithms.oracles import Entry, Scene
-from tests.algorithms.streams import fresh, make_event, make_geometry, make_stream
 
 GEOMETRY = make_geometry(num_layers=3, num_experts=4, top_k=2)
 EXPERT = st.integers(0, GEOMETRY.num_experts - 1)

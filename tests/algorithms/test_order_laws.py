@@ -8,7 +8,7 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.records.event import DECODE, Event
-from tests.algorithms.streams import Pass, StreamFuture, make_geometry
+from lm_eval_moecache.testing.streams import Pass, StreamFuture, make_geometry
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=5, top_k=2)
 

@@ -8,7 +8,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import check_cache_form
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
-from tests.algorithms.streams import make_geometry, policy_of, run
+from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=6, top_k=3)
 SMALL = {"num_requests": 2, "num_decodes": 1}

@@ -16,7 +16,7 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
 )
 from lm_eval_moecache.records.artifact import BUDDIES, PREDICTOR, SENSITIVITY
-from tests.algorithms.streams import make_geometry, policy_of, run
+from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 from tests.artifacts import other_profile, profile_for
 
 GEOMETRY = make_geometry(num_layers=3, num_experts=8, top_k=3)

@@ -10,7 +10,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.selection import Selection
-from tests.algorithms.streams import make_event, make_geometry
+from lm_eval_moecache.testing.streams import make_event, make_geometry
 
 EIGHT = [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]
 """Logits whose ranking r is 0, 1, ..., 7."""

@@ -16,7 +16,7 @@ from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
-from tests.algorithms.streams import make_hardware, policy_of
+from lm_eval_moecache.testing.streams import make_hardware, policy_of
 from tests.artifacts import artifact_for
 from tests.models import FAMILIES, random_model
 

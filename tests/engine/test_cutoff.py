@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.engine.cutoff import Overlap, load_times, solve_cutoff
 from lm_eval_moecache.records.geometry import Geometry
-from tests.algorithms.streams import make_hardware as stream_hardware
+from lm_eval_moecache.testing.streams import make_hardware as stream_hardware
 from tests.engine.scripted import make_geometry, make_hardware
 
 

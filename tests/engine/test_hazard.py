@@ -7,7 +7,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
-from tests.algorithms.streams import make_geometry
+from lm_eval_moecache.testing.streams import make_geometry
 from tests.engine.test_belady import decode_trace, misses
 
 

@@ -21,7 +21,7 @@ from lm_eval_moecache.records.artifact import (
     write_artifact,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from tests.algorithms.streams import make_geometry
+from lm_eval_moecache.testing.streams import make_geometry
 
 GEOMETRY = make_geometry(num_layers=2, num_experts=4, top_k=2)
 KEY = "miss.profile"
