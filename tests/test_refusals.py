@@ -109,6 +109,11 @@ def test_plain_decoding_may_sample_but_not_draft() -> None:
         run("moecache", gen_kwargs="assistant_model=x")
 
 
+def test_stored_outputs_are_refused_before_loading() -> None:
+    with pytest.raises(ArgumentsError, match=r"--use_cache='stored': stored outputs come without"):
+        run("moecache", use_cache="stored")
+
+
 def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: Any) -> None:
     lm = MoECacheLM(pretrained=str(checkpoint("olmoe")))
     drafted = make_instance("generate_until", "t", 9, "x", {"prompt_lookup_num_tokens": 2})

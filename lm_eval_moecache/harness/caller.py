@@ -38,14 +38,24 @@ _GREEDY: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_caller(speculative: bool) -> None:
-    """Refuse generation options and an output path that the run would fail on after loading."""
+    """Refuse what the run would fail on after loading: see the checks for which options."""
     asked = _asked()
+    check_use_cache(asked.get("use_cache"))
     generation = asked.get("gen_kwargs")
     if isinstance(generation, Mapping):
         check_generation(generation, speculative)
     path = getattr(asked.get("evaluation_tracker"), "output_path", None)
     if path:
         _check_output(str(path))
+
+
+def check_use_cache(asked: Any) -> None:
+    """Refuse lm-eval's store of outputs. Raises ArgumentsError."""
+    if asked is not None:
+        raise ArgumentsError(
+            f"--use_cache={shown(asked)}: stored outputs come without the passes that made them, "
+            "so speed could not be measured. Leave --use_cache out with --model moecache."
+        )
 
 
 def check_generation(given: Mapping[str, Any], speculative: bool) -> None:

@@ -19,14 +19,14 @@ from torch import Tensor
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint, publish
-from lm_eval_moecache.harness.caller import check_caller, check_generation
+from lm_eval_moecache.harness.caller import check_caller, check_generation, check_use_cache
 from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
 from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.harness.loading import Loading, LoadingLM
 from lm_eval_moecache.harness.preflight import Bare, preflight
 from lm_eval_moecache.harness.ranks import Ranked, merge
 from lm_eval_moecache.harness.recording import recorder_of
-from lm_eval_moecache.harness.refusal import ArgumentsError, refusing
+from lm_eval_moecache.harness.refusal import refusing
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
 from lm_eval_moecache.model.ended import EndedRows
@@ -106,11 +106,7 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
         return config.setting(self.geometry)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        if getattr(cache_hook, "dbdict", None) is not None:
-            raise ArgumentsError(
-                "--use_cache: stored outputs come without the passes that made them, so speed "
-                "could not be measured. Leave --use_cache out with --model moecache."
-            )
+        check_use_cache(getattr(cache_hook, "dbdict", None))
         super().set_cache_hook(cache_hook)
 
     # --- requests to records ------------------------------------------------------------------

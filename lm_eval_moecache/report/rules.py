@@ -39,6 +39,11 @@ class Rules:
         if not 0 < self.alpha < 1:
             raise ValueError(f"alpha={self.alpha} must lie between 0 and 1: 0.05, or 5%.")
         for name in (*self.metrics, *self.tolerances):
+            if ":" in name:
+                raise ValueError(
+                    f"metric={name!r} is a score, and every score of every task is compared as it "
+                    f"is, within `--floor`. Allowed here: figures of speed, as {SPEED_METRICS}."
+                )
             if metric_column(name) is None:
                 raise unknown("metric", name, METRICS)
 

@@ -269,3 +269,8 @@ def test_without_samples_the_standard_errors_decide() -> None:
     assert test is not None
     assert test.p == pytest.approx(0.02275, abs=1e-5)  # two standard errors of 0.05
     assert score_test(score(0.8, None), score(0.7, 0.04), {}, {}) is None
+
+
+def test_a_score_among_the_figures_of_speed_is_explained() -> None:
+    with pytest.raises(ValueError, match="every score of every task is compared as it is"):
+        Rules(metrics=("tiny_arc:acc_norm",))
