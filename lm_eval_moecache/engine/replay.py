@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.redraft import Redraft
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import (
@@ -54,11 +55,13 @@ def replay(
 ) -> Engine:
     """Serve every pass of a trace; return the engine, whose ledger holds the counts.
 
-    `on_progress` is called with the number of passes just done. Raises ValueError where the trace
-    lacks what an algorithm of the policy has to see.
+    The draft is the trace's own, whatever the setting says. `on_progress` is called with the number
+    of passes just done. Raises ValueError where the trace lacks what an algorithm of the policy has
+    to see.
     """
+    setting = setting.with_draft(trace.drafted.draft or setting.draft)
     engine = Engine(trace.geometry, setting, future)
-    needs = _needs_of(trace, engine, setting)
+    needs, redraft = _needs_of(trace, engine, setting), Redraft(trace, engine)
     _check_needs(trace, needs)
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers
@@ -74,7 +77,9 @@ def replay(
             if is_scan:
                 _run_scan(engine, trace, needs, first, last - first)
             else:
+                redraft.before(pass_index)
                 _run_pass(engine, events, num_layers)
+                redraft.after(pass_index)
         if on_progress is not None:
             on_progress(last - first)
     engine.ledger.serve([])

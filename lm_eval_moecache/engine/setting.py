@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
@@ -40,22 +41,6 @@ class Composition(Protocol):
     def eviction(self) -> Builder: ...
     @property
     def miss(self) -> Builder: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """A draft model, as the clock and the memory see it.
-
-    Its `geometry` counts the draft's own layers; a dense feed-forward block is a single expert.
-    """
-
-    geometry: Geometry
-    level: int = 0
-    """The precision that its experts are stored in and read at."""
-    nbytes: int = 0
-    """What it takes beside the target: all of it is resident."""
-    tokens: int = 1
-    """Tokens drafted for each verify pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,5 +94,5 @@ def without_draft(algorithm: object) -> ValueError:
     name = algorithm.__module__.rpartition(".")[2]
     return ValueError(
         f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: "
-        "--model moecache-spec with draft= a folder, a hub id or self:int4; a replay has no draft."
+        "--model moecache-spec with draft= a folder, hub id or self:int4, or a replay of its trace."
     )

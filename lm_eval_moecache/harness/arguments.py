@@ -20,6 +20,7 @@ from lm_eval_moecache.engine.setting import (
 from lm_eval_moecache.harness.clock_checks import check_clock
 from lm_eval_moecache.harness.scan_checks import check_scan
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
+from lm_eval_moecache.records.draft import MOST_DRAFTED
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
 from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.geometry import Geometry
@@ -39,8 +40,6 @@ from lm_eval_moecache.trace.writer import prepare_folder
 
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
-MOST_DRAFTED = 1024
-"""Far beyond the length at which any draft has been wrong."""
 _CHOICES = {
     "clock": ("virtual", "wall"),
     "store": ("ram", "disk"),
@@ -252,11 +251,6 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
         raise ValueError(
             f"clock={given['clock']!r} does not go with --model moecache-spec, whose drafting is "
             "timed on the virtual clock. Allowed: clock=virtual, or --model moecache."
-        )
-    if given.get("trace") is not None:
-        raise ValueError(
-            f"trace={given['trace']!r} does not go with --model moecache-spec: a trace has no "
-            "place for the draft's work. Allowed: --model moecache, which routes the same tokens."
         )
     if needs_draft and draft == PROMPT_LOOKUP:
         raise ValueError(

@@ -15,7 +15,7 @@ def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> R
     """Return what records the run into the folder of `trace=`, or None where nothing does."""
     if config.trace is None:
         return None
-    return Recorder(
+    recorder = Recorder(
         config.trace,
         f"{config.policy.name}-{config.capacity}",
         engine.own_geometry,
@@ -24,4 +24,8 @@ def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> R
         predicted_by=engine.predictor_digest,
         detail=config.detail,
         onlookers=onlookers_of(config.detail, engine.geometry, layers),
+        draft=engine.setting.draft,
     )
+    if engine.draft_stage is not None:
+        engine.draft_stage.notes = recorder.draft_notes
+    return recorder

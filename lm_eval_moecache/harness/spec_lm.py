@@ -65,10 +65,15 @@ class MoECacheSpecLM(MoECacheLM):
     def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Generate greedily with the draft, and cut what was accepted after the stop string."""
         stop: Sequence[str] = kwargs["stop"]
-        with watched_by(self.engine, self.model):
+        with watched_by(self._settle, self.engine, self.model):
             output = self._assisted(context, **kwargs)
         row: list[int] = output[0, context.shape[1] :].tolist()
         return output[:, : context.shape[1] + self._count_output(row, stop)]
+
+    def _settle(self, drafted: int, accepted: int) -> None:
+        self.engine.settle_drafts(drafted, accepted)
+        if self.wrapped.recorder is not None:
+            self.wrapped.recorder.settle(drafted, accepted)
 
     def _assisted(
         self, context: Tensor, *, stop: Sequence[str], max_length: int, **kwargs: Any

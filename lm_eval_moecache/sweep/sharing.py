@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.records.paths import TINY
+from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
 from lm_eval_moecache.sweep.files import FAILED, write_atomically
 from lm_eval_moecache.sweep.identity import Planned, Share, default_config
+from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.detail import Detail, identity
 
 TRACES = "traces"
@@ -81,13 +82,14 @@ def is_offline(planned: Planned) -> bool:
 def share_name(planned: Planned) -> str | None:
     """Name the group of a cell, or return None where it has to run the model by itself.
 
-    A lossy policy changes the outputs, a wall clock is measured, drafts have no place in a trace,
-    and who asks for a trace wants a run.
+    A lossy policy changes the outputs, a wall clock is measured, who asks for a trace wants a run,
+    and of what a draft foretells a trace keeps the order alone.
     """
     config = planned.config
     if not config.policy.is_lossless or config.clock != "virtual":
         return None
-    if config.draft is not None or config.trace is not None:
+    prefetch = config.policy.prefetch.algorithm
+    if config.trace is not None or (prefetch.needs_draft and not prefetch.by_order):
         return None
     default = default_config()
     cell = planned.cell
@@ -96,6 +98,7 @@ def share_name(planned: Planned) -> str | None:
         "model": cell.model,
         "pretrained": cell.pretrained,
         "files": _fingerprint(cell.pretrained),
+        **({} if config.draft is None else {"draft_files": _fingerprint(config.draft)}),
         "host_arguments": dict(planned.host_arguments),
         "tasks": list(cell.tasks),
         "options": dict(cell.options),
@@ -113,12 +116,7 @@ def share_name(planned: Planned) -> str | None:
 
 def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:
     """Tell a folder's state: a trace that is kept must not outlive the weights it was made of."""
-    if pretrained == TINY:
-        import lm_eval_moecache.tiny as tiny
-
-        folder = Path(str(tiny.__file__)).parent / "model"
-    else:
-        folder = Path(pretrained)
+    folder = Path({TINY: MODEL_DIR, TINY_DRAFT: DRAFT_DIR}.get(pretrained, pretrained))
     if not folder.is_dir():
         return []
     found = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
@@ -128,11 +126,14 @@ def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:
 def detail_of(group: Iterable[Planned]) -> Detail:
     """Return what a trace has to keep for all these cells to be replayed."""
     onlookers: dict[str, tuple[Any, int]] = {}
+    criticals: dict[int | None, None] = {}
     weights = logits = False
     for each in group:
         policy, seed = each.config.policy, each.config.seed
         weights |= policy.eviction.algorithm.uses_weights
         logits |= policy.routing.algorithm.uses_logits or policy.miss.algorithm.uses_logits
+        if policy.prefetch.algorithm.needs_draft:
+            criticals[policy.prefetch.parameters.get("critical")] = None
         if _looks_on(policy.prefetch):
             onlookers[_name_of(policy.prefetch, seed)] = (policy.prefetch, seed)
     return Detail(
@@ -140,6 +141,7 @@ def detail_of(group: Iterable[Planned]) -> Detail:
         logits=logits,
         predictions=False,
         onlookers=tuple(onlookers.values()),
+        criticals=tuple(criticals),
     )
 
 
@@ -192,6 +194,7 @@ class SharedRun:
                 and (found["weights"] or not wanted.weights)
                 and (found["logits"] or not wanted.logits)
                 and names <= set(found["prefetchers"])
+                and set(wanted.criticals or ()) <= set(found.get("criticals", ()))
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False
@@ -208,6 +211,7 @@ class SharedRun:
             "weights": detail.weights,
             "logits": detail.logits,
             "prefetchers": [_name_of(choice, seed) for choice, seed in detail.onlookers],
+            "criticals": list(detail.criticals or ()),
             "kept": {**kept, "config": {**kept["config"], "moecache": None}},
         }
         write_atomically(self.results, json.dumps(content, ensure_ascii=False, default=str))

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.setting import Draft, Setting
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware

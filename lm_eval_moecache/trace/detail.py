@@ -37,6 +37,15 @@ class Detail:
     """Whether to keep predictions of the gates (or the policy's predictor), for every expert."""
     onlookers: tuple[tuple[Onlooker, int], ...] = ()
     """Prefetchers whose proposals are kept, each with its seed."""
+    criticals: tuple[int | None, ...] | None = None
+    """How many experts a layer prefetchers look at that work while a draft drafts; an entry of None
+    is the most that the default takes, the top-k. None in place of all: every expert's rank."""
+
+    def ranked(self, geometry: Geometry) -> int:
+        """Return how many experts to keep of what a draft foretells of a layer."""
+        if self.criticals is None:
+            return geometry.num_experts
+        return max((geometry.top_k if n is None else n for n in self.criticals), default=0)
 
 
 FULL = Detail()

@@ -15,7 +15,14 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.trace.columns import Columns, Halves, Ints, misfit
 from lm_eval_moecache.trace.detail import Proposed
-from lm_eval_moecache.trace.header import Header, read_header, read_requests, read_scans
+from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, Drafted, Lists
+from lm_eval_moecache.trace.header import (
+    Header,
+    read_drafts,
+    read_header,
+    read_requests,
+    read_scans,
+)
 from lm_eval_moecache.trace.partial import SUFFIX, read_partial
 from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
 
@@ -53,22 +60,21 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
     table, metadata = _read_table(path, name, logits, predicted)
     header = read_header(name, metadata)
     geometry = header.geometry
-    numbers = {c: _numbers(name, table, c) for c in ("request", "pass", "token", "layer")}
-    experts = _rectangle(name, table, "experts", geometry.top_k).astype(np.int32)
     columns = Columns(
-        request=numbers["request"],
-        pass_index=numbers["pass"],
+        request=_numbers(name, table, "request"),
+        pass_index=_numbers(name, table, "pass"),
         phase=_phases(name, table),
-        token=numbers["token"],
-        layer=numbers["layer"],
-        experts=experts,
+        token=_numbers(name, table, "token"),
+        layer=_numbers(name, table, "layer"),
+        experts=_rectangle(name, table, "experts", geometry.top_k).astype(np.int32),
         weights=_optional(name, table, "weights", geometry.top_k),
     )
     trace_logits = None
     if "logits" in table.column_names:
         trace_logits = _rectangle(name, table, "logits", geometry.num_experts)
         _check_numbers(name, "logits", trace_logits)
-    num_passes = int(numbers["pass"].max(initial=-1)) + 1
+    num_passes = int(columns.pass_index.max(initial=-1)) + 1
+    drafts = read_drafts(name, metadata, num_passes)
     trace = build_trace(
         name,
         geometry,
@@ -77,6 +83,7 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
         requests=read_requests(name, metadata, num_passes),
         logits=trace_logits,
         predicted=_predicted(name, table, header, columns),
+        drafted=_drafted(name, table, header, columns, drafts),
     )
     return dataclasses.replace(
         trace,
@@ -99,7 +106,7 @@ def _read_table(
                 wanted.append("logits")
             if predicted and "predicted" in schema.names:
                 wanted.append("predicted")
-            wanted += [column for column in schema.names if column.startswith(_PROPOSED_STEM)]
+            wanted += [column for column in schema.names if _is_of_events(column)]
             table = file.read(columns=wanted, use_threads=False)
             table.validate(full=True)
             return table.combine_chunks(), file.metadata.metadata
@@ -136,10 +143,15 @@ def _check_schema(name: str, schema: Any) -> None:
         if not same:
             raise ValueError(f"trace {name}: column {column!r} is {found}, must be {kind}.")
     for column in schema.names:
-        if column.startswith(_PROPOSED_STEM) and schema.field(column).type == PROPOSED:
+        if _is_of_events(column) and schema.field(column).type == PROPOSED:
             continue
         if column not in COLUMNS and column not in OPTIONAL_COLUMNS:
             raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
+
+
+def _is_of_events(column: str) -> bool:
+    """Whether a column's lists stand in the first row of what they belong to."""
+    return column.startswith(_PROPOSED_STEM) or column in DRAFT_COLUMNS
 
 
 def _column(name: str, table: Any, column: str) -> Any:
@@ -230,15 +242,50 @@ def _proposed(name: str, table: Any, header: Header, trace: Trace) -> dict[str, 
         column = proposed_column(place)
         if column not in table.column_names:
             raise ValueError(f"trace {name} lacks the column {column!r} that its metadata names.")
-        array = _column(name, table, column)
-        offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
-        keys: Ints = array.flatten().to_numpy(zero_copy_only=False).astype(np.int32)
+        keys, offsets = _lists(name, table, column)
         if ((keys < 0) | (keys >= num_keys)).any():
             raise ValueError(
                 f"trace {name}: column {column!r}: keys must lie in 0..{num_keys - 1}."
             )
-        found[identity] = Proposed(keys=keys, bounds=(offsets - offsets[0])[trace.row_bounds])
+        found[identity] = Proposed(keys=keys, bounds=offsets[trace.row_bounds])
     return found
+
+
+def _lists(name: str, table: Any, column: str) -> tuple[Ints, IntArray]:
+    """Return a column's values, and where those of each row begin and end."""
+    array = _column(name, table, column)
+    offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
+    values = array.flatten()
+    if values.null_count:
+        raise ValueError(f"trace {name}: column {column!r} holds a null.")
+    numbers: Ints = values.to_numpy(zero_copy_only=False).astype(np.int32)
+    return numbers, offsets - offsets[0]
+
+
+def _drafted(
+    name: str,
+    table: Any,
+    header: Header,
+    columns: Columns,
+    settled: Mapping[int, tuple[int, int]],
+) -> Drafted:
+    """Return what was drafted before each pass, and what became of it."""
+    if header.draft is None:
+        return Drafted(settled=settled)
+    first = np.flatnonzero(np.diff(columns.pass_index, prepend=-1))
+    found = {}
+    for field, column in zip(("tokens", "experts", "ranks"), DRAFT_COLUMNS, strict=True):
+        if column not in table.column_names:
+            raise ValueError(f"trace {name} lacks the column {column!r}, and names a draft.")
+        values, offsets = _lists(name, table, column)
+        inner = np.diff(offsets) > 0
+        inner[first] = False
+        if inner.any():
+            raise misfit(name, f"row {int(inner.argmax())}", column, "is not in a pass' first row")
+        found[field] = Lists(values, np.append(offsets[first], len(values)))
+    drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled, **found)
+    drafted.check(name, header.geometry.num_experts)
+    return drafted
 
 
 def _check_numbers(name: str, column: str, values: Halves) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lm_eval_moecache.records.draft import MOST_DRAFTED, Draft
 from lm_eval_moecache.records.files import parse_json
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -14,7 +15,7 @@ from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.trace.trace import TracedRequest
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.records.schemas.trace import TraceHeader
+    from lm_eval_moecache.records.schemas.trace import DraftSizes, ModelSizes
 
 VERSION = 1
 HEADER_KEY = b"moecache"
@@ -22,6 +23,9 @@ REQUESTS_KEY = b"moecache_requests"
 """Optional second key, written when a recording ends: one list per request of the ledger."""
 SCANS_KEY = b"moecache_scans"
 """Optional third key: [first pass, passes] of each text that was routed token after token."""
+DRAFTS_KEY = b"moecache_drafts"
+"""Optional fourth key: [pass, drafted, accepted] of each pass that verified drafts."""
+Settled = Sequence[tuple[int, int, int]]
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
@@ -38,6 +42,10 @@ class Header:
     """The prefetchers whose proposals it holds: column `proposed_0` has the first one's, ..."""
     has_logits: bool = True
     """Whether a file to be written gets the column `logits` (a reader looks at the columns)."""
+    draft: Draft | None = None
+    """The model that drafted; None without one, or where drafts came from the prompt."""
+    ranked: int = 0
+    """Experts kept of what each layer of the draft foretells, likeliest first."""
 
 
 def write_header(header: Header) -> bytes:
@@ -47,9 +55,28 @@ def write_header(header: Header) -> bytes:
     replay needs for the same times to the last digit, where `precision` and `expert_bytes` cannot
     say it.
     """
-    geometry = header.geometry
+    fields: dict[str, Any] = {"version": VERSION, **_sizes(header.geometry), "seed": header.seed}
+    if header.predicted_depth:
+        fields["predicted_depth"] = header.predicted_depth
+    if header.predicted_by:
+        fields["predicted_by"] = header.predicted_by
+    if header.proposals:
+        fields["proposals"] = list(header.proposals)
+    if header.draft is not None:
+        draft = header.draft
+        fields["draft"] = {
+            **_sizes(draft.geometry),
+            "level": draft.level,
+            "nbytes": draft.nbytes,
+            "tokens": draft.tokens,
+            "targets": list(draft.targets),
+            "ranked": header.ranked,
+        }
+    return json.dumps(fields).encode()
+
+
+def _sizes(geometry: Geometry) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "version": VERSION,
         "model": geometry.model,
         "num_layers": geometry.num_layers,
         "num_experts": geometry.num_experts,
@@ -57,7 +84,6 @@ def write_header(header: Header) -> bytes:
         "expert_bytes": [levels[0] for levels in geometry.expert_bytes],
         "dense_bytes": list(geometry.dense_bytes),
         "precision": ":".join(geometry.precision),
-        "seed": header.seed,
         "element_bytes": geometry.element_bytes,
     }
     if len(geometry.precision) > 1:
@@ -66,13 +92,7 @@ def write_header(header: Header) -> bytes:
         fields["compute_bytes"] = list(geometry.compute_bytes)
     if geometry.hidden_size:
         fields["hidden_size"] = geometry.hidden_size
-    if header.predicted_depth:
-        fields["predicted_depth"] = header.predicted_depth
-    if header.predicted_by:
-        fields["predicted_by"] = header.predicted_by
-    if header.proposals:
-        fields["proposals"] = list(header.proposals)
-    return json.dumps(fields).encode()
+    return fields
 
 
 def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
@@ -95,10 +115,30 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
         predicted_depth=depth,
         predicted_by=by,
         proposals=tuple(fields.proposals),
+        draft=None if fields.draft is None else _draft(name, fields.draft, fields.num_layers),
+        ranked=0 if fields.draft is None else fields.draft.ranked,
     )
 
 
-def _geometry(name: str, fields: TraceHeader) -> Geometry:
+def _draft(name: str, fields: DraftSizes, num_layers: int) -> Draft:
+    geometry, targets = _geometry(name, fields), tuple(fields.targets)
+    if targets and len(targets) != geometry.num_layers:
+        rule = f"must hold one layer of the model for each of the draft's {geometry.num_layers}"
+        raise _bad(name, "draft.targets", list(targets), rule)
+    if max(targets, default=-1) >= num_layers:
+        raise _bad(name, "draft.targets", list(targets), f"must lie below num_layers={num_layers}")
+    if fields.level >= len(geometry.precision):
+        raise _bad(name, "draft.level", fields.level, "must be one of its precisions")
+    return Draft(
+        geometry=geometry,
+        level=fields.level,
+        nbytes=fields.nbytes,
+        tokens=fields.tokens,
+        targets=targets,
+    )
+
+
+def _geometry(name: str, fields: ModelSizes) -> Geometry:
     precision = tuple(fields.precision.split(":"))
     element_bytes = fields.element_bytes or _ELEMENT_BYTES.get(precision[0])
     if element_bytes is None:
@@ -164,6 +204,36 @@ def read_scans(
                     f"passes], in order and below {num_passes}."
                 )
     return tuple(found)
+
+
+def write_drafts(settled: Settled) -> bytes:
+    """Return the JSON of the metadata key `moecache_drafts`."""
+    return json.dumps([list(each) for each in settled], separators=(",", ":")).encode()
+
+
+def read_drafts(
+    name: str, metadata: Mapping[bytes, bytes] | None, num_passes: int
+) -> dict[int, tuple[int, int]]:
+    """Read the metadata key `moecache_drafts`: pass -> drafted, accepted."""
+    found: dict[int, tuple[int, int]] = {}
+    if metadata is None or DRAFTS_KEY not in metadata:
+        return found
+    rows = _parse(name, metadata[DRAFTS_KEY], "moecache_drafts")
+    before = -1
+    for row in rows if isinstance(rows, list) else [rows]:
+        match row:
+            case [int(index), int(drafted), int(accepted)] if (
+                before < index < num_passes and 0 <= accepted <= drafted <= MOST_DRAFTED
+            ):
+                found[index] = (drafted, accepted)
+                before = index
+            case _:
+                raise ValueError(
+                    f"trace {name}: metadata 'moecache_drafts': {row!r} must be [pass, drafted, "
+                    f"accepted], in order and below {num_passes}, with no more accepted than "
+                    f"drafted and at most {MOST_DRAFTED} of them."
+                )
+    return found
 
 
 def read_requests(

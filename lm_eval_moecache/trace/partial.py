@@ -6,6 +6,7 @@ finished request. Batches are marked: those up to the last mark belong to finish
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -18,12 +19,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.files import lock
-from lm_eval_moecache.trace.header import SCANS_KEY, write_scans
+from lm_eval_moecache.trace.header import (
+    DRAFTS_KEY,
+    SCANS_KEY,
+    Settled,
+    write_drafts,
+    write_scans,
+)
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".partial"
-_KEPT = b"kept"
+_KEPT, _DRAFTS = b"kept", b"drafts"
 ROW_GROUP = 32768
+MOST_STEM = 100
+"""File systems hold names of 255 bytes."""
 _LEVEL = 9
 """Of zstd: beyond it the last percent costs more than all before."""
 
@@ -35,16 +44,22 @@ class Kept:
     schema: Any
     num_batches: int
     scans: tuple[tuple[int, int], ...]
+    drafts: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """What the trace's metadata says beside the schema's."""
-        return {SCANS_KEY: write_scans(self.scans)} if self.scans else {}
+        scans = {SCANS_KEY: write_scans(self.scans)} if self.scans else {}
+        return {**scans, **({DRAFTS_KEY: write_drafts(self.drafts)} if self.drafts else {})}
 
 
-def mark(scans: Sequence[tuple[int, int]]) -> dict[bytes, bytes]:
-    """Return what a batch says that ends a finished request; `scans` are new since the last."""
-    return {_KEPT: json.dumps(list(scans)).encode()}
+def mark(scans: Sequence[tuple[int, int]], drafts: Settled = ()) -> dict[bytes, bytes]:
+    """Return what a batch says that ends a finished request.
+
+    `scans` and `drafts` (pass, drafted, accepted) are new since the last mark.
+    """
+    told = {_KEPT: json.dumps(list(scans)).encode()}
+    return {**told, _DRAFTS: json.dumps(list(drafts)).encode()} if drafts else told
 
 
 def kept_batches(path: Path) -> Kept:
@@ -54,14 +69,16 @@ def kept_batches(path: Path) -> Kept:
     """
     kept = 0
     scans: list[tuple[int, int]] = []
+    drafts: list[tuple[int, int, int]] = []
     try:
         with pa.ipc.open_stream(path) as reader:
             for number, (_, told) in enumerate(_batches(reader), start=1):
-                text = None if told is None else dict(told.items()).get(_KEPT)
-                if text is not None:
+                said = {} if told is None else dict(told.items())
+                if _KEPT in said:
                     kept = number
-                    scans += [(first, count) for first, count in json.loads(text)]
-            return Kept(reader.schema, kept, tuple(scans))
+                    scans += [(first, count) for first, count in json.loads(said[_KEPT])]
+                    drafts += [(p, d, a) for p, d, a in json.loads(said.get(_DRAFTS, b"[]"))]
+            return Kept(reader.schema, kept, tuple(scans), tuple(drafts))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path.name} holds no recording that can be read: {error}.") from error
 
@@ -114,6 +131,20 @@ def _encodings(schema: Any) -> dict[str, str]:
         if pa.types.is_list(field.type):
             chosen[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
     return chosen
+
+
+def reserve(folder: Path, stem: str) -> tuple[Path, Any]:
+    """Return the name of the next trace, and its stream's open file: no two runs get the same."""
+    number = 0
+    while True:
+        target = folder / f"{stem[:MOST_STEM]}-{number:03d}.parquet"
+        number += 1
+        if target.exists():
+            continue
+        with contextlib.suppress(FileExistsError):
+            raw = target.with_name(f"{target.name}{SUFFIX}").open("xb", buffering=0)
+            lock(raw.fileno())
+            return target, raw
 
 
 def recover(folder: Path) -> list[Path]:

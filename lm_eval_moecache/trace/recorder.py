@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.columns import NO_REQUEST
 from lm_eval_moecache.trace.detail import FULL, Detail
+from lm_eval_moecache.trace.drafting import DraftNotes
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 
@@ -53,6 +55,7 @@ class Recorder:
         predicted_by: str = "",
         detail: Detail = FULL,
         onlookers: Mapping[str, Propose] = _NONE,
+        draft: Draft | None = None,
     ) -> None:
         self.depth = min(max(depth, 1), geometry.num_layers - 1) if detail.predictions else 0
         self.row_requests: list[int] = []
@@ -60,6 +63,9 @@ class Recorder:
         self._by_gates = not predicted_by
         self._detail = detail
         self._onlookers = tuple(onlookers.values())
+        ranked = 0 if draft is None or not draft.targets else detail.ranked(geometry)
+        self.draft_notes = DraftNotes(ranked)
+        """To be told what the draft does."""
         header = Header(
             geometry=geometry,
             seed=seed,
@@ -67,6 +73,8 @@ class Recorder:
             predicted_by=predicted_by if self.depth else "",
             proposals=tuple(onlookers),
             has_logits=detail.logits,
+            draft=draft,
+            ranked=ranked,
         )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
         self._writer = TraceWriter(prepare_folder(folder), name, header)
@@ -96,7 +104,7 @@ class Recorder:
         requests, tokens = owners.repeat(length), positions.ravel()
         if valid is not None:
             requests, tokens = requests[valid], tokens[valid]
-        self._writer.begin_pass(index, phase, requests, tokens)
+        self._writer.begin_pass(index, phase, requests, tokens, self.draft_notes.take())
 
     def begin_scan(self, first_index: int, input_ids: Tensor, valid: Any) -> None:
         """Note a text of which each token is a decode pass of its own (`scoring=scan`)."""
@@ -133,6 +141,10 @@ class Recorder:
             predicted,
             proposed,
         )
+
+    def settle(self, drafted: int, accepted: int) -> None:
+        """Note how many tokens the last pass was given to verify, and how many were right."""
+        self._writer.settle(drafted, accepted)
 
     def keep(self, requests: Sequence[RequestRecord]) -> None:
         """Note that the requests served so far are finished; `requests` is the ledger's list."""

@@ -17,6 +17,7 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.checks import check_rows
 from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints
 from lm_eval_moecache.trace.detail import Proposed
+from lm_eval_moecache.trace.drafting import Drafted
 
 _CHUNK_EVENTS = 65536
 
@@ -72,6 +73,8 @@ class Trace:
     scans: tuple[tuple[int, int], ...] = ()
     """(First pass, number of passes) of each text that was routed layer by layer and token after
     token in each (`scoring=scan`): a replay keeps that order."""
+    drafted: Drafted = made(default_factory=Drafted)
+    """What was drafted before its passes, and accepted by them."""
     has_sizes: bool = True
     """False where the file does not say how large an expert is, so that bytes mean nothing."""
 
@@ -96,15 +99,20 @@ def build_trace(
     requests: tuple[TracedRequest, ...] | None = None,
     logits: Halves | None = None,
     predicted: Predicted | None = None,
+    drafted: Drafted | None = None,
     has_sizes: bool = True,
 ) -> Trace:
     """Check the rows and index their events. Raises ValueError naming the row and the field.
 
     `where` names a row as its file's reader would look for it. Without `requests`, they are told
-    from the rows: a request with decode passes generated one token in each pass that served it.
+    from the rows: a request with decode passes generated one token in each pass that served it, and
+    one more for each draft that a pass accepted.
     """
     bounds = check_rows(name, geometry, columns, where)
     keys, key_bounds = _unique_keys(geometry, columns, bounds)
+    drafted = drafted or Drafted()
+    if requests is None:
+        requests = _tell_requests(geometry, columns, bounds, drafted)
     return Trace(
         name=name,
         geometry=geometry,
@@ -113,9 +121,10 @@ def build_trace(
         row_bounds=bounds,
         keys=keys,
         key_bounds=key_bounds,
-        requests=_tell_requests(geometry, columns, bounds) if requests is None else requests,
+        requests=requests,
         logits=logits,
         predicted=predicted,
+        drafted=drafted,
         has_sizes=has_sizes,
     )
 
@@ -147,7 +156,7 @@ def _unique_keys(geometry: Geometry, columns: Columns, bounds: IntArray) -> tupl
 
 
 def _tell_requests(
-    geometry: Geometry, columns: Columns, bounds: IntArray
+    geometry: Geometry, columns: Columns, bounds: IntArray, drafted: Drafted
 ) -> tuple[TracedRequest, ...]:
     found: dict[int, dict[int, int]] = {}
     for pass_index in range((len(bounds) - 1) // geometry.num_layers):
@@ -167,7 +176,7 @@ def _tell_requests(
                 task="trace",
                 kind="generate_until" if generates else "loglikelihood",
                 prompt_tokens=prompt,
-                output_tokens=len(served) if generates else None,
+                output_tokens=drafted.output_tokens(served) if generates else None,
                 passes=tuple(served),
             )
         )

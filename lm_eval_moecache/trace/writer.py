@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,24 +13,25 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.files import lock
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, NO_DRAFTING, Drafting
 from lm_eval_moecache.trace.file import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 from lm_eval_moecache.trace.header import (
+    DRAFTS_KEY,
     HEADER_KEY,
     REQUESTS_KEY,
     SCANS_KEY,
     Header,
+    Settled,
+    write_drafts,
     write_header,
     write_requests,
     write_scans,
 )
-from lm_eval_moecache.trace.partial import ROW_GROUP, SUFFIX, mark, recover, write_parquet
+from lm_eval_moecache.trace.partial import ROW_GROUP, mark, recover, reserve, write_parquet
 
 logger = logging.getLogger(__name__)
 GENERATE = "generate_until"
-MOST_STEM = 100
-"""File systems hold names of 255 bytes."""
 
 
 def prepare_folder(folder: str) -> Path:
@@ -63,13 +63,17 @@ class TraceWriter:
             del kinds["logits"]
         self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
         kinds |= dict.fromkeys(self._proposed, PROPOSED)
+        # Columns of lists that stand in an event's first row.
+        self._drafting = DRAFT_COLUMNS if header.draft is not None else ()
+        kinds |= dict.fromkeys(self._drafting, PROPOSED)
         self._schema = pa.schema(list(kinds.items()), metadata={HEADER_KEY: write_header(header)})
-        self._target, self._raw = _reserve(folder, stem)
+        self._target, self._raw = reserve(folder, stem)
         self._partial = Path(self._raw.name)
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._file: Any = pa.ipc.new_stream(self._raw, self._schema, options=options)
         self._scans: list[tuple[int, int]] = []
-        self._kept_scans = 0
+        self._drafts: list[tuple[int, int, int]] = []
+        self._kept_scans = self._kept_drafts = 0
         self._rows: list[Mapping[str, Any]] = []
         self._num_rows = 0
         self._num_batches = self._kept = 0
@@ -79,8 +83,18 @@ class TraceWriter:
         self._scan: list[Mapping[str, Any]] | None = None
         """The layers so far of a text whose tokens are passes of their own."""
 
-    def begin_pass(self, index: int, phase: str, requests: IntArray, tokens: IntArray) -> None:
-        """Note the pass that follows: for each of its tokens, whose it is and its position."""
+    def begin_pass(
+        self,
+        index: int,
+        phase: str,
+        requests: IntArray,
+        tokens: IntArray,
+        drafting: Drafting = NO_DRAFTING,
+    ) -> None:
+        """Note the pass that follows: for each of its tokens, whose it is and its position.
+
+        `drafting` is what a draft model has done for it.
+        """
         if self._file is None:
             raise ValueError(
                 "trace: the recording of this model has been closed. Make a new model for a new "
@@ -92,6 +106,7 @@ class TraceWriter:
             "phase": phase,
             "token": tokens.astype(np.int32),
         }
+        self._drafted = drafting
         self._scan = None
 
     def begin_scan(self) -> None:
@@ -100,6 +115,11 @@ class TraceWriter:
         self._pass["pass"] = passes
         self._scans.append((int(passes[0]), len(passes)))
         self._scan = []
+
+    def settle(self, drafted: int, accepted: int) -> None:
+        """Note how many drafted tokens the pass begun last verified, and how many it accepted."""
+        if drafted:
+            self._drafts.append((int(self._pass["pass"][0]), drafted, accepted))
 
     def add(
         self,
@@ -125,7 +145,9 @@ class TraceWriter:
                 [np.empty((num_tokens, 0), dtype=np.float16), *predicted], axis=1, dtype=np.float16
             ),
             **dict(zip(self._proposed, proposed, strict=True)),
+            **dict(zip(self._drafting, self._drafted, strict=False)),
         }
+        self._drafted = NO_DRAFTING
         self._num_rows += num_tokens
         (self._rows if self._scan is None else self._scan).append(rows)
         if layer != self._layers - 1:
@@ -141,9 +163,9 @@ class TraceWriter:
         if self._file is None:
             return
         self._requests = requests
-        self._flush(mark(self._scans[self._kept_scans :]))
+        self._flush(mark(self._scans[self._kept_scans :], self._drafts[self._kept_drafts :]))
         self._kept, self._kept_passes = self._num_batches, self._num_passes
-        self._kept_scans = len(self._scans)
+        self._kept_scans, self._kept_drafts = len(self._scans), len(self._drafts)
 
     def close(self, requests: Sequence[RequestRecord] | None = None) -> Path | None:
         """End the file and give it its name; None where nothing was recorded. Safe to repeat.
@@ -153,7 +175,8 @@ class TraceWriter:
         if self._file is None:
             return None
         self._flush(mark([]))
-        return self._finish(self._num_batches, requests, self._scans)
+        extra = self._told(requests, self._scans, self._drafts)
+        return self._finish(self._num_batches, extra)
 
     def close_interrupted(self) -> Path | None:
         """As `close`, with the passes of finished requests only."""
@@ -167,7 +190,8 @@ class TraceWriter:
             and (each.output_tokens is not None or each.kind != GENERATE)
         ]
         try:
-            target = self._finish(self._kept, finished or None, self._scans[: self._kept_scans])
+            scans, drafts = self._scans[: self._kept_scans], self._drafts[: self._kept_drafts]
+            target = self._finish(self._kept, self._told(finished or None, scans, drafts))
         except (OSError, pa.ArrowException) as error:
             logger.warning("trace: %s keeps what was finished: %s.", self._partial, error)
             return None
@@ -175,22 +199,28 @@ class TraceWriter:
             logger.warning("trace: %s holds the requests that were finished.", target)
         return target
 
-    def _finish(
+    def _told(
         self,
-        num_batches: int,
         requests: Sequence[RequestRecord] | None,
         scans: Sequence[tuple[int, int]],
-    ) -> Path | None:
+        drafts: Settled,
+    ) -> dict[bytes, bytes]:
+        """Return the metadata that is known in the end."""
+        told = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
+        if scans:
+            told[SCANS_KEY] = write_scans(scans)
+        if drafts:
+            told[DRAFTS_KEY] = write_drafts(drafts)
+        return told
+
+    def _finish(self, num_batches: int, told: Mapping[bytes, bytes]) -> Path | None:
         file, self._file = self._file, None
         file.close()
         if not num_batches:
             self._drop()
             logger.warning("trace: no pass was run, so no trace was written.")
             return None
-        extra = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
-        if scans:
-            extra[SCANS_KEY] = write_scans(scans)
-        write_parquet(self._partial, self._target, num_batches, extra)
+        write_parquet(self._partial, self._target, num_batches, told)
         self._drop()
         return self._target
 
@@ -225,7 +255,7 @@ class TraceWriter:
             return pa.array(np.repeat(np.asarray(parts, dtype=object), sizes), kind)
         if not pa.types.is_list(kind):
             return pa.array(np.concatenate(parts), kind)
-        if column in self._proposed:
+        if column in self._proposed or column in self._drafting:
             return self._event_lists(parts, kind)
         if any(part is None for part in parts):
             return pa.nulls(self._num_rows, kind)
@@ -243,20 +273,6 @@ class TraceWriter:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         values = np.asarray([key for part in parts for key in part], dtype=np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
-
-
-def _reserve(folder: Path, stem: str) -> tuple[Path, Any]:
-    """Return the name of the next trace, and its stream's open file: no two runs get the same."""
-    number = 0
-    while True:
-        target = folder / f"{stem[:MOST_STEM]}-{number:03d}.parquet"
-        number += 1
-        if target.exists():
-            continue
-        with contextlib.suppress(FileExistsError):
-            raw = target.with_name(f"{target.name}{SUFFIX}").open("xb", buffering=0)
-            lock(raw.fileno())
-            return target, raw
 
 
 def _row(rows: Mapping[str, Any], token: int) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.engine.engine import Engine, Setting
-from lm_eval_moecache.engine.setting import Draft
+from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import VERIFY, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord

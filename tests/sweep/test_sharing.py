@@ -18,7 +18,7 @@ from lm_eval_moecache.records.emulation import emulated_names
 from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.sweep import worker
 from tests.conftest import Checkpoint
-from tests.sweep.toy import records, write_sweep
+from tests.sweep.toy import both_ways, made_by, records, write_sweep
 
 Captured = pytest.CaptureFixture[str]
 
@@ -32,24 +32,6 @@ def base(checkpoint: Checkpoint) -> dict[str, Any]:
 def fresh_process() -> Iterator[None]:
     yield
     worker._holder.cache_clear()
-
-
-def both_ways(folder: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run a sweep sharing its runs, and live; assert that records are equal to the byte."""
-    shared = write_sweep(folder / "shared", name="x", **fields)
-    assert main(["sweep", str(shared)]) == 0
-    live = write_sweep(folder / "live", name="x", **fields)
-    assert main(["sweep", str(live), "--live"]) == 0
-    found, expected = records(shared.parent), records(live.parent)
-    assert found.keys() == expected.keys()
-    for key, record in expected.items():
-        texts = [json.dumps({**r, "environment": None}) for r in (found[key], record)]
-        assert texts[0] == texts[1], record["run_id"]
-    return found, expected
-
-
-def made_by(found: dict[str, Any]) -> list[str]:
-    return sorted(next(iter(r["environment"]["made_by"])) for r in found.values())
 
 
 def lossless_policies(with_predictor: bool) -> list[str]:

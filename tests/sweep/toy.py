@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from lm_eval_moecache.cli.main import main
+
 NUM_DOCS = 4
 _LOADER = """
 import json
@@ -94,3 +96,21 @@ def figures(folder: Path) -> dict[str, dict[str, Any]]:
         key: {k: v for k, v in record.items() if k != "environment"}
         for key, record in found.items()
     }
+
+
+def both_ways(folder: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a sweep sharing its runs, and live; assert that records are equal to the byte."""
+    shared = write_sweep(folder / "shared", name="x", **fields)
+    assert main(["sweep", str(shared)]) == 0
+    live = write_sweep(folder / "live", name="x", **fields)
+    assert main(["sweep", str(live), "--live"]) == 0
+    found, expected = records(shared.parent), records(live.parent)
+    assert found.keys() == expected.keys()
+    for key, record in expected.items():
+        texts = [json.dumps({**r, "environment": None}) for r in (found[key], record)]
+        assert texts[0] == texts[1], record["run_id"]
+    return found, expected
+
+
+def made_by(found: dict[str, Any]) -> list[str]:
+    return sorted(next(iter(r["environment"]["made_by"])) for r in found.values())

@@ -72,6 +72,9 @@ class DraftStagePrefetch(PrefetchAlgorithm):
     """Prefetches by what a draft model sees, while it drafts: only `moecache-spec` has one."""
 
     needs_draft: ClassVar[bool] = True
+    by_order: ClassVar[bool] = False
+    """Whether `propose_draft` looks at the order of the `critical` largest logits and at nothing
+    else: that is what traces keep, so that only then a replay can run it."""
     cutoff: int | str
     """Draft-stage prefetch covers the layers before it; `auto` until `plan` has been called."""
     critical: int

@@ -34,6 +34,7 @@ class DraftPrefetch(DraftStagePrefetch):
     """
 
     source: ClassVar[str] = "SP-MoE sections 3.2 and 3.3"
+    by_order: ClassVar[bool] = True
 
     def __init__(
         self,

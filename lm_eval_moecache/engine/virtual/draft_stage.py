@@ -9,13 +9,14 @@ from typing import Any
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.engine.cutoff import Cutoff, Overlap, load_times, solve_cutoff
 from lm_eval_moecache.engine.prefetches import Prefetches
-from lm_eval_moecache.engine.setting import Draft
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.virtual.traffic import Traffic
 from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.trace.drafting import DraftNotes
 
 
 class DraftStage:
@@ -43,6 +44,8 @@ class DraftStage:
         self._prefetches = prefetches
         self._prefetch = prefetch
         self._pass_index = -1
+        self.notes: DraftNotes | None = None
+        """Where all that this stage is told is taken down, if anywhere."""
         self.is_open = False
         self.start_s = 0.0
         self.stall_s = 0.0
@@ -78,23 +81,34 @@ class DraftStage:
         self.is_open = True
         self.start_s, self.stall_s = self._clock.now, 0.0
         self._pass_index = pass_index
+        if self.notes is not None:
+            self.notes.begin()
 
     def end(self) -> None:
         self.is_open = False
 
     def dense(self, layer: int, num_tokens: int) -> None:
         """Account for a draft layer up to its attention output, while the link works on."""
+        if self.notes is not None:
+            self.notes.dense(layer, num_tokens)
         before_s = self._costs.now
         self._costs.dense(layer, num_tokens)
         self._advance(self._costs.now - before_s)
 
     def wants(self, layer: int) -> bool:
         """Whether the scores of a layer of the target are asked for."""
-        cutoff = 0 if self._prefetch is None else self._prefetch.cutoff
-        return layer < int(cutoff)
+        is_noted = self.notes is not None and self.notes.ranked > 0
+        return is_noted or self._covers(layer)
+
+    def _covers(self, layer: int) -> bool:
+        return self._prefetch is not None and layer < int(self._prefetch.cutoff)
 
     def predict(self, layer: int, logits: FloatArray) -> None:
         """Take the [1, experts] logits of the target's gate on a draft layer's output."""
+        if self.notes is not None:
+            self.notes.predict(logits)
+        if not self._covers(layer):
+            return
         prefetch = self._prefetch
         assert prefetch is not None, "nobody asked for a prediction"
         self._advance(self._clock.gates(1))
@@ -103,6 +117,8 @@ class DraftStage:
 
     def experts(self, layer: int, num_experts: int, num_tokens: int) -> None:
         """Account for the experts of a draft layer: `num_experts` different ones."""
+        if self.notes is not None:
+            self.notes.experts(num_experts)
         before_s = self._costs.now
         assignments = num_tokens * self._draft.geometry.top_k
         self._costs.experts(layer, num_experts, assignments, self._draft.level)

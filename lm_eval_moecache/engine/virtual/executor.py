@@ -8,13 +8,14 @@ from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.setting import FIFO, Draft, Setting
+from lm_eval_moecache.engine.setting import FIFO, Setting
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
 from lm_eval_moecache.engine.virtual.host import HostStage
 from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.virtual.traffic import Traffic
+from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import PredictorCost, costs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,9 @@ from transformers.generation.candidate_generator import (
 )
 
 from lm_eval_moecache.engine.engine import Engine
+
+Settle = Callable[[int, int], object]
+"""(tokens drafted, of these accepted)"""
 
 
 class WatchedCandidates(CandidateGenerator):
@@ -24,9 +27,10 @@ class WatchedCandidates(CandidateGenerator):
 
     requires_model_outputs = False
 
-    def __init__(self, drafter: Any, engine: Engine) -> None:
+    def __init__(self, drafter: Any, engine: Engine, settle: Settle) -> None:
         self._drafter = drafter
         self._engine = engine
+        self._settle = settle
         self._num_calls = 0
         self._drafted: list[int] = []
 
@@ -50,16 +54,19 @@ class WatchedCandidates(CandidateGenerator):
         accepted, drafted = int(num_matches), self._drafted
         # transformers cuts behind a closing token, and takes it for the pass' own if drafted.
         accepted += drafted[accepted : accepted + 1] == input_ids[0, -1:].tolist()
-        self._engine.settle_drafts(len(drafted), accepted)
+        self._settle(len(drafted), accepted)
 
 
 @contextmanager
-def watched_by(engine: Engine, model: Any) -> Iterator[None]:
-    """RouterCapture the drafts of the model's assisted generation, while this lasts."""
+def watched_by(settle: Settle, engine: Engine, model: Any) -> Iterator[None]:
+    """Watch the drafts of the model's assisted generation, while this lasts.
+
+    `settle` is told after each pass what became of the tokens drafted for it.
+    """
     original = model._get_candidate_generator
 
     def make(*args: Any, **kwargs: Any) -> WatchedCandidates:
-        return WatchedCandidates(original(*args, **kwargs), engine)
+        return WatchedCandidates(original(*args, **kwargs), engine, settle)
 
     model._get_candidate_generator = make
     try:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from lm_eval_moecache.engine.setting import SELF, Draft
+from lm_eval_moecache.engine.setting import SELF
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import (
@@ -23,6 +23,7 @@ from lm_eval_moecache.model.moe_layers import (
 )
 from lm_eval_moecache.model.precision.base import Codec
 from lm_eval_moecache.model.precision.registry import codec
+from lm_eval_moecache.records.draft import NO_TARGET, Draft
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -60,7 +61,13 @@ def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)
     model.to(target.device).eval()
     blocks, geometry = measure(model, name)
-    return DraftModel(name, model, blocks, _cost(geometry, tokens, _nbytes(model)))
+    cost = Draft(
+        geometry=geometry,
+        nbytes=_nbytes(model),
+        tokens=tokens,
+        targets=_targets(model, blocks, target),
+    )
+    return DraftModel(name, model, blocks, cost)
 
 
 def own_draft(name: str, target: Any, tokens: int) -> DraftModel:
@@ -86,7 +93,13 @@ def own_draft(name: str, target: Any, tokens: int) -> DraftModel:
         expert_bytes=tuple((full, stored) for (full,), stored in levels),
         precision=(*geometry.precision, level),
     )
-    cost = _cost(geometry, tokens, sum(stored_bytes) * geometry.num_experts, level=1)
+    cost = Draft(
+        geometry=geometry,
+        level=1,
+        nbytes=sum(stored_bytes) * geometry.num_experts,
+        tokens=tokens,
+        targets=_targets(model, blocks, target),
+    )
     return DraftModel(name, model, blocks, cost)
 
 
@@ -161,8 +174,13 @@ def _nbytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _cost(geometry: Geometry, tokens: int, nbytes: int, level: int = 0) -> Draft:
-    return Draft(geometry=geometry, level=level, nbytes=nbytes, tokens=tokens)
+def _targets(model: Any, blocks: Sequence[Block], target: Any) -> tuple[int, ...]:
+    """Return, for each block, the layer of the target whose gate can read the draft's states."""
+    width, wanted = (m.config.get_text_config().hidden_size for m in (model, target))
+    if width != wanted:
+        return ()
+    matches = matching_layers(blocks, find_moe_layers(target))
+    return tuple(matches.get(index, NO_TARGET) for index in range(len(blocks)))
 
 
 def matching_layers(blocks: Sequence[Block], targets: Sequence[MoELayer]) -> dict[int, int]:

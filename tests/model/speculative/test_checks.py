@@ -63,7 +63,6 @@ def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
         ({"draft": "nowhere/at-all"}, ["draft='nowhere/at-all'", "prompt_lookup"]),
         ({"draft": "self:int5"}, ["self:int5", "Did you mean", "int4"]),
         ({"draft": "prompt_lookup"}, ["draft='prompt_lookup'", "prefetch='draft'", "folder"]),
-        ({"draft": "tiny", "trace": "here"}, ["trace='here'", "--model moecache"]),
         ({"draft_token": 2}, ["'draft_token'", "Did you mean 'draft_tokens'?"]),
         ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "between 0", "8 MoE layers"]),
         ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
@@ -124,11 +123,13 @@ def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> N
     says(refusal(draft=str(draft), policy="on_demand"), "OPTForCausalLM", "cannot be timed")
 
 
-def test_a_replay_has_no_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_of_a_plain_run_has_no_draft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace, _ = record(tmp_path)
     assert main(["replay", str(trace), "--policy", "sp_moe"]) != 0
     said = capsys.readouterr().err
-    says(said, "prefetch='draft'", "--model moecache-spec", "a replay has no draft")
+    says(said, "prefetch='draft'", "--model moecache-spec", "or a replay of its trace")
 
 
 def test_a_dense_draft_is_one_expert_a_layer() -> None:

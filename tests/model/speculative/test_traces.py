@@ -1,0 +1,241 @@
+"""Traces of drafted runs: a replay drafts again, and gives the run's own figures to the digit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.draft import Draft
+from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.trace.detail import Detail
+from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS
+from lm_eval_moecache.trace.file import read_trace
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+from tests.harness import make_instance
+from tests.model.speculative.drafts import requests
+
+SETTINGS: list[dict[str, Any]] = [
+    {"policy": "sp_moe"},
+    {"policy": "sp_moe", "capacity": "4/layer", "draft_tokens": 3, "bandwidth": "100MB/s"},
+    {"policy": "sp_moe", "prefetch.cutoff": 0},
+    {"policy": "sp_moe", "prefetch.io": "per_expert", "link": "fifo"},
+    {"policy": "sp_moe_vanilla", "cache_reset": "request"},
+    {"policy": "mixtral_offloading", "draft_tokens": 2},
+    {"policy": "moe_infinity"},
+    {"policy": "on_demand", "eviction": "lfu"},
+    {"policy": "on_demand", "draft": "prompt_lookup", "draft_tokens": 3},
+]
+
+
+class ByValue(DraftPrefetch):
+    """Looks at more than the order of what is foretold."""
+
+    by_order: ClassVar[bool] = False
+
+    def propose_draft(self, layer: int, logits: FloatArray) -> Sequence[int]:
+        return [key for key in super().propose_draft(layer, logits) if logits.max() > 0]
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Callable[[str], Path]) -> MoECacheSpecLM:
+    return MoECacheSpecLM(pretrained=str(checkpoint("olmoe")), device="cpu", policy="sp_moe")
+
+
+def run(lm: MoECacheSpecLM, **ours: Any) -> None:
+    """Draft, and score texts in between, which is done without."""
+    given = {"draft": "self:int8", "capacity": "40%", **ours}
+    lm.install(read_config(given, speculative=True))
+    asked = {"until": ["@@"], "max_gen_toks": 9, "do_sample": False}
+    texts = ["One, two, one, two,", "Count the apples: 3"]
+    for number, text in enumerate(texts):
+        lm.generate_until([make_instance("generate_until", "gen", number, text, asked)], True)
+        lm.loglikelihood([make_instance("loglikelihood", "score", number, text, " a")], True)
+
+
+def recorded(lm: MoECacheSpecLM) -> Trace:
+    return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+
+
+def assert_same(again: Engine, live: Engine) -> None:
+    assert again.ledger.passes == live.ledger.passes
+    assert again.peak_cache_bytes == live.peak_cache_bytes
+    totals = [task_metrics(e.ledger.requests, e.peak_cache_bytes) for e in (again, live)]
+    assert repr(totals[0]) == repr(totals[1])
+    again.check_integrity()
+
+
+@pytest.mark.parametrize("chosen", SETTINGS, ids=lambda c: "-".join(map(str, c.values())))
+def test_a_drafted_run_equals_the_replay_of_its_trace(
+    lm: MoECacheSpecLM, tmp_path: Path, chosen: dict[str, Any]
+) -> None:
+    run(lm, **chosen, trace=str(tmp_path))
+    trace, live = recorded(lm), lm.engine
+    assert sum(p.drafted for p in live.ledger.passes) > 0
+    again = replay(
+        trace,
+        live.setting.with_draft(None),
+        cache_reset=chosen.get("cache_reset", "never"),
+    )
+    assert_same(again, live)
+    stages = [engine.draft_stage for engine in (again, live)]
+    assert [s and s.solution for s in stages] == [stages[1] and stages[1].solution] * 2
+
+
+def test_recording_leaves_the_run_alone(lm: MoECacheSpecLM, tmp_path: Path) -> None:
+    """The gates are asked about layers that nobody wants foretold, which takes no time."""
+    run(lm, policy="sp_moe", **{"prefetch.cutoff": 1})
+    live = lm.engine
+    run(lm, policy="sp_moe", **{"prefetch.cutoff": 1}, trace=str(tmp_path))
+    assert lm.engine.ledger.passes == live.ledger.passes
+
+
+FORESEEING = [
+    {},
+    {"prefetch.cutoff": 3, "prefetch.critical": 20},
+    {"policy": "sp_moe_vanilla", "prefetch.cutoff": 5},
+]
+
+
+@pytest.mark.parametrize(
+    ("draft", "policies"),
+    [
+        ("self:int4", FORESEEING),
+        ("tiny", FORESEEING[1:]),
+        ("tiny-draft", [{"policy": "mixtral_offloading"}]),
+    ],
+)
+def test_any_drafting_policy_replays_from_anothers_trace(
+    spec: MoECacheSpecLM, tmp_path: Path, draft: str, policies: list[dict[str, Any]]
+) -> None:
+    """On the shipped model. No gate of it can read the states of the dense draft beside it."""
+    given = {"draft": draft, "draft_tokens": 2, "bandwidth": "200MB/s"}
+    recording = {**given, "policy": "on_demand", "trace": str(tmp_path)}
+    spec.install(read_config(recording, speculative=True))
+    spec.generate_until(requests(1), disable_tqdm=True)
+    trace = recorded(spec)
+    assert bool(trace.drafted.foretold) == (draft != "tiny-draft")
+    for own in policies:
+        spec.install(read_config({**given, "policy": "sp_moe", **own}, speculative=True))
+        spec.generate_until(requests(1), disable_tqdm=True)
+        assert sum(p.predicted for p in spec.engine.ledger.passes) > 0 or not own
+        assert_same(replay(trace, spec.engine.setting), spec.engine)
+
+
+def test_what_a_trace_does_not_keep_is_refused_by_name(lm: MoECacheSpecLM, tmp_path: Path) -> None:
+    few = Detail(weights=False, logits=False, predictions=False, criticals=(2,))
+    config = read_config({"policy": "on_demand", "trace": str(tmp_path)}, speculative=True)
+    lm.install(dataclasses.replace(config, detail=few))
+    run_on = {"until": ["@@"], "max_gen_toks": 4, "do_sample": False}
+    lm.generate_until([make_instance("generate_until", "gen", 0, "One,", run_on)], True)
+    trace = recorded(lm)
+    assert trace.drafted.ranked == 2
+    path = f"{ByValue.__module__}.{ByValue.__qualname__}"
+    for chosen, told in (
+        ({"prefetch.critical": 3}, "each prediction has 2 experts and not the critical=3"),
+        ({"prefetch": path}, "more of a prediction than its order"),
+    ):
+        policy = read_config({"policy": "sp_moe", **chosen}, speculative=True).policy
+        setting = dataclasses.replace(lm.engine.setting, policy=policy)
+        with pytest.raises(ValueError, match=told):
+            replay(trace, setting)
+    own = lm.engine.setting.draft
+    assert own is not None
+    without = dataclasses.replace(own, targets=())
+    unseen = dataclasses.replace(trace.drafted, draft=without)
+    fits = read_config({"policy": "sp_moe", "prefetch.critical": 2}, speculative=True).policy
+    with pytest.raises(ValueError, match="the drafts' predictions were not recorded"):
+        replay(
+            dataclasses.replace(trace, drafted=unseen),
+            dataclasses.replace(lm.engine.setting, policy=fits),
+        )
+
+
+def test_a_killed_recording_keeps_its_drafts(lm: MoECacheSpecLM, tmp_path: Path) -> None:
+    run(lm, policy="sp_moe", trace=str(tmp_path))
+    live = lm.engine
+    (partial,) = tmp_path.glob("*.partial")
+    kept = read_trace(partial)
+    assert kept.drafted.settled == {
+        p.index: (p.drafted, p.accepted) for p in live.ledger.passes if p.drafted
+    }
+    assert replay(kept, live.setting).ledger.passes == live.ledger.passes
+    told = [r.output_tokens for r in kept.requests if r.kind == "generate_until"]
+    known = [r.output_tokens or 0 for r in live.ledger.requests if r.kind == "generate_until"]
+    # A last pass may accept more than the answer has room for.
+    assert all(0 <= ours - own <= 1 for ours, own in zip(told, known, strict=True) if ours)
+
+
+def damaged(path: Path, column: str, change: Callable[[list[Any]], list[Any]]) -> Path:
+    """Write a trace again with one column changed."""
+    table = pq.read_table(path)
+    at = table.column_names.index(column)
+    kind = table.schema.field(column).type
+    values = pa.array(change(table[column].to_pylist()), kind)
+    pq.write_table(table.set_column(at, pa.field(column, kind), values), path.with_suffix(".bad"))
+    return path.with_suffix(".bad")
+
+
+def _grown(rows: list[Any]) -> list[Any]:
+    first = next(i for i, row in enumerate(rows) if row)
+    return [[*row, 1] if i == first else row for i, row in enumerate(rows)]
+
+
+def _last(rows: list[Any]) -> list[Any]:
+    return [*rows[:-1], [1]]
+
+
+def _high(rows: list[Any]) -> list[Any]:
+    return [[99] * len(row) for row in rows]
+
+
+def _twice(rows: list[Any]) -> list[Any]:
+    return [[0] * len(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "told"),
+    [
+        ("draft_tokens", _grown, r"pass \d+: draft_experts has 3 values, must have 6"),
+        ("draft_tokens", _last, "draft_tokens is not in a pass' first row"),
+        ("draft_experts", _high, r"pass \d+: draft_experts holds 99, must lie in 1..8"),
+        ("draft_ranked", _grown, r"pass \d+: draft_ranked has 25 values, must have 24"),
+        ("draft_ranked", _high, r"pass \d+: draft_ranked holds 99, must lie in 0..7"),
+        ("draft_ranked", _twice, r"pass \d+: draft_ranked names an expert twice"),
+    ],
+)
+def test_damage_to_what_was_drafted_is_named(
+    lm: MoECacheSpecLM,
+    tmp_path: Path,
+    column: str,
+    change: Callable[[list[Any]], list[Any]],
+    told: str,
+) -> None:
+    run(lm, policy="sp_moe", trace=str(tmp_path))
+    path = lm.finish_trace()
+    assert path is not None and column in DRAFT_COLUMNS
+    with pytest.raises(ValueError, match=told):
+        read_trace(damaged(path, column, change))
+
+
+def test_the_draft_of_a_trace_is_the_runs_own(lm: MoECacheSpecLM, tmp_path: Path) -> None:
+    run(lm, policy="sp_moe", trace=str(tmp_path))
+    found, own = recorded(lm).drafted, lm.engine.setting.draft
+    assert found.draft == own and isinstance(own, Draft)
+    assert (own.targets, found.ranked) == ((0, 1, 2), 8)
+    assert found.tokens is not None
+    # The draft reads the prompt once, and then a token at a time.
+    assert int(np.max(found.tokens.values)) > 1

@@ -1,0 +1,61 @@
+"""Sweeps of drafted runs share one run of the model and of the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.sweep import worker
+from tests.conftest import Checkpoint
+from tests.sweep.toy import both_ways, made_by
+
+
+@pytest.fixture
+def base(checkpoint: Checkpoint) -> dict[str, Any]:
+    model = str(checkpoint("olmoe"))
+    return {"pretrained": model, "device": "cpu", "capacity": "40%", "draft": "self:int8"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_process() -> Iterator[None]:
+    yield
+    worker._holder.cache_clear()
+
+
+def test_drafted_cells_are_replayed_to_the_byte(tmp_path: Path, base: dict[str, Any]) -> None:
+    grid = [
+        {"policy": ["sp_moe"], "prefetch.cutoff": [0, 2, "auto"], "bandwidth": ["1GB/s", "9MB/s"]},
+        {"policy": ["sp_moe"], "prefetch.critical": [1, 5], "link": ["priority", "fifo"]},
+        {"policy": ["sp_moe_vanilla", "mixtral_offloading", "moe_infinity", "on_demand"]},
+        {"policy": ["sp_moe"], "capacity": ["4/layer"], "cache_reset": ["request"], "seed": [2]},
+        {"policy": ["on_demand"], "eviction": ["score", "random"], "hardware": ["h200"]},
+    ]
+    found, _ = both_ways(
+        tmp_path,
+        model="moecache-spec",
+        base={**base, "draft_tokens": 2},
+        grid=grid,
+        tasks=["toy_answer", "toy_choice"],
+        limit=2,
+    )
+    assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
+    drafted = [r["config"]["moecache"]["draft"] for r in found.values()]
+    assert len({str(d) for d in drafted}) > 1, "the solver's answer is a cell's own"
+
+
+def test_another_draft_or_length_is_another_run(tmp_path: Path, base: dict[str, Any]) -> None:
+    grid = {"draft": ["self:int8", "self:int4", "prompt_lookup"], "draft_tokens": [1, 2]}
+    given = {**base, "policy": "on_demand"}
+    pairs = {"eviction": ["lru", "lfu"]}
+    found, _ = both_ways(
+        tmp_path,
+        model="moecache-spec",
+        base=given,
+        grid={**grid, **pairs},
+        tasks=["toy_answer"],
+        limit=1,
+    )
+    assert made_by(found) == ["replay_of"] * 6 + ["run"] * 6
