@@ -125,7 +125,7 @@ def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: An
 def test_an_output_path_that_cannot_be_written_is_refused_before_loading(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ArgumentsError, match=r"--output_path=.*file/out': '.*file' is a file"):
+    with pytest.raises(ArgumentsError, match=r"--output_path=.*file/out' cannot.*Not a directory"):
         run("moecache", output=str(file / "out"))
     with pytest.raises(ArgumentsError, match="pretrained='no/such' cannot be read"):
         run("moecache", output=str(tmp_path / "new/folder"))
@@ -135,5 +135,5 @@ def test_an_output_path_that_cannot_be_written_is_refused_before_loading(tmp_pat
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(ArgumentsError, match="may not be written to"):
+    with pytest.raises(ArgumentsError, match="Permission denied"):
         run("moecache", output=str(tmp_path / "out"))

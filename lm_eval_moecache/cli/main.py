@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.files import read_yaml
+from lm_eval_moecache.records.files import check_writable, read_yaml
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_number
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ RESUMING = {
     "tune": "The study and its runs are kept: the same command goes on with the search.",
 }
 """What an interrupt leaves of a command, and how to go on."""
+WRITTEN = ("out", "output", "plot", "work")
+"""Options that name what a command writes."""
 _HINTS = (
     "`moecache COMMAND --help` shows a command's options, `moecache --version` the version;\n"
     "`moecache completion bash` (or zsh, tcsh) prints a script that completes commands and options."
@@ -95,13 +97,19 @@ def parser_of(name: str) -> ArgumentParser:
 
 
 def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse the options of a command. ValueError names a number or a file that none can be."""
+    """Parse the options of a command. ValueError names a number or a file that none can be.
+
+    OSError says where nothing can be written, before the work whose result would go there.
+    """
     for word, after in zip(argv, [*argv[1:], ""], strict=False):
         # Looked at before jsonargparse reads it, to whom a file with exploding aliases is a file.
         file = after if word == "--config" else word.partition("--config=")[2]
         if file and not file.startswith("-"):
             read_yaml(file, f"config={file!r}")
     arguments = parser.parse_args(list(argv))
+    for key in WRITTEN:
+        if getattr(arguments, key, None):
+            check_writable(Path(getattr(arguments, key)))
     for key, value in vars(arguments).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, (int, float)) and not isinstance(number, bool):

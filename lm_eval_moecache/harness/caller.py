@@ -6,7 +6,6 @@ read from the frame of `simple_evaluate`, if that is what makes the model.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from lm_eval_moecache.harness.refusal import ArgumentsError
+from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.numbers import shown
 
 # Of transformers' generation: what makes a draft, or changes the one that was asked for.
@@ -93,11 +93,10 @@ def _asked() -> Mapping[str, Any]:
 def _check_output(output: str) -> None:
     """Refuse a place where lm-eval could not write its results; nothing is made there yet."""
     path = Path(output)
-    folder = path.parent if path.suffix == ".json" else path
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        reason = "may not be written to" if there.is_dir() else "is a file"
+    try:
+        check_writable(path.parent if path.suffix == ".json" else path)
+    except OSError as error:
         raise ArgumentsError(
-            f"--output_path={output!r}: {str(there)!r} {reason}. Allowed: a folder that can be "
-            "made, or a .json file in one."
-        )
+            f"--output_path={output!r} cannot be written: {error.strerror}. Allowed: a folder that "
+            "can be made, or a .json file in one."
+        ) from None

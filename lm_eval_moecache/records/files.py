@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import tempfile
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ MOST_JSON_BYTES = 1 << 30
 MOST_DEPTH = 100
 PART = ".part"
 """Ends the name of a file that is being written; a killed process leaves it."""
+_BLOCK = 4096
+"""A file system that is full has room for names still, and for no block."""
 MOST_NODES = 100_000
 """Values that a YAML document may hold once its aliases are written out."""
 
@@ -102,6 +106,26 @@ def write_whole(path: Path, data: bytes) -> None:
             temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError, with the place that says no, where nothing could be written at this path.
+
+    Looks at the nearest folder that is there, and leaves nothing: asked before long work starts.
+    """
+    try:
+        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if not there.is_dir() and there != path:
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with tempfile.TemporaryFile(dir=there if there.is_dir() else there.parent) as file:
+            file.write(bytes(_BLOCK))
+            file.flush()
+            os.fsync(file.fileno())
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from lm_eval_moecache.records.files import PART, read_json, write_whole
+from lm_eval_moecache.records.files import PART, check_writable, read_json, write_whole
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
@@ -90,10 +90,12 @@ def unedited(done: Mapping[str, Path], planned: Iterable[Planned]) -> dict[str, 
 def only_sweep(folder: Path) -> Iterator[None]:
     """Hold the folder against a second sweep; the lock goes with the process, however it ends.
 
-    Packed runs are unpacked: a sweep changes runs one by one.
+    Packed runs are unpacked: a sweep changes runs one by one. Raises OSError where nothing can be
+    written there.
     """
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
+    check_writable(runs)
     lock = FileLock(_lock_file(runs), timeout=0)
     try:
         lock.acquire()

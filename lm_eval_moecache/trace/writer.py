@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, NO_DRAFTING, Drafting
 from lm_eval_moecache.trace.file import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
@@ -39,7 +39,7 @@ def prepare_folder(folder: str) -> Path:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        check_writable(path)
     except OSError as error:
         raise ValueError(f"trace={folder!r}: no folder that can be written to: {error}.") from error
     return path

@@ -68,7 +68,7 @@ class Ended(NamedTuple):
 
 def play(argv: Sequence[str], folder: str, out: str, err: str) -> None:
     """Be the command, as an entry point is, in this forked process."""
-    os.setsid()
+    os.setpgrp()
     os.chdir(folder)
     # The second tells that this group is there and may be killed.
     for descriptor, path in ((1, out), (2, err)):
