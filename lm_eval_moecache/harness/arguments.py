@@ -144,10 +144,13 @@ def split_arguments(
     return ours, theirs
 
 
-def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
+def read_config(
+    given: Mapping[str, Any], speculative: bool = False, *, replayed: bool = False
+) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
 
     `speculative` is whether a draft model drafts: only then there are the keys of drafting.
+    `replayed` is whether a trace is: only then may an algorithm know the future.
     lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
     means that the key is not given.
     """
@@ -155,10 +158,8 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
     given = {k: v for k, v in named.items() if v is not None}
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
     policy = load_policy(given.get("policy", "specmd"), overrides)
-    for axis in AXES:
-        algorithm = getattr(policy, axis).algorithm
-        if getattr(algorithm, "is_offline", False):
-            raise offline(algorithm)
+    if not replayed:
+        _check_online(policy)
     capacity = capacity_text(given.get("capacity", "25%"))
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
@@ -183,6 +184,13 @@ def read_config(given: Mapping[str, Any], speculative: bool = False) -> Config:
         **choices,
         **drafting,
     )
+
+
+def _check_online(policy: Policy) -> None:
+    for axis in AXES:
+        algorithm = getattr(policy, axis).algorithm
+        if getattr(algorithm, "is_offline", False):
+            raise offline(algorithm)
 
 
 def _hardware(given: Mapping[str, Any], policy: Policy, bandwidth: str | None) -> Hardware:

@@ -9,6 +9,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.sweep.identity import Planned, plan
 from lm_eval_moecache.sweep.sharing import share_name
+from lm_eval_moecache.sweep.spec import REPLAY
 
 BOUNDS: Mapping[str, Mapping[str, str]] = {
     "belady": {"eviction": "belady"},
@@ -24,7 +25,7 @@ def bound_cells(planned: Sequence[Planned], names: Sequence[str]) -> list[Planne
     """
     found: dict[str, Planned] = {}
     for each in planned:
-        if share_name(each) is None:
+        if share_name(each) is None and each.cell.model != REPLAY:
             continue
         for name in names:
             # Prefetches cross layers, and a scan goes through one layer at a time.

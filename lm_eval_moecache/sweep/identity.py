@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
@@ -140,6 +141,7 @@ def resolve(config: Config) -> dict[str, Any]:
 
 def slug(cell: Cell) -> str:
     """Name a cell by what was written for it; the hash after it tells equal slugs apart."""
-    values = [str(v) for k, v in cell.model_args.items() if k not in _UNNAMED]
+    named = {k: Path(str(v)).stem if k == "trace" else v for k, v in cell.model_args.items()}
+    values = [str(value) for key, value in named.items() if key not in _UNNAMED]
     text = "_".join([*values, "+".join(cell.tasks)]).replace("%", "pct")
     return re.sub(r"[^A-Za-z0-9.+_]+", "-", text)[:_SLUG_LENGTH].strip("-.")

@@ -22,6 +22,7 @@ from typing import Any
 from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
 from lm_eval_moecache.sweep.files import FAILED, write_atomically
 from lm_eval_moecache.sweep.identity import Planned, Share, default_config
+from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.detail import Detail, identity
 
@@ -53,7 +54,9 @@ def divide(waiting: Sequence[Planned], folder: Path, finished: Sequence[Planned]
     groups: dict[str, list[Planned]] = {}
     for each in waiting:
         name = share_name(each)
-        if name is None:
+        if each.cell.model == REPLAY:
+            replays.append(each)
+        elif name is None:
             runs.append(each)
         else:
             groups.setdefault(name, []).append(each)
@@ -86,6 +89,8 @@ def share_name(planned: Planned) -> str | None:
     and of what a draft foretells a trace keeps the order alone.
     """
     config = planned.config
+    if planned.cell.model == REPLAY:
+        return None
     if not config.policy.is_lossless or config.clock != "virtual":
         return None
     prefetch = config.policy.prefetch.algorithm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ EXECUTORS = ("local", "ray", "submitit")
 OPTIONS = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "system_instruction")
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
 MOST_CELLS = 20_000
+REPLAY = "replay"
+"""The model of a cell that replays a trace which was there before the sweep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +40,15 @@ class Cell:
 
     @property
     def pretrained(self) -> str:
+        """What is run: the model, or the trace's file."""
+        if self.model == REPLAY:
+            return str(self.model_args["trace"])
         return str(self.model_args.get("pretrained", "tiny"))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {key: value for key, value in self.model_args.items() if key != "pretrained"}
+        what = "trace" if self.model == REPLAY else "pretrained"
+        return {key: value for key, value in self.model_args.items() if key != what}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +59,16 @@ class SweepFile:
     of each `grid`, over `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
     evaluation's `OPTIONS`. A cell that has all items of an `exclude` entry is left out. `bounds`
     (belady, oracle) adds a replay that knows the future wherever a lossless cell stands.
+
+    `traces` (files, or patterns like `traces/*.parquet`) takes the place of `tasks`: every cell is
+    replayed on each of them, and no model runs. Then `eviction: belady` is a value like any other.
     """
 
     name: str
     title: str = ""
     model: str = "moecache"
     tasks: tuple[str, ...] = ()
+    traces: tuple[str, ...] = ()
     limit: float | None = None
     num_fewshot: int | None = None
     include_path: tuple[str, ...] = ()
@@ -74,7 +85,10 @@ class SweepFile:
 
     def cells(self) -> list[Cell]:
         """Expand to cells, in the order written, the last key of a grid varying fastest."""
-        found = [self._cell(given) for given in self._combinations() if not self._excluded(given)]
+        chosen = [given for given in self._combinations() if not self._excluded(given)]
+        found = [self._replay_cell(file, given) for file in self.traces for given in chosen]
+        if not self.traces:
+            found = [self._cell(given) for given in chosen]
         if not found:
             raise ValueError(f"sweep {self.name!r} has no runs: `grid`, `runs` or `exclude`.")
         return found
@@ -106,6 +120,24 @@ class SweepFile:
             label=None if label is None else str(label),
         )
 
+    def _replay_cell(self, trace: str, given: dict[str, Any]) -> Cell:
+        for key in ("model", "tasks", *OPTIONS):
+            if key in given:
+                raise ValueError(
+                    f"sweep {self.name!r}: {key}={given[key]!r} has no meaning in a sweep over "
+                    "`traces`, where no model runs. Allowed: label, and what `moecache replay` "
+                    "takes."
+                )
+        label = given.get("label")
+        return Cell(
+            model=REPLAY,
+            model_args={"trace": trace, **{k: v for k, v in given.items() if k != "label"}},
+            tasks=(),
+            options={},
+            include_path=(),
+            label=None if label is None else str(label),
+        )
+
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check what goes to the evaluation: lm-eval would say so after the model has been loaded."""
@@ -124,8 +156,10 @@ def read_sweep(path: Path) -> SweepFile:
     given.setdefault("name", path.resolve().parent.name)
     found = check(SweepSchema, given, what)
     fields = {key: _plain(value) for key, value in found}
+    fields["traces"] = tuple(_expand(fields["traces"]))
     fields["grid"] = tuple(_axes(grid) for grid in found.grid)
     sweep = SweepFile(**fields)
+    _check_traces(sweep, given)
     _check_size(sweep)
     _check_exclude(sweep)
     return sweep
@@ -138,10 +172,28 @@ def _plain(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
+def _expand(traces: Sequence[str]) -> list[str]:
+    """Return the files that the names and patterns stand for, in order, each once."""
+    found = [file for name in traces for file in sorted(glob.glob(name)) or [name]]
+    return list(dict.fromkeys(found))
+
+
+def _check_traces(sweep: SweepFile, given: Mapping[str, Any]) -> None:
+    """Refuse what only a run of a model can answer to."""
+    if not sweep.traces:
+        return
+    for key in ("model", "tasks", "limit", "num_fewshot", "include_path"):
+        if given.get(key):
+            raise ValueError(
+                f"sweep {sweep.name!r}: {key}={given[key]!r} beside `traces`, where no model runs. "
+                "Allowed: one of `tasks` and `traces`."
+            )
+
+
 def _check_size(sweep: SweepFile) -> None:
     """Refuse more cells than anybody runs before they are expanded."""
     per_run = sum(math.prod(len(values) for values in grid.values()) for grid in sweep.grid)
-    total = per_run * len(sweep.runs)
+    total = per_run * len(sweep.runs) * max(1, len(sweep.traces))
     if total > MOST_CELLS:
         raise ValueError(
             f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "

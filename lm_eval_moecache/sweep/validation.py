@@ -14,7 +14,8 @@ from lm_eval_moecache.harness.refusal import refusing
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
-from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.sweep.on_traces import check_trace_cell
+from lm_eval_moecache.sweep.spec import REPLAY, Cell
 
 
 def check_cells(cells: Sequence[Cell]) -> list[Planned]:
@@ -56,6 +57,8 @@ class _Skeletons:
 
 def check_cell(cell: Cell, bare: Bare = skeleton) -> Planned:
     """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
+    if cell.model == REPLAY:
+        return check_trace_cell(cell)
     check_task_names(cell.tasks, cell.include_path)
     module, model_class = model_parts(cell.model)
     generation = cell.options.get("gen_kwargs")

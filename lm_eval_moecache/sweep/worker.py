@@ -15,9 +15,11 @@ from typing import Any
 from lm_eval_moecache.sweep.evaluation import evaluate, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.on_traces import replayed_trace
 from lm_eval_moecache.sweep.provenance import environment
 from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed
 from lm_eval_moecache.sweep.sharing import SharedRun
+from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.sweep.validation import model_parts
 
 RECORD_FORMAT = 1
@@ -64,7 +66,8 @@ def _holder() -> Holder:
 
 def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
     """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
-    if planned.share is not None and not planned.share.records:
+    replays_trace = planned.cell.model == REPLAY
+    if replays_trace or (planned.share is not None and not planned.share.records):
         return _replay_cell(planned, Path(folder), experiment)
     started_s = time.time()
     begin = time.perf_counter()
@@ -104,7 +107,10 @@ def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
     started_s, begin = time.time(), time.perf_counter()
     try:
         with quiet():
-            kept, source = replayed(planned, folder)
+            if planned.cell.model == REPLAY:
+                kept, source = replayed_trace(planned), planned.cell.pretrained
+            else:
+                kept, source = replayed(planned, folder)
     except NoSharedRunError as error:
         return Outcome(planned.run_id, str(error), BY_REPLAY)
     except Exception as error:

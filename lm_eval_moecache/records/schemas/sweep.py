@@ -63,6 +63,7 @@ class SweepSchema(Schema):
     title: str = ""
     model: str = "moecache"
     tasks: Names = Field(default_factory=list)
+    traces: Names = Field(default_factory=list)
     limit: Limit = None
     num_fewshot: Annotated[int, count(0, MOST_FEWSHOT)] | None = None
     include_path: Names = Field(default_factory=list)
