@@ -34,6 +34,9 @@ class Nothing:
     def fence(self) -> object:
         return None
 
+    def place(self, transfer: Transfer) -> None:
+        return
+
     def begin(self, transfer: Transfer) -> object:
         return None
 

@@ -92,9 +92,9 @@ def wall(
     model: Any, loader: ExpertLoader, policy: str, capacity: str, rate: float | None = None
 ) -> WrappedModel:
     setting, geometry = _setting(model, policy, capacity, load_hardware("h200"), rate)
-    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, model.device)
+    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device)
     engine = Engine(geometry, setting, mover=pools)
-    store = SlotStore(pools, engine.slots, geometry, "grouped_mm", model.device.type)
+    store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
     return WrappedModel(model, find_moe_layers(model), engine, store)
 
 

@@ -83,8 +83,8 @@ def ours(folder: str, policy: str, capacity: str, device: torch.device, store: s
         capacity=parse_capacity(capacity, geometry),
         hardware=load_hardware("h200"),
     )
-    store_of = assemble(model, geometry, setting, loader)
-    return WrappedModel(model, find_moe_layers(model), store_of.engine, store_of)
+    parts = assemble(model, geometry, setting, loader)
+    return WrappedModel(model, find_moe_layers(model), *parts)
 
 
 def main() -> None:

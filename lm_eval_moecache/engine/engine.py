@@ -137,6 +137,7 @@ class Engine:
         return self.draft_stage
 
     def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
+        self.executor.recover()
         stage = self.draft_stage
         if stage is not None and stage.is_open:
             record = self.ledger.begin_pass(phase, num_tokens, stage.start_s)
@@ -177,6 +178,7 @@ class Engine:
 
     def begin_scan(self, num_tokens: int) -> None:
         """Begin a text whose tokens are routed one after another, as if they were decoded."""
+        self.executor.recover()
         now = self.clock.now
         self._scanned = [self.ledger.begin_pass(DECODE, 1, now) for _ in range(num_tokens)]
         for record in self._scanned:
@@ -192,6 +194,7 @@ class Engine:
         assert len(self.pools) == self.geometry.num_layers, "scanning without a cache per layer"
         pool, base = self.pools[event.layer], event.layer * self.geometry.num_experts
         choices: list[Selection | None] = []
+        self.executor.begin_scan()
         for token, record in enumerate(self._scanned):
             pool.begin_pass(record.index, 1)
             self.executor.begin_pass(record)
@@ -203,6 +206,7 @@ class Engine:
         return Selection.join(event.experts, choices)
 
     def end_scan(self) -> None:
+        self.executor.end_scan(self._scanned)
         self._scanned = []
         self._before = self._totals()
 

@@ -61,16 +61,28 @@ class Executor(ABC):
         """Decide an event and let its transfers begin; `enter` comes before."""
 
     @abstractmethod
-    def waves(self) -> Iterator[tuple[Sequence[int], bool]]:
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Yield the keys that the event of the last `run` has still to execute, as they come.
 
-        Their weights are there and stay until the next wave is asked for. The flag says whether
-        they are all of the event's. All waves have to be taken.
+        Each with its slot, where its weights are and stay until the next wave is asked for. The
+        flag says whether they are all of the event's. All waves have to be taken.
         """
 
     @abstractmethod
     def settle(self) -> None:
         """Empty the link: forget what waits for it, let what moves on it land."""
+
+    def recover(self) -> None:
+        """Bring a pass that broke off to an end, if there was one, before another begins."""
+        return
+
+    def begin_scan(self) -> None:
+        """Note that the events to come are those of one layer, token by token."""
+        return
+
+    def end_scan(self, records: Sequence[PassRecord]) -> None:
+        """Note that all layers of these tokens have been executed."""
+        return
 
     def close(self) -> None:
         """End what runs beside the caller. Safe to call twice."""

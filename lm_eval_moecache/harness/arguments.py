@@ -216,11 +216,6 @@ def _precision(
     if given is None:
         return None
     ladder = parse_ladder(given)
-    if choices["clock"] == "wall":
-        raise ValueError(
-            f"precision={given!r} does not go with clock='wall', whose slots have the size of the "
-            "model's own experts. Allowed with it: clock=virtual."
-        )
     if choices["scoring"] == "scan" and policy.miss.algorithm.uses_ladder:
         raise ValueError(
             f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "

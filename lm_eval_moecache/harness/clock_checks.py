@@ -46,18 +46,8 @@ def check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Po
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
             "store=disk."
         )
-    _check_order(choices, policy)
-
-
-def _check_order(choices: Mapping[str, str], policy: Policy) -> None:
-    """Refuse what needs another order of execution than that of the wall clock."""
-    if policy.miss.algorithm.cached_first:
+    if policy.miss.algorithm.uses_host:
         raise ValueError(
             f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
             "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
-        )
-    if choices["scoring"] == "scan":
-        raise ValueError(
-            "scoring='scan' does not go with clock='wall': it serves the tokens of a text one by "
-            "one in a layer, but they are executed together. Allowed with scan: clock=virtual."
         )

@@ -35,7 +35,7 @@ class Loading:
         """Layer -> parameter name -> its levels, where the store has a precision of its own."""
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
-            self._experts = ExpertLoader(config.store, config.store_dir, skeleton)
+            self._experts = ExpertLoader(config.store, config.store_dir, skeleton, self._codecs)
 
     def check(self, config: Config) -> None:
         """Raise ValueError where a setting needs the model loaded in another way."""
@@ -58,13 +58,13 @@ class Loading:
 
     def load(self, create: Callable[[], Any], device: str) -> None:
         """Let `create` load and return the model, and take its experts where they belong."""
-        if self._codecs is not None:
+        if self._experts is not None:
+            with self._experts.loading():
+                self._experts.take_experts(create(), torch.device(device))
+        elif self._codecs is not None:
             with encoding(find_moe_layers(self._skeleton), self._codecs):
                 model = create()
             self.stored = take(find_moe_layers(model), self._codecs)
-        elif self._experts is not None:
-            with self._experts.loading():
-                self._experts.take_experts(create(), torch.device(device))
         else:
             create()
 

@@ -12,15 +12,16 @@ size, H width of the first product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Tensors = Mapping[str, Tensor]
-"""Parameter name -> [slots, ...]."""
+Stack = Tensor | Sequence[Tensor]
+Tensors = Mapping[str, Stack]
+"""Parameter name -> [slots, ...], in one piece or slot by slot."""
 
 
 class Matrices:
@@ -30,17 +31,22 @@ class Matrices:
     """
 
     def __init__(self, module: Any, tensors: Tensors) -> None:
-        up = "gate_up_proj" if module.has_gate else "up_proj"
+        up = up_name(module)
         transposed = bool(module.is_transposed)
         self.up = _right_hand_sides(tensors[up], transposed)
         self.down = _right_hand_sides(tensors["down_proj"], transposed)
-        self.dtype = tensors[up].dtype
+        self.dtype = tensors[up][0].dtype
         self.up_bias = tensors[f"{up}_bias"] if module.has_bias else None
         self.down_bias = tensors["down_proj_bias"] if module.has_bias else None
 
 
-def _right_hand_sides(stacked: Tensor, transposed: bool) -> list[Tensor]:
-    matrices = stacked.detach().unbind(0)
+def up_name(module: Any) -> str:
+    """Return the name of what an experts module multiplies its input by."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _right_hand_sides(stacked: Stack, transposed: bool) -> list[Tensor]:
+    matrices = stacked.detach().unbind(0) if isinstance(stacked, Tensor) else stacked
     return list(matrices) if transposed else [matrix.t() for matrix in matrices]
 
 
@@ -138,7 +144,7 @@ def tensors_of(module: Any) -> Tensors:
 def _multiply(
     rows: Tensor,
     matrices: list[Tensor],
-    bias: Tensor | None,
+    bias: Stack | None,
     groups: list[tuple[int, int, int]],
     out: Tensor,
 ) -> None:

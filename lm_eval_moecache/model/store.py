@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +14,8 @@ from lm_eval_moecache.model.grouped import Matrices, grouped_forward, tensors_of
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-Waves = Callable[[], Iterator[tuple[Sequence[int], bool]]]
-"""Tells the keys to execute as they come: `Executor.waves`."""
+Waves = Callable[[], Iterator[tuple[Mapping[int, int], bool]]]
+"""Tells the keys to execute and their slots, as they come: `Executor.waves`."""
 
 
 class LayerStore(Protocol):
@@ -96,7 +96,7 @@ class InPlaceLayer:
     def __init__(self, store: InPlaceStore) -> None:
         self._store = store
         self._matrices: Matrices | None = None
-        self._seen: list[Tensor] = []
+        self._seen: list[Any] = []
 
     def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Run the chosen experts from the module's own tensors."""
@@ -104,7 +104,7 @@ class InPlaceLayer:
             # With a hook of accelerate, weights are there for this call only: no view may stay.
             return self._store.run(module, hidden_TD, index_TK, w_TK)
         tensors = tensors_of(module)
-        now = list(tensors.values())
+        now: list[Any] = list(tensors.values())
         if self._matrices is None or any(a is not b for a, b in zip(now, self._seen, strict=True)):
             self._matrices, self._seen = Matrices(module, tensors), now
         return grouped_forward(module, hidden_TD, index_TK, w_TK, self._matrices)

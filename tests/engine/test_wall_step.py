@@ -41,6 +41,9 @@ class Slots:
     def fence(self) -> object:
         return None
 
+    def place(self, transfer: Transfer) -> None:
+        return
+
     def begin(self, transfer: Transfer) -> object:
         assert transfer.slot not in self.executing, "a slot in use was written"
         self.slots[transfer.slot] = None

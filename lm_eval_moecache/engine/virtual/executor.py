@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
@@ -93,7 +93,7 @@ class VirtualExecutor(Executor):
         plan.levels = levels
         return plan
 
-    def waves(self) -> Iterator[tuple[Sequence[int], bool]]:
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Nothing is left: what `run` returns is over, and in time nothing else passes."""
         return iter(())
 

@@ -7,8 +7,9 @@ model calls the experts. All decisions are the calling thread's: only bytes move
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import count
 
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.decide import Plan
@@ -16,10 +17,11 @@ from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.clock import WallClock
 from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.slots import SlottedCache
-from lm_eval_moecache.engine.wall.traffic import Traffic
+from lm_eval_moecache.engine.wall.scan import ScanScript
+from lm_eval_moecache.engine.wall.slots import LeveledCache, PlacedCache, SlottedCache
+from lm_eval_moecache.engine.wall.traffic import Traffic, transfer_of
 from lm_eval_moecache.engine.wall.worker import Mover
-from lm_eval_moecache.records.event import PREFILL, Event, Fetch
+from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 
@@ -37,6 +39,8 @@ class _Pending:
     """Not yet given to the link: they did not fit."""
     remaining: Sequence[int]
     """Keys not yet executed."""
+    levels: dict[int, int] | None
+    """Key -> the level at which it was executed; None where there is one level."""
 
 
 class WallExecutor(Executor):
@@ -48,33 +52,42 @@ class WallExecutor(Executor):
     def __init__(
         self, geometry: Geometry, setting: Setting, algorithms: Algorithms, mover: Mover
     ) -> None:
-        partitions = setting.capacity.partitions(geometry.num_layers)
-        pools = [
-            SlottedCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry, own)
-            for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True)
-        ]
-        link = WallLink(mover, setting.throttle_bytes_per_s)
+        # Where experts are stored encoded, also at one level, the mover makes slots for them.
+        encoded = bool(geometry.compute_bytes)
+        pools = _pools(geometry, setting, encoded)
+        link = WallLink(mover, setting.throttle_bytes_per_s, encoded)
         super().__init__(geometry, algorithms, pools, link)
         self.clock = WallClock(mover.synchronize)
         self._geometry = geometry
-        self._slotted = pools if len(pools) > 1 else pools * geometry.num_layers
-        self.slots = [cache.slots for cache in self._slotted]
-        self.traffic = Traffic(self._slotted, link, geometry.num_experts, geometry.top_k)
+        self._placed = pools if len(pools) > 1 else pools * geometry.num_layers
+        self.slots = [cache.slots for cache in self._placed]
+        self.traffic = Traffic(
+            self._placed, link, self.prefetches, geometry.num_experts, geometry.top_k
+        )
+        self._cached_first = algorithms.miss.cached_first
         self._pending: _Pending | None = None
+        self._script: ScanScript | None = None
 
     def enter(self, layer: int, num_tokens: int) -> None:
         if self.rules.prefetches and self.link.active:
+            self.link.launched()
             self.traffic.drain(frozenset(), layer)
 
     def run(self, event: Event) -> Plan:
-        prefetches, traffic = self.rules.prefetches, self.traffic
-        if prefetches and self.link.active:
+        prefetches, traffic, link = self.rules.prefetches, self.traffic, self.link
+        link.launched()
+        if prefetches and link.active:
             # Time has passed since `enter`: on a device, reading the router's choice waits for it.
-            traffic.settle(self.link.arrivals())
-        plan = self._look_up(event, self._slotted[event.layer])
+            traffic.settle(link.arrivals())
+        cache = self._placed[event.layer]
+        plan = self._look_up(event, cache)
+        if self._script is not None:
+            self._script.add(plan, cache, self.record)
+            return plan
         event = plan.event
-        assert all(level == 0 for _, level in plan.demands), "the wall clock has one precision"
-        self._pending = pending = _Pending(event, list(plan.demands), event.keys)
+        levels: dict[int, int] | None = {} if self.rules.ladder else None
+        plan.levels = levels
+        self._pending = pending = _Pending(event, list(plan.demands), event.keys, levels)
         self._begin(pending)
         if prefetches:
             self.prefetches.submit(event, self.clock.now)
@@ -82,7 +95,11 @@ class WallExecutor(Executor):
                 traffic.drain(set(event.keys), event.layer)
         return plan
 
-    def waves(self) -> Iterator[tuple[Sequence[int], bool]]:
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
+        if self._script is not None:
+            yield from self._script.play(self.clock)
+            self._script = None
+            return
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -92,26 +109,45 @@ class WallExecutor(Executor):
             if not pending.demands:
                 break
             given = len(pending.demands)
+            self.link.launched()
             self._demand(pending, set(pending.remaining))
             assert len(pending.demands) < given, "no room for one expert after its wave"
         if self.rules.prefetches:
+            self.link.launched()
             self.traffic.drain(set(event.keys), event.layer)
-        self._slotted[event.layer].eviction.on_event(event)
+        eviction = self._placed[event.layer].eviction
+        if pending.levels is None:
+            eviction.on_event(event)
+        else:
+            eviction.on_levels(event, pending.levels)
 
-    def begin_pass(self, record: PassRecord) -> None:
-        super().begin_pass(record)
-        if self._pending is None:
-            return
-        # The pass before broke off: what it demanded may still be on its way into its slots.
-        self._pending = None
-        while demanded := self.link.demanded():
-            self.traffic.settle(self.link.wait_for(demanded))
+    def recover(self) -> None:
+        if self._script is not None:
+            self._script.catch_up()
+            self._script = None
+        if self._pending is not None:
+            # What it demanded may still be on its way into its slots.
+            self._pending = None
+            while demanded := self.link.demanded():
+                self.traffic.settle(self.link.wait_for(demanded))
+
+    def begin_scan(self) -> None:
+        self._script = ScanScript(self.link)
+
+    def end_scan(self, records: Sequence[PassRecord]) -> None:
+        """Share what the text took beside its tokens' own experts among these."""
+        self.clock.synchronize()
+        spent_s = sum(record.duration_s for record in records)
+        rest_s = self.clock.now - records[0].start_s - spent_s
+        for record in records:
+            record.end_s += rest_s / len(records)
 
     def settle(self) -> None:
+        self.recover()
         link = self.link
         link.clear()
         self.prefetches.forget()
-        for cache in dict.fromkeys(self._slotted):
+        for cache in dict.fromkeys(self._placed):
             while (key := link.withdraw_last(cache.arriving, ())) is not None:
                 cache.withdraw(key)
             while cache.arriving:
@@ -124,33 +160,47 @@ class WallExecutor(Executor):
         """Give an event's demands to the link, as far as they fit."""
         event, link = pending.event, self.link
         wanted = set(event.keys)
-        cache = self._slotted[event.layer]
+        cache = self._placed[event.layer]
         if self.rules.prefetches and link.active:
-            for fetch in pending.demands:
-                if fetch.key in cache.arriving:
-                    link.promote(fetch.key)
-                elif link.is_pending(fetch.key):
-                    link.withdraw(fetch.key)
-            held = cache.resident.keys() | cache.arriving.keys()
-            pending.demands = [fetch for fetch in pending.demands if fetch.key not in held]
+            pending.demands = [f for f in pending.demands if not self._is_coming(cache, f)]
             due = event.pass_index * self._geometry.num_layers + event.layer
             self.traffic.cancel(due, wanted)
             cache.unused_prefetches -= wanted
+        if self.rules.ladder:
+            for fetch in pending.demands:
+                if fetch.key in cache.resident:
+                    # At a worse level, which is of no use to this event.
+                    cache.let_go(fetch.key)
         self._demand(pending, wanted)
 
+    def _is_coming(self, cache: PlacedCache, fetch: Fetch) -> bool:
+        """Whether a demand need not be moved: a prefetch brings it, at a level that will do."""
+        key, link = fetch.key, self.link
+        if key in cache.arriving:
+            if cache.arriving[key] <= fetch.level:
+                link.promote(key)
+                return True
+            if link.take_back(key):
+                cache.withdraw(key)
+            else:
+                self._wait({key})
+        elif link.is_pending(key):
+            link.withdraw(key)
+        return cache.resident.get(key, fetch.level + 1) <= fetch.level
+
     def _demand(self, pending: _Pending, pinned: Set[int]) -> None:
-        cache, layer = self._slotted[pending.event.layer], pending.event.layer
-        for done, fetch in enumerate(pending.demands):
-            nbytes = cache.size_of(fetch.key)
+        cache, layer = self._placed[pending.event.layer], pending.event.layer
+        for done, (key, level) in enumerate(pending.demands):
+            nbytes = cache.size_of(key, level)
             while not cache.make_room(nbytes, pinned, layer):
                 if not self._reclaim(cache, pinned):
                     pending.demands = pending.demands[done:]
                     return
-            cache.insert(fetch.key)
-            self.link.demand(fetch.key, cache.slots[fetch.key], nbytes)
+            cache.insert(key, level)
+            self.link.demand(transfer_of(cache, key, level))
         pending.demands = []
 
-    def _reclaim(self, cache: SlottedCache, pinned: Set[int]) -> bool:
+    def _reclaim(self, cache: PlacedCache, pinned: Set[int]) -> bool:
         """Make one prefetch give way to a demand; False where none of this cache is under way."""
         key = self.link.withdraw_last(cache.arriving, pinned)
         if key is not None:
@@ -162,32 +212,59 @@ class WallExecutor(Executor):
         self._wait(moving)
         return True
 
-    def _wave(self, pending: _Pending) -> Iterator[tuple[Sequence[int], bool]]:
+    def _wave(self, pending: _Pending) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Yield all that is there or on its way, in order of arrival.
 
         A decode step waits for its last expert: one call, as few kernels as possible. The compute
-        of a prefill hides part of its transfers.
+        of a prefill hides part of its transfers, and so does that of the resident experts where
+        the policy executes them first.
         """
-        event, cache, link = pending.event, self._slotted[pending.event.layer], self.link
+        event, cache, link = pending.event, self._placed[pending.event.layer], self.link
         held = [k for k in pending.remaining if k in cache.slots]
         pending.remaining = [k for k in pending.remaining if k not in cache.slots]
         flying = {k for k in held if link.is_flying(k)}
         here = [k for k in held if k not in flying]
         enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(held) + 1
+        at_once = self._cached_first
         while flying:
-            if len(here) >= enough:
-                yield here, False
+            if here and (at_once or len(here) >= enough):
+                yield self._execute(pending, cache, here), False
                 here = []
+            at_once = False
             self._wait(flying, max(1, min(len(flying), enough - len(here))))
             arrived = [k for k in held if k in flying and not link.is_flying(k)]
             flying -= set(arrived)
             here += arrived
         if here:
-            yield here, len(here) == len(event.keys)
+            yield self._execute(pending, cache, here), len(here) == len(event.keys)
         cache.unused_prefetches -= set(held)
+
+    def _execute(
+        self, pending: _Pending, cache: PlacedCache, keys: Sequence[int]
+    ) -> Mapping[int, int]:
+        """Note that these keys are executed now; return where they lie."""
+        if pending.levels is not None:
+            pending.levels.update({key: cache.resident[key] for key in keys})
+            lower = [key for key in keys if cache.resident[key]]
+            if lower:
+                num_experts = self._geometry.num_experts
+                self.record.low_precision += num_assignments(pending.event, lower, num_experts)
+        return {key: cache.slots[key] for key in keys}
 
     def _wait(self, keys: Set[int], count: int = 1) -> None:
         """Stand still until `count` of the flying `keys` are there."""
         start_s = time.perf_counter()
         self.traffic.settle(self.link.wait_for(keys, count))
         self.record.stall_s += time.perf_counter() - start_s
+
+
+def _pools(geometry: Geometry, setting: Setting, encoded: bool) -> list[PlacedCache]:
+    partitions, names = setting.capacity.partitions(geometry.num_layers), count()
+    pools: list[PlacedCache] = []
+    for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True):
+        eviction = setting.policy.eviction.build(geometry, setting.seed)
+        if encoded:
+            pools.append(LeveledCache(size, eviction, geometry, names))
+        else:
+            pools.append(SlottedCache(size, eviction, geometry, own))
+    return pools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Container
 
@@ -16,9 +17,13 @@ class WallLink(Link):
     decisions are made by the caller's thread; a transfer counts once it is demanded or has arrived.
     """
 
-    def __init__(self, mover: Mover, bytes_per_s: float | None) -> None:
+    def __init__(self, mover: Mover, bytes_per_s: float | None, makes_slots: bool = False) -> None:
+        """`makes_slots` is whether the mover makes them as they are needed, each of its size."""
         super().__init__()
         self._mover = mover
+        self._makes_slots = makes_slots
+        self._fence: tuple[object] | None = None
+        """What the transfers of the event in progress wait for; None until the first of them."""
         self._worker = Worker(mover, bytes_per_s)
         self._flying: dict[int, Transfer] = {}
         """Demanded or issued, and not known to have arrived."""
@@ -45,18 +50,35 @@ class WallLink(Link):
         """Return the keys that fly because an event demanded them."""
         return self._flying.keys() - self._issued.keys()
 
-    def demand(self, key: int, slot: int, nbytes: int) -> None:
-        """Move a key's bytes into its slot before all prefetches that are not moving yet."""
-        self.bytes_moved += nbytes
-        self.transfers += 1
-        self._put(Transfer(key, slot, nbytes), demanded=True)
+    def launched(self) -> None:
+        """Note that the device may have been given work: the next transfers wait for it, too."""
+        self._fence = None
 
-    def issue(self, key: int, slot: int, nbytes: int) -> None:
+    def demand(self, transfer: Transfer) -> None:
+        """Move a key's bytes into its slot before all prefetches that are not moving yet."""
+        self.count(transfer)
+        self.move(transfer)
+
+    def count(self, transfer: Transfer) -> None:
+        """Count a demand, which `move` may carry out later."""
+        self.bytes_moved += transfer.nbytes
+        self.transfers += 1
+
+    def move(self, transfer: Transfer) -> None:
+        """Move what has been counted as a demand."""
+        self._put(transfer, demanded=True)
+
+    def batch_of_head(self) -> int | None:
+        """Return the batch of the next queued prefetch, if one waits and is of a batch."""
+        head = self.head()
+        return None if head is None else self._queued[head][2]
+
+    def issue(self, transfer: Transfer) -> None:
         """Let the first of the queued prefetches move when its turn comes."""
-        due, _, head = self._heap[0]
-        assert head == key, f"{key} is not the first in the queue"
-        del self._queued[key]
-        self._issued[key] = transfer = Transfer(key, slot, nbytes, due)
+        transfer.due, _, head = self._heap[0]
+        assert head == transfer.key, f"{transfer.key} is not the first in the queue"
+        del self._queued[head]
+        self._issued[head] = transfer
         self._put(transfer, demanded=False)
 
     def promote(self, key: int) -> None:
@@ -79,6 +101,10 @@ class WallLink(Link):
                 return transfer.key
         return None
 
+    def take_back(self, key: int) -> bool:
+        """Take back one issued prefetch; False where it moves already."""
+        return self._take_back(self._issued[key])
+
     def arrivals(self) -> list[int]:
         """Return the keys of prefetches that have arrived since the last call."""
         landed = []
@@ -99,7 +125,13 @@ class WallLink(Link):
 
     def _put(self, transfer: Transfer, demanded: bool) -> None:
         assert transfer.key not in self._flying, f"key {transfer.key} is already on its way"
-        transfer.after = self._mover.fence()
+        if self._makes_slots:
+            self._mover.place(transfer)
+        if self._fence is None:
+            self._fence = (self._mover.fence(),)
+        (transfer.after,) = self._fence
+        # Asked for now, whenever that was decided: a throttled link counts from here.
+        transfer.submitted_s = time.perf_counter()
         self._flying[transfer.key] = transfer
         self._worker.put(transfer, demanded)
 

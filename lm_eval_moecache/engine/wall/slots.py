@@ -1,16 +1,61 @@
-"""A cache whose residents lie in numbered slots of one size."""
+"""Caches whose residents lie in numbered slots: all of one size, or each of its level's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.records.geometry import Geometry
 
 
-class SlottedCache(ExpertCache):
-    """Gives each key a slot for as long as it is resident or arriving.
+class PlacedCache(ExpertCache):
+    """Gives each key a slot for as long as it is resident or arriving."""
+
+    def __init__(
+        self, capacity_bytes: int, eviction: EvictionAlgorithm, geometry: Geometry
+    ) -> None:
+        super().__init__(capacity_bytes, eviction, geometry)
+        self.slots: dict[int, int] = {}
+        """Key -> slot, of all that are resident or arriving."""
+
+    def withdraw(self, key: int) -> None:
+        """Give back the bytes of an arriving key whose transfer has not begun."""
+        level = self.arriving.pop(key)
+        self.used_bytes -= self.size_of(key, level)
+        self.loads -= 1
+        self._release(self.slots.pop(key))
+
+    def take_dropped(self) -> Sequence[int]:
+        """Return the slots that are no more since the last call: their memory can be freed."""
+        return ()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        held = self.resident.keys() | self.arriving.keys()
+        assert held == self.slots.keys(), f"slots of {self.slots.keys() ^ held}"
+        assert len(set(self.slots.values())) == len(held), "two keys in one slot"
+
+    @abstractmethod
+    def _place(self, key: int, level: int) -> int:
+        """Return a free slot for a key at a level; its bytes have been taken already."""
+
+    @abstractmethod
+    def _release(self, slot: int) -> None:
+        """Make a slot free."""
+
+    def _take(self, key: int, level: int) -> None:
+        super()._take(key, level)
+        self.slots[key] = self._place(key, level)
+
+    def _remove(self, key: int) -> None:
+        super()._remove(key)
+        self._release(self.slots.pop(key))
+
+
+class SlottedCache(PlacedCache):
+    """Slots of one size, made once.
 
     Where all experts of its layers fit, an expert's slot is its place among them, so that a layer
     lies in one piece.
@@ -24,38 +69,73 @@ class SlottedCache(ExpertCache):
         layers: Sequence[int],
     ) -> None:
         super().__init__(capacity_bytes, eviction, geometry)
-        self.slots: dict[int, int] = {}
-        """Key -> slot, of all that are resident or arriving."""
         self.num_slots = slots_of(capacity_bytes, geometry, layers)
         self._first_key = geometry.key(layers[0], 0)
         self.holds_all = self.num_slots == len(layers) * geometry.num_experts
         self._free = list(range(self.num_slots))[::-1]
 
-    def withdraw(self, key: int) -> None:
-        """Give back the bytes of an arriving key whose transfer has not begun."""
-        level = self.arriving.pop(key)
-        self.used_bytes -= self.size_of(key, level)
-        self.loads -= 1
-        self._release(key)
+    def _place(self, key: int, level: int) -> int:
+        return key - self._first_key if self.holds_all else self._free.pop()
+
+    def _release(self, slot: int) -> None:
+        if not self.holds_all:
+            self._free.append(slot)
+
+
+class LeveledCache(PlacedCache):
+    """Slots as large as what lies in them at its level, made when none of that size is free.
+
+    The bytes of all slots, the free ones included, never exceed the capacity: where a new one
+    would, free ones of other sizes are given up first, the oldest before the others.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        eviction: EvictionAlgorithm,
+        geometry: Geometry,
+        names: Iterator[int],
+    ) -> None:
+        """`names` number the slots; caches of one run share them, so that no two are alike."""
+        super().__init__(capacity_bytes, eviction, geometry)
+        self._names = names
+        self._sizes_of: dict[int, tuple[int, int]] = {}
+        """Slot -> (bytes, level)."""
+        self._free: dict[int, None] = {}
+        """Free slots, in the order in which they became free."""
+        self._made_bytes = 0
+        self._dropped: list[int] = []
+
+    def take_dropped(self) -> Sequence[int]:
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        held = self.resident.keys() | self.arriving.keys()
-        assert held == self.slots.keys(), f"slots of {self.slots.keys() ^ held}"
-        assert len(set(self.slots.values())) == len(held), "two keys in one slot"
+        made = sum(nbytes for nbytes, _ in self._sizes_of.values())
+        assert made == self._made_bytes <= self.capacity_bytes, (
+            f"slots of {made} bytes, counted {self._made_bytes}, capacity {self.capacity_bytes}"
+        )
+        assert self._free.keys().isdisjoint(self.slots.values()), "a slot in use is free"
 
-    def _take(self, key: int, level: int) -> None:
-        super()._take(key, level)
-        self.slots[key] = key - self._first_key if self.holds_all else self._free.pop()
+    def _place(self, key: int, level: int) -> int:
+        wanted = (self.size_of(key, level), level)
+        for slot in self._free:
+            if self._sizes_of[slot] == wanted:
+                del self._free[slot]
+                return slot
+        while self._made_bytes + wanted[0] > self.capacity_bytes:
+            oldest = next(iter(self._free))
+            del self._free[oldest]
+            self._made_bytes -= self._sizes_of.pop(oldest)[0]
+            self._dropped.append(oldest)
+        slot = next(self._names)
+        self._sizes_of[slot] = wanted
+        self._made_bytes += wanted[0]
+        return slot
 
-    def _evict(self, key: int) -> None:
-        super()._evict(key)
-        self._release(key)
-
-    def _release(self, key: int) -> None:
-        slot = self.slots.pop(key)
-        if not self.holds_all:
-            self._free.append(slot)
+    def _release(self, slot: int) -> None:
+        self._free[slot] = None
 
 
 def slots_of(capacity_bytes: int, geometry: Geometry, layers: Sequence[int]) -> int:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+from lm_eval_moecache.engine.prefetches import Prefetches
 from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.slots import SlottedCache
+from lm_eval_moecache.engine.wall.slots import PlacedCache
+from lm_eval_moecache.engine.wall.worker import Transfer
+
+
+def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
+    """Return what brings a key, which has been given a slot, there."""
+    nbytes = cache.size_of(key, level)
+    return Transfer(key, cache.slots[key], nbytes, level=level, drops=cache.take_dropped())
 
 
 class Traffic:
@@ -17,10 +25,16 @@ class Traffic:
     """
 
     def __init__(
-        self, caches: Sequence[SlottedCache], link: WallLink, num_experts: int, widest: int
+        self,
+        caches: Sequence[PlacedCache],
+        link: WallLink,
+        prefetches: Prefetches,
+        num_experts: int,
+        widest: int,
     ) -> None:
         self._caches = caches
         self._link = link
+        self._prefetches = prefetches
         self._num_experts = num_experts
         self._window, self._widest = 1, widest
         self._was_issued = False
@@ -37,18 +51,20 @@ class Traffic:
         self._was_issued = link.num_issued > 0
 
     def _issue(self, pinned: Set[int], layer: int) -> None:
-        link = self._link
-        while link.num_issued < self._window:
-            key = link.head()
-            if key is None:
+        """Issue as many as the window takes; of a batch, all that is left of it."""
+        link, batch = self._link, None
+        while link.num_issued < self._window or batch is not None:
+            key, before = link.head(), batch
+            batch = link.batch_of_head()
+            if key is None or (link.num_issued >= self._window and batch != before):
                 return
             cache = self._caches[key // self._num_experts]
-            nbytes = cache.size_of(key)
+            level = self._prefetches.level_of(key)
             if key in cache.resident:
                 link.withdraw(key)
-            elif cache.make_room(nbytes, pinned, layer):
-                cache.reserve(key)
-                link.issue(key, cache.slots[key], nbytes)
+            elif cache.make_room(cache.size_of(key, level), pinned, layer):
+                cache.reserve(key, level)
+                link.issue(transfer_of(cache, key, level))
             else:
                 return
 

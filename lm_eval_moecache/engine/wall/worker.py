@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,10 @@ class Transfer:
     nbytes: int
     due: int = 0
     """The event a prefetch is for."""
+    level: int = 0
+    """The precision level at which it is copied."""
+    drops: Sequence[int] = ()
+    """Slots that are no more: what lies there is of no use any longer (`Mover.place`)."""
     after: object = None
     """What must have happened on the device before the slot may be written (`Mover.fence`)."""
     state: str = WAITING
@@ -39,7 +43,14 @@ class Mover(Protocol):
     """How many transfers may be begun before the first of them is finished."""
 
     def fence(self) -> object:
-        """Return what a new transfer has to wait for; called where the slot is given away."""
+        """Return what new transfers have to wait for; called where their slots are given away."""
+
+    def place(self, transfer: Transfer) -> None:
+        """Make the slot of a transfer where there is none; called before `fence`.
+
+        Only where slots differ in size, and by the thread that decides: what it drops may be in
+        use by kernels that it has launched, and the fence comes after these.
+        """
 
     def begin(self, transfer: Transfer) -> object:
         """Start the copy (or make it) and return what `finish` waits for."""

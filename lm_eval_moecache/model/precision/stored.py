@@ -69,7 +69,13 @@ def decode(
     experts: nn.Module, stacked: Tensor, level: Sequence[Tensor], expert: int, codec: Codec
 ) -> Tensor:
     """Return one expert's matrix as computations use it; `stacked` gives shape and dtype."""
-    tensors = [whole[expert] for whole in level]
+    return decode_one(experts, stacked, [whole[expert] for whole in level], codec)
+
+
+def decode_one(
+    experts: nn.Module, stacked: Tensor, tensors: Sequence[Tensor], codec: Codec
+) -> Tensor:
+    """As `decode`, of the tensors of one expert."""
     matrix = codec.decode(tensors, matrix_shape(experts, stacked), stacked.dtype)
     return matrix.t() if experts.is_transposed else matrix
 

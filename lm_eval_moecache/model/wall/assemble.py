@@ -10,10 +10,12 @@ import torch
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.slots import slots_of
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wall.ladder import LadderPools, LadderSlotStore, shapes_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.store import KERNELS, SlotStore
+from lm_eval_moecache.model.wall.store import KERNELS, SlotStore, WallStore
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
 
@@ -42,8 +44,9 @@ def check_wall(
             f"clock='wall': {', '.join(KERNELS)}."
         )
     partitions = capacity.partitions(geometry.num_layers)
-    for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
-        slots_of(size, geometry, layers)
+    if not geometry.compute_bytes:  # Slots of encoded experts have the size of what lies there.
+        for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
+            slots_of(size, geometry, layers)
     _check_room(model, geometry, capacity, str(theirs["device"]))
 
 
@@ -64,10 +67,16 @@ def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str)
 
 def assemble(
     model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
-) -> tuple[Engine, SlotStore]:
+) -> tuple[Engine, WallStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
-    device = model.device
-    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tier, device)
-    engine = Engine(geometry, setting, mover=pools)
-    kernel = str(implementation_of(model))
-    return engine, SlotStore(pools, engine.slots, geometry, kernel, device.type)
+    device, kernel = model.device, str(implementation_of(model))
+    if loader.codecs is None:
+        (tier,) = loader.tiers
+        pools = SlotPools(loader.parameters, geometry, setting.capacity, tier, device)
+        engine = Engine(geometry, setting, mover=pools)
+        return engine, SlotStore(pools, geometry, kernel, device.type)
+    experts = [layer.experts for layer in find_moe_layers(model)]
+    shapes = [[shapes_of(each, codec) for codec in loader.codecs] for each in experts]
+    ladder = LadderPools(shapes, loader.tiers, geometry.num_experts, device)
+    engine = Engine(geometry, setting, mover=ladder)
+    return engine, LadderSlotStore(ladder, loader.codecs, geometry, kernel, device.type)

@@ -6,7 +6,7 @@ Shapes: T tokens, E experts, K experts per token, S = T x K assignments, D hidde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,21 +20,29 @@ Slots = Mapping[str, Tensor]
 _FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transposed")
 MAX_GROUPS = 1023
 """What CUDA's grouped product takes."""
+MOST = 2**62
+
+
+Places = Mapping[int, int]
+"""Expert of the layer -> where it lies."""
 
 
 class Layer(Protocol):
     """Where one layer's experts are."""
 
-    slots: dict[str, Tensor]
-    slot_of: Mapping[int, int]
     num_experts: int
     first_key: int
 
     def whole(self, module: nn.Module) -> OnSlots | None:
         """Return a stand-in for the whole layer where the cache holds it in one piece."""
 
-    def matrices(self, module: nn.Module) -> Matrices:
-        """Return the slots as products take them."""
+    def parts(self, module: nn.Module, places: Places) -> Iterator[tuple[Places, Matrices]]:
+        """Divide experts by the matrices that are made for them together, on a CPU."""
+
+    def windows(
+        self, module: nn.Module, places: Places, most: int
+    ) -> Iterator[tuple[Places, Slots]]:
+        """Divide experts by pieces of at most so many slots, for a kernel of transformers."""
 
     def elsewhere(self, module: nn.Module, expert: int) -> Matrices:
         """Return one expert as its only slot, read from where it is stored: no transfer."""
@@ -48,8 +56,8 @@ class Work(ABC):
     """
 
     @abstractmethod
-    def execute(self, keys: Sequence[int], is_all: bool) -> None:
-        """Run the assignments to these keys; `is_all` where the event has no others."""
+    def execute(self, slot_of: Mapping[int, int], is_all: bool) -> None:
+        """Run the assignments to these keys in their slots; `is_all`: the event has no others."""
 
     @abstractmethod
     def pad(self, padding_TK: Tensor) -> None:
@@ -92,12 +100,12 @@ class WorkInGroups(Work):
         self._call = GroupedCall(module, hidden_TD, index_TK, w_TK, layer.num_experts)
         self._done: set[int] = set()
 
-    def execute(self, keys: Sequence[int], is_all: bool) -> None:
+    def execute(self, slot_of: Mapping[int, int], is_all: bool) -> None:
         layer = self._layer
-        experts = sorted(key - layer.first_key for key in keys)
-        self._done.update(experts)
-        slot_of = ((e, layer.slot_of[e + layer.first_key]) for e in experts)
-        self._call.run(slot_of, layer.matrices(self._module))
+        places = {key - layer.first_key: slot for key, slot in sorted(slot_of.items())}
+        self._done.update(places)
+        for own, matrices in layer.parts(self._module, places):
+            self._call.run(own.items(), matrices)
 
     def pad(self, padding_TK: Tensor) -> None:
         """Run the padding's own experts, from where they are stored.
@@ -134,14 +142,16 @@ class WorkOnPool(Work):
         self._done: Tensor | None = None
         self._out_SD: Tensor | None = None
 
-    def execute(self, keys: Sequence[int], is_all: bool) -> None:
-        whole = self._layer.whole(self._module) if is_all else None
+    def execute(self, slot_of: Mapping[int, int], is_all: bool) -> None:
+        layer = self._layer
+        whole = layer.whole(self._module) if is_all else None
         if whole is not None:
             self._done = self._ask(whole, self._hidden_TD, self._index_TK, self._w_TK)
             return
-        windows = [(slots, own) for slots, own in self._windows(keys) if own]
-        for slots, slot_of in windows:
-            self._execute_window(slots, slot_of, is_all and len(windows) == 1)
+        places = {key - layer.first_key: slot for key, slot in slot_of.items()}
+        most = MAX_GROUPS if self._kernel == "grouped_mm" else MOST
+        for own, slots in layer.windows(self._module, places, most):
+            self._execute_window(slots, own, is_all and len(own) == len(places))
 
     def pad(self, padding_TK: Tensor) -> None:
         """Do nothing: here a row's result does not depend on the others."""
@@ -154,16 +164,6 @@ class WorkOnPool(Work):
         weighted_SD = self._out_SD * self._w_TK.reshape(-1, 1)
         tokens, top_k = self._index_TK.shape
         return weighted_SD.view(tokens, top_k, -1).sum(dim=1).to(self._hidden_TD.dtype)
-
-    def _windows(self, keys: Sequence[int]) -> Iterator[tuple[Slots, dict[int, int]]]:
-        """Divide the pool into pieces that one grouped product takes: (slots, expert -> slot)."""
-        layer = self._layer
-        num_slots = len(next(iter(layer.slots.values())))
-        step = MAX_GROUPS if self._kernel == "grouped_mm" else num_slots
-        places = [(key - layer.first_key, layer.slot_of[key]) for key in keys]
-        for start in range(0, num_slots, step):
-            window = {name: pool[start : start + step] for name, pool in layer.slots.items()}
-            yield window, {e: slot - start for e, slot in places if start <= slot < start + step}
 
     def _execute_window(self, slots: Slots, slot_of: Mapping[int, int], is_all: bool) -> None:
         num_slots, top_k = len(next(iter(slots.values()))), self._index_TK.shape[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
+from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.loading import encoding, take
+from lm_eval_moecache.model.wall.ladder import stored_parameters
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.scratch import scratch
 from lm_eval_moecache.model.wall.tiers import DiskTier, RamTier, Stored, Tier, find_stored
@@ -33,14 +36,23 @@ class ExpertLoader:
     device gets the rest; experts are read from the checkpoint where they lie there as they are
     executed, and else written once to files under `folder`, layer after layer. These have no name
     when loading ends: no later run can find them, and what a killed one leaves the next removes.
+    With `codecs` the experts are encoded as they come, and both stores hold them so, level by level.
     """
 
-    def __init__(self, store: str, folder: str | None, skeleton: nn.Module) -> None:
+    def __init__(
+        self,
+        store: str,
+        folder: str | None,
+        skeleton: nn.Module,
+        codecs: Sequence[Codec] | None = None,
+    ) -> None:
+        self.codecs = codecs
         self._store = store
         self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
         self._skeleton = skeleton
         self._scratch: str | None = None
-        self.tier: Tier
+        self.tiers: list[Tier] = []
+        """Level -> where its experts lie."""
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
         self.figures: dict[str, Any] = {}
@@ -48,7 +60,7 @@ class ExpertLoader:
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return what `from_pretrained` has to be told about places."""
-        if self._store == "ram":
+        if self._store == "ram" or self.codecs is not None:
             return {"device_map": {"": "cpu"}, "max_memory": None}
         paths = {layer.path for layer in find_moe_layers(self._skeleton)}
         return {
@@ -66,6 +78,7 @@ class ExpertLoader:
                 if self._store == "disk":
                     place = scratch(self._folder, self._needed())
                     self._scratch = stack.enter_context(place)
+                stack.enter_context(self._encoding())
                 yield
         except (OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(
@@ -82,21 +95,56 @@ class ExpertLoader:
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
         """Move a loaded model's experts into the tier; shapes without memory stay behind."""
         layers = find_moe_layers(model)
-        if self._store == "disk":
-            stored = self._stored(layers)
-            self.tier = DiskTier(stored)
+        if self.codecs is not None:
+            self._take_encoded(model, layers, device)
+        elif self._store == "disk":
+            self.tiers = [DiskTier(self._stored(layers))]
             remove_hook_from_submodules(model)
             for name in ("hf_device_map", "forward"):
                 vars(model).pop(name, None)
             _leave_shapes(layers, device)
         else:
             host = [expert_parameters(layer.experts) for layer in layers]
-            self.tier = tier = RamTier(host)
-            if device.type == "cuda":
-                _leave_shapes(layers, device)
-                model.to(device)
-                tier.pin()
+            self._move_rest(model, layers, device, [RamTier(host)])
         self.parameters = [expert_parameters(layer.experts) for layer in layers]
+
+    def _encoding(self) -> AbstractContextManager[None]:
+        if self.codecs is None:
+            return nullcontext()
+        return encoding(find_moe_layers(self._skeleton), self.codecs)
+
+    def _take_encoded(self, model: nn.Module, layers: Sequence[MoELayer], device: Any) -> None:
+        """Put what was encoded while it was loaded into a tier for each level."""
+        assert self.codecs is not None
+        levels: list[list[dict[str, Tensor]]] = [[] for _ in self.codecs]
+        files: list[list[dict[str, Stored]]] = [[] for _ in self.codecs]
+        for index, layer in enumerate(layers):
+            (stored,) = take([layer], self.codecs)
+            for level in range(len(self.codecs)):
+                held = stored_parameters(layer.experts, stored, level)
+                if self._scratch is None:
+                    levels[level].append(held)
+                    continue
+                file = os.path.join(self._scratch, f"{index}-{level}.safetensors")
+                save_file({name: t.contiguous() for name, t in held.items()}, file)
+                files[level].append({name: find_stored(file, name) for name in held})
+        if self._scratch is not None:
+            self._move_rest(model, layers, device, [DiskTier(rows) for rows in files])
+        else:
+            self._move_rest(model, layers, device, [RamTier(rows) for rows in levels])
+
+    def _move_rest(
+        self, model: nn.Module, layers: Sequence[MoELayer], device: Any, tiers: Sequence[Tier]
+    ) -> None:
+        """Bring all but the experts to the device, and lock what it copies from."""
+        self.tiers = list(tiers)
+        if device.type != "cuda":
+            return
+        _leave_shapes(layers, device)
+        model.to(device)
+        for tier in tiers:
+            if isinstance(tier, RamTier):
+                tier.pin()
 
     def _needed(self) -> int:
         """Return the bytes of all experts."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.model.wall.mover import DeviceMover
 from lm_eval_moecache.model.wall.tiers import Row, Tier
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
@@ -23,7 +24,7 @@ def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class SlotPools:
+class SlotPools(DeviceMover):
     """One tensor [slots, ...] per parameter of each cache: the mover of the wall clock.
 
     A layer's experts are found at `of_layer(layer)[name][slot]`. What is in no slot is zero, so
@@ -38,10 +39,8 @@ class SlotPools:
         tier: Tier,
         device: torch.device,
     ) -> None:
-        self._num_experts = geometry.num_experts
+        super().__init__(geometry.num_experts, device)
         self._tier = tier
-        self._device = device
-        self._on_cuda = device.type == "cuda"
         self._pools: list[dict[str, Tensor]] = []
         self._layers: list[tuple[dict[str, Tensor], bool, int]] = []
         partitions = capacity.partitions(geometry.num_layers)
@@ -54,12 +53,6 @@ class SlotPools:
             holds_all = slots == len(layers) * geometry.num_experts
             self._pools.append(pool)
             self._layers += [(pool, holds_all, layer - layers[0]) for layer in layers]
-        # Copies to a device overlap with the bookkeeping of the one before.
-        self.depth = 2 if self._on_cuda else 1
-        self._staging: list[dict[tuple[str, torch.Size], Tensor]] = [{} for _ in range(self.depth)]
-        self._turn = 0
-        if self._on_cuda:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
@@ -86,54 +79,9 @@ class SlotPools:
             self._tier.fill(layer, expert, source)
         return {name: tensor[None] for name, tensor in source.items()}
 
-    # --- the mover: see core.worker ---------------------------------------------------------
+    def target_of(self, transfer: Transfer) -> Row:
+        pool = self.of_layer(transfer.key // self._num_experts)
+        return {name: t[transfer.slot] for name, t in pool.items()}
 
-    def fence(self) -> object:
-        """Mark what has been launched so far: kernels that may still read the slot given away."""
-        if not self._on_cuda:
-            return None
-        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        launched.record(torch.cuda.current_stream(self._device))
-        return launched
-
-    def begin(self, transfer: Transfer) -> object:
-        layer, expert = divmod(transfer.key, self._num_experts)
-        target = {name: t[transfer.slot] for name, t in self.of_layer(layer).items()}
-        if not self._on_cuda:
-            self._tier.fill(layer, expert, target)
-            return None
-        return self._copy_to_device(layer, expert, target, transfer.after)
-
-    def finish(self, token: object) -> None:
-        if isinstance(token, torch.cuda.Event):
-            token.synchronize()
-
-    def synchronize(self) -> None:
-        if self._on_cuda:
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _copy_to_device(self, layer: int, expert: int, target: Row, after: object) -> object:
-        source = self._tier.source(layer, expert)
-        if source is None:
-            source = self._stage(layer, expert, target)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if isinstance(after, torch.cuda.Event):
-                self._stream.wait_event(after)
-            for name, tensor in target.items():
-                tensor.copy_(source[name], non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        return done
-
-    def _stage(self, layer: int, expert: int, target: Row) -> Row:
-        """Read an expert into pinned memory; a buffer comes round once its copy was finished."""
-        self._turn = (self._turn + 1) % self.depth
-        held = self._staging[self._turn]
-        buffer: dict[str, Tensor] = {}
-        for name, t in target.items():
-            # Layers need not have experts of one size.
-            if (name, t.shape) not in held:
-                held[name, t.shape] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-            buffer[name] = held[name, t.shape]
-        self._tier.fill(layer, expert, buffer)
-        return buffer
+    def tier_of(self, level: int) -> Tier:
+        return self._tier

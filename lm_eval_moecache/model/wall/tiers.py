@@ -15,7 +15,11 @@ from torch import Tensor
 
 Row = Mapping[str, Tensor]
 """Parameter name -> one expert's part of it."""
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPES = {
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
+    # What codecs store.
+    **{"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32},
+}
 
 
 class Tier(ABC):

@@ -272,7 +272,6 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(
         ({"precision": "int2/g256"}, "multiple of 1024 weights, .*'int2/g8'"),
         ({"precision": "int4", "miss": "cascade"}, "precision='int4' is the only one stored"),
         ({"miss": "fetch_lowest"}, "precision='bf16' is the only one stored"),
-        ({"precision": "int4", "clock": "wall"}, "does not go with clock='wall'"),
         (
             {
                 "precision": "int8:int4",

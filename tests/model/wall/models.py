@@ -12,11 +12,20 @@ from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
+from lm_eval_moecache.model.precision.stored import store_experts
 from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wall.ladder import (
+    LadderPools,
+    LadderSlotStore,
+    shapes_of,
+    stored_parameters,
+)
 from lm_eval_moecache.model.wall.pools import SlotPools, expert_parameters
 from lm_eval_moecache.model.wall.store import SlotStore
 from lm_eval_moecache.model.wall.tiers import RamTier, Tier
 from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 
 
@@ -48,6 +57,20 @@ class BrokenPools(SlotPools):
         return super().begin(transfer)
 
 
+class LateLadder(LadderPools):
+    """As `LatePools`, for encoded experts."""
+
+    def __init__(self, *args: Any, seed: int = 0, longest_s: float = 0.002) -> None:
+        super().__init__(*args)
+        self._random, self._longest_s = random.Random(seed), longest_s
+
+    def begin(self, transfer: Transfer) -> object:
+        time.sleep(self._random.random() * self._longest_s * self._random.randint(0, 1))
+        token = super().begin(transfer)
+        time.sleep(self._random.random() * self._longest_s * self._random.randint(0, 1))
+        return token
+
+
 def wrap_wall(
     model: Any,
     policy: str,
@@ -66,13 +89,52 @@ def wrap_wall(
     mover = pools(
         parameters, geometry, size, tier or RamTier(parameters), torch.device("cpu"), **options
     )
+    setting = _setting(policy, capacity, geometry, changes, throttle_bytes_per_s)
+    engine = Engine(geometry, setting, mover=mover)
+    store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu")
+    return WrappedModel(model, layers, engine, store)
+
+
+def wrap_ladder(
+    model: Any,
+    precision: str,
+    policy: str,
+    capacity: str,
+    changes: dict[str, str] | None = None,
+    **options: Any,
+) -> WrappedModel:
+    """Put a model on the CPU behind the wall clock, with its experts encoded."""
+    layers, codecs = find_moe_layers(model), codecs_of(parse_ladder(precision))
+    geometry = describe(model, layers, "wall", parse_ladder(precision))
+    stored = [store_experts(layer.experts, codecs) for layer in layers]
+    tiers = [
+        RamTier(
+            [
+                stored_parameters(layer.experts, own, level)
+                for layer, own in zip(layers, stored, strict=True)
+            ]
+        )
+        for level in range(len(codecs))
+    ]
+    shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
+    mover = LateLadder(shapes, tiers, geometry.num_experts, torch.device("cpu"), **options)
+    changes = {"precision": precision, **(changes or {})}
+    engine = Engine(geometry, _setting(policy, capacity, geometry, changes), mover=mover)
+    store = LadderSlotStore(mover, codecs, geometry, str(implementation_of(model)), "cpu")
+    return WrappedModel(model, layers, engine, store)
+
+
+def _setting(
+    policy: str,
+    capacity: str,
+    geometry: Geometry,
+    changes: dict[str, str] | None,
+    throttle_bytes_per_s: float | None = None,
+) -> Setting:
     config = read_config({"policy": policy, "capacity": capacity, **(changes or {})})
-    setting = Setting(
+    return Setting(
         policy=config.policy,
-        capacity=size,
+        capacity=parse_capacity(capacity, geometry),
         hardware=config.hardware,
         throttle_bytes_per_s=throttle_bytes_per_s,
     )
-    engine = Engine(geometry, setting, mover=mover)
-    store = SlotStore(mover, engine.slots, geometry, str(implementation_of(model)), "cpu")
-    return WrappedModel(model, layers, engine, store)

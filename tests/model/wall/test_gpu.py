@@ -54,10 +54,10 @@ def test_logits_are_identical_on_a_gpu(policy: str, capacity: str) -> None:
         capacity=parse_capacity(capacity, geometry),
         hardware=config.hardware,
     )
-    store = assemble(model, geometry, setting, loader)
-    wrapped = WrappedModel(model, layers, store.engine, store)
+    engine, store = assemble(model, geometry, setting, loader)
+    wrapped = WrappedModel(model, layers, engine, store)
     for _ in range(5):
         found = logits(model)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    store.engine.check_integrity()
+    engine.check_integrity()
     wrapped.unwrap()

@@ -1,0 +1,159 @@
+"""Precisions on the wall clock: copied as stored, decoded where they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.precision.registry import ALIASES, codec_names
+from lm_eval_moecache.records.ledger import PassRecord
+from tests.conftest import Checkpoint
+from tests.harness import answers
+from tests.model.precision.test_live import WIDE, WIDTHS, replaced, wrap
+from tests.model.wall.models import LateLadder, wrap_ladder
+from tests.model.wall.test_equality import assert_same
+from tests.models import FAMILIES, random_model
+from tests.test_equality import logits_of
+
+LADDER = "int8:int4:int2"
+COUNTED = (
+    *("requests", "misses", "late", "collisions", "token_misses", "bytes_moved", "evictions"),
+    *("low_precision", "dropped", "substituted", "unfaithful"),
+)
+
+
+def wide(family: str) -> Any:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 64
+    return random_model(family, **sizes)
+
+
+def counts(passes: list[PassRecord]) -> list[list[int]]:
+    return [[getattr(record, name) for name in COUNTED] for record in passes]
+
+
+@pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])
+def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str) -> None:
+    model = random_model("olmoe", **WIDE)
+    expected = logits_of(replaced(model, name))
+    for capacity in ("100%", "3"):
+        wrapped = wrap_ladder(model, name, "on_demand", capacity, longest_s=0.0002)
+        found = logits_of(model)
+        wrapped.engine.check_integrity()
+        wrapped.unwrap()
+        assert_same(expected, found, f"{name} at {capacity}")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
+def test_other_families_compute_from_decoded_weights_too(family: str) -> None:
+    """GPT-OSS has its matrices transposed, and biases that no codec touches."""
+    model = random_model(family, hidden_size=64, **WIDTHS[family])
+    expected = logits_of(replaced(model, "int4"))
+    wrapped = wrap_ladder(model, "int4", "specmd", "4", longest_s=0.0002)
+    found = logits_of(model)
+    wrapped.unwrap()
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
+def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
+    family: str, miss: str
+) -> None:
+    """Twenty repetitions of each family: five delays for each way of missing."""
+    model = wide(family)
+    changes = {"miss": miss}
+    virtual = wrap(model, LADDER, capacity="30%", **changes)
+    expected = logits_of(model)
+    virtual.unwrap()
+    told = counts(virtual.engine.ledger.passes)
+    assert sum(p.low_precision for p in virtual.engine.ledger.passes) > 0
+    for seed in range(5):
+        options = {"seed": seed, "longest_s": 0.0005}
+        wrapped = wrap_ladder(model, LADDER, "on_demand", "30%", changes, **options)
+        found = logits_of(model)
+        wrapped.engine.check_integrity()
+        wrapped.unwrap()
+        assert_same(expected, found, f"{miss}, {seed}")
+        assert counts(wrapped.engine.ledger.passes) == told
+
+
+def test_prefetches_change_levels_and_keep_the_laws_twenty_times_over() -> None:
+    model = random_model("olmoe", **WIDE)
+    lower = prefetched = 0
+    for seed in range(20):
+        changes = {"miss": "fetch_priority", "prefetch": "next_gate"}
+        options = {"seed": seed, "longest_s": 0.0005}
+        wrapped = wrap_ladder(model, LADDER, "on_demand", "30%", changes, **options)
+        found = logits_of(model)
+        wrapped.engine.check_integrity()
+        assert all(logits.isfinite().all() for logits in found)
+        mover = wrapped.engine.link._mover  # type: ignore[attr-defined]
+        assert isinstance(mover, LateLadder)
+        assert mover.num_bytes <= wrapped.engine.setting.capacity.total_bytes
+        lower += sum(p.low_precision for p in wrapped.engine.ledger.passes)
+        prefetched += sum(p.prefetch_hits for p in wrapped.engine.ledger.passes)
+        wrapped.unwrap()
+    assert lower > 0 and prefetched > 0
+
+
+def test_a_lossless_level_with_prefetches_is_exact_twenty_times_over() -> None:
+    model = random_model("olmoe", **WIDE)
+    expected = logits_of(model)
+    for seed in range(20):
+        wrapped = wrap_ladder(model, "bf16:int4", "specmd", "25%", seed=seed, longest_s=0.0005)
+        found = logits_of(model)
+        wrapped.unwrap()
+        assert_same(expected, found, str(seed))
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_model_is_loaded_encoded_and_answers_as_under_the_virtual_clock(
+    store: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = str(checkpoint("gpt_oss"))
+    ours = {"precision": "int8:nf4/g64", "policy": "on_demand", "capacity": "30%"}
+    ours["miss"] = "fetch_priority"
+    host: dict[str, Any] = {"device": "cpu", "max_length": 48}
+    expected = answers(MoECacheLM(pretrained=path, **host, **ours))
+    where = {"store": store, "store_dir": str(tmp_path)} if store == "disk" else {}
+    lm = MoECacheLM(pretrained=path, clock="wall", **where, **host, **ours)
+    assert answers(lm) == expected
+    lm.engine.check_integrity()
+    lm.install(read_config({"clock": "wall", **where, **ours}))
+    assert answers(lm) == expected
+    assert lm.report()["model"]["precision"] == ("int8", "nf4/g64")
+    lm.wrapped.unwrap()
+
+
+def test_the_best_level_alone_answers_as_the_hf_model(checkpoint: Checkpoint) -> None:
+    path = str(checkpoint("olmoe"))
+    host: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
+    expected = answers(HFLM(pretrained=path, dtype="bfloat16", **host))
+    lm = MoECacheLM(
+        pretrained=path, clock="wall", precision="bf16", dtype="bfloat16", capacity="25%", **host
+    )
+    assert answers(lm) == expected
+    lm.wrapped.unwrap()
+
+
+def test_slots_of_other_sizes_make_room_for_each_other() -> None:
+    """Whatever the levels of what comes, all slots together never take more than the capacity."""
+    model = random_model("olmoe", **WIDE)
+    wrapped = wrap_ladder(
+        model, LADDER, "on_demand", "2", {"miss": "fetch_lowest", "prefetch": "next_gate"}
+    )
+    with torch.no_grad():
+        for length in (1, 5, 1, 9, 2):
+            model(torch.arange(2, 2 + length)[None])
+            wrapped.engine.check_integrity()
+            mover = wrapped.engine.link._mover  # type: ignore[attr-defined]
+            assert mover.num_bytes <= wrapped.engine.setting.capacity.total_bytes
+    wrapped.unwrap()
