@@ -36,7 +36,7 @@ class ExpertLoader:
     device gets the rest; experts are read from the checkpoint where they lie there as they are
     executed, and else written once to files under `folder`, layer after layer. These have no name
     when loading ends: no later run can find them, and what a killed one leaves the next removes.
-    With `codecs` the experts are encoded as they come, and both stores hold them so, level by level.
+    With `codecs` experts are encoded as they come, and both stores hold them so, level by level.
     """
 
     def __init__(
