@@ -9,10 +9,10 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.clock import Clock
+from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.setting import Setting, offline, without_draft
-from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Mover
@@ -50,14 +50,12 @@ class Engine:
             miss=policy.miss.build(geometry, seed),
             decode_only=policy.phases == "decode",
         )
-        self.draft_stage: DraftStage | None = None
         self.executor: Executor
         if mover is None:
-            self.executor = virtual = VirtualExecutor(geometry, setting, self.algorithms)
-            self.draft_stage = virtual.draft_stage
+            self.executor = VirtualExecutor(geometry, setting, self.algorithms)
         else:
-            assert setting.draft is None, "drafting is timed on the virtual clock"
             self.executor = WallExecutor(geometry, setting, self.algorithms, mover)
+        self.draft_stage: DraftStage | None = self.executor.draft_stage
         self.pools: Sequence[ExpertCache] = self.executor.pools
         self.link: Link = self.executor.link
         self.clock: Clock = self.executor.clock
@@ -126,6 +124,12 @@ class Engine:
     def peak_cache_bytes(self) -> int:
         """The most bytes ever held (summed over the layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
+
+    def time_load(self, count: int) -> float:
+        """As the executor's; what it moves is counted to no pass."""
+        seconds = self.executor.time_load(count)
+        self._before = self._totals()
+        return seconds
 
     def begin_draft(self) -> DraftStage:
         """Begin drafting, which belongs to the next pass: its evictions and its time do, too."""

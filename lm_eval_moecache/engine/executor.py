@@ -9,6 +9,7 @@ from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.clock import Clock
 from lm_eval_moecache.engine.decide import Plan, Rules, decide
+from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.prefetches import Prefetches
 from lm_eval_moecache.records.event import PREFILL, Event
@@ -44,6 +45,7 @@ class Executor(ABC):
         self.prefetches = Prefetches(geometry, self.caches, link, self.rules)
         self.record = PassRecord(-1, PREFILL, 0, 0.0)
         """The pass in progress."""
+        self.draft_stage: DraftStage | None = None
         self.on_event: Callable[[Event], None] | None = None
         """Shown each event after its routing and before anything moves."""
 
@@ -83,6 +85,13 @@ class Executor(ABC):
     def end_scan(self, records: Sequence[PassRecord]) -> None:
         """Note that all layers of these tokens have been executed."""
         return
+
+    def time_load(self, count: int) -> float:
+        """Return the seconds that loading so many experts of the first layer takes, measured.
+
+        Only where the clock is the machine's, and while the caches are empty, as they stay.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """End what runs beside the caller. Safe to call twice."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.draft import NO_TARGET
 from lm_eval_moecache.trace.trace import Trace

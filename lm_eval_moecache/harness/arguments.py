@@ -250,11 +250,6 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
             f"draft_tokens={shown(tokens)} must be a whole number, 1 or more and at most "
             f"{MOST_DRAFTED}; use --model moecache to decode without a draft."
         )
-    if given.get("clock", "virtual") != "virtual":
-        raise ValueError(
-            f"clock={given['clock']!r} does not go with --model moecache-spec, whose drafting is "
-            "timed on the virtual clock. Allowed: clock=virtual, or --model moecache."
-        )
     if needs_draft and draft == PROMPT_LOOKUP:
         raise ValueError(
             f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "

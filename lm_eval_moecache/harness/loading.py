@@ -17,6 +17,7 @@ from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.loading import encoding, take
 from lm_eval_moecache.model.precision.store import LadderStore
 from lm_eval_moecache.model.precision.stored import Encoded
+from lm_eval_moecache.model.speculative.draft_model import ExpertsOf
 from lm_eval_moecache.model.store import Store, implementation_of
 from lm_eval_moecache.model.wall.assemble import assemble
 from lm_eval_moecache.model.wall.loading import ExpertLoader
@@ -79,6 +80,10 @@ class Loading:
             return engine, None
         kernel, device_type = implementation_of(model), model.device.type
         return engine, LadderStore(self.stored, self._codecs, kernel, device_type)
+
+    def experts_of(self) -> ExpertsOf | None:
+        """Return what reads the experts where they do not lie in the model; None where they do."""
+        return None if self._experts is None else self._experts.copy_of
 
     def measured(self, device: str) -> Mapping[str, Any] | None:
         """Return what only the wall clock's report has: the machine, the store, the loading."""

@@ -19,6 +19,7 @@ from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.speculative.candidates import watched_by
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft
 from lm_eval_moecache.model.speculative.hooks import DraftHooks
+from lm_eval_moecache.model.speculative.overlap import measure_overlap
 
 
 class MoECacheSpecLM(MoECacheLM):
@@ -45,6 +46,8 @@ class MoECacheSpecLM(MoECacheLM):
         if self._draft is not None:
             stage = self.engine.draft_stage
             assert stage is not None, "a draft model without a draft stage"
+            if config.clock == "wall":
+                measure_overlap(self._draft, self.engine, stage)
             self._draft_hooks = DraftHooks(self._draft, self._moe_layers, stage)
 
     def _find_draft(self, config: Config) -> DraftModel | None:
@@ -56,7 +59,8 @@ class MoECacheSpecLM(MoECacheLM):
             return self._draft.drafting(config.draft_tokens)
         # Freed first: two drafts may not fit.
         self._draft = None
-        return make_draft(config.draft, self.model, config.draft_tokens)
+        experts_of = self.loading.experts_of()
+        return make_draft(config.draft, self.model, config.draft_tokens, experts_of)
 
     def _setting(self, config: Config) -> Setting:
         draft = None if self._draft is None else self._draft.cost

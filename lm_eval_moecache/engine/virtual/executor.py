@@ -10,7 +10,7 @@ from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import FIFO, Setting
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
-from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
+from lm_eval_moecache.engine.virtual.draft_stage import VirtualDraftStage
 from lm_eval_moecache.engine.virtual.host import HostStage
 from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
 from lm_eval_moecache.engine.virtual.link import VirtualLink
@@ -51,7 +51,6 @@ class VirtualExecutor(Executor):
         if algorithms.miss.host_rule:
             rule, hardware = algorithms.miss.host_rule, setting.hardware
             self._host = HostStage(rule, hardware, geometry, self.link, self.clock)
-        self.draft_stage: DraftStage | None = None
         if setting.draft is not None:
             self.draft_stage = self._make_draft_stage(setting, setting.draft)
         self._levels: dict[int, int] = {}
@@ -59,9 +58,9 @@ class VirtualExecutor(Executor):
         self.on_wave: Callable[[Sequence[int]], None] | None = None
         """Shown the keys of each wave once they are all resident."""
 
-    def _make_draft_stage(self, setting: Setting, draft: Draft) -> DraftStage:
+    def _make_draft_stage(self, setting: Setting, draft: Draft) -> VirtualDraftStage:
         prefetch = self.rules.algorithms.prefetch.draft_stage
-        stage = DraftStage(
+        stage = VirtualDraftStage(
             draft,
             setting.hardware,
             self.link,

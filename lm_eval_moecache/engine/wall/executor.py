@@ -6,6 +6,7 @@ model calls the experts. All decisions are the calling thread's: only bytes move
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.clock import WallClock
+from lm_eval_moecache.engine.wall.draft_stage import WallDraftStage
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.scan import ScanScript
 from lm_eval_moecache.engine.wall.slots import LeveledCache, PlacedCache, SlottedCache
 from lm_eval_moecache.engine.wall.traffic import Traffic, transfer_of
-from lm_eval_moecache.engine.wall.worker import Mover
+from lm_eval_moecache.engine.wall.worker import Mover, Transfer
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -28,6 +30,7 @@ from lm_eval_moecache.records.ledger import PassRecord
 # A prefill executes what has arrived once it is a quarter of the event: more, smaller parts hide
 # little more of the compute and cost kernels.
 PARTS = 4
+TRIALS = 3
 
 
 @dataclass(slots=True)
@@ -64,6 +67,11 @@ class WallExecutor(Executor):
         self.traffic = Traffic(
             self._placed, link, self.prefetches, geometry.num_experts, geometry.top_k
         )
+        if setting.draft is not None:
+            prefetch = algorithms.prefetch.draft_stage
+            self.draft_stage = WallDraftStage(
+                setting.draft, link, self.clock, self.traffic, self.prefetches, prefetch
+            )
         self._cached_first = algorithms.miss.cached_first
         self._pending: _Pending | None = None
         self._script: ScanScript | None = None
@@ -141,6 +149,20 @@ class WallExecutor(Executor):
         rest_s = self.clock.now - records[0].start_s - spent_s
         for record in records:
             record.end_s += rest_s / len(records)
+
+    def time_load(self, count: int) -> float:
+        cache, link = self._placed[0], self.link
+        assert not cache.slots, "tried with experts in the cache"
+        size = cache.size_of(0)
+        fits = max(1, min(count, cache.capacity_bytes // size))
+        seconds = []
+        for _ in range(TRIALS):
+            start_s = time.perf_counter()
+            for key, slot in enumerate(cache.trial_slots(fits)):
+                link.move(Transfer(key, slot, size))
+            link.wait_for(set(range(fits)), fits)
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds) * count / fits
 
     def settle(self) -> None:
         self.recover()

@@ -43,6 +43,10 @@ class WallLink(Link):
     def is_pending(self, key: int) -> bool:
         return key in self._issued or key in self._queued
 
+    def issued(self) -> set[int]:
+        """Return the keys of prefetches that may move at any time."""
+        return set(self._issued)
+
     def is_flying(self, key: int) -> bool:
         return key in self._flying
 

@@ -31,6 +31,10 @@ class PlacedCache(ExpertCache):
         """Return the slots that are no more since the last call: their memory can be freed."""
         return ()
 
+    @abstractmethod
+    def trial_slots(self, count: int) -> Sequence[int]:
+        """Return slots to try transfers with while the cache is empty; they stay free."""
+
     def check_integrity(self) -> None:
         super().check_integrity()
         held = self.resident.keys() | self.arriving.keys()
@@ -74,6 +78,9 @@ class SlottedCache(PlacedCache):
         self.holds_all = self.num_slots == len(layers) * geometry.num_experts
         self._free = list(range(self.num_slots))[::-1]
 
+    def trial_slots(self, count: int) -> Sequence[int]:
+        return range(count)
+
     def _place(self, key: int, level: int) -> int:
         return key - self._first_key if self.holds_all else self._free.pop()
 
@@ -109,6 +116,11 @@ class LeveledCache(PlacedCache):
     def take_dropped(self) -> Sequence[int]:
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def trial_slots(self, count: int) -> Sequence[int]:
+        slots = [next(self._names) for _ in range(count)]
+        self._dropped += slots
+        return slots
 
     def check_integrity(self) -> None:
         super().check_integrity()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from lm_eval_moecache.engine.setting import SELF
 from lm_eval_moecache.model.checkpoint import model_path
@@ -50,10 +50,20 @@ class DraftModel:
         return replace(self, cost=replace(self.cost, tokens=tokens))
 
 
-def make_draft(name: str, target: Any, tokens: int = 1) -> DraftModel:
-    """Load a draft by name or make it from the target; its fit has been checked."""
-    make = own_draft if name.startswith(SELF) else load_draft
-    return make(name, target, tokens)
+ExpertsOf = Callable[[int], Mapping[str, Tensor]]
+"""MoE layer -> its experts' parameters, copied from where they are stored."""
+
+
+def make_draft(
+    name: str, target: Any, tokens: int = 1, experts_of: ExpertsOf | None = None
+) -> DraftModel:
+    """Load a draft by name or make it from the target; its fit has been checked.
+
+    `experts_of` gives the target's experts where they do not lie in its modules.
+    """
+    if name.startswith(SELF):
+        return own_draft(name, target, tokens, experts_of)
+    return load_draft(name, target, tokens)
 
 
 def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
@@ -70,7 +80,9 @@ def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
     return DraftModel(name, model, blocks, cost)
 
 
-def own_draft(name: str, target: Any, tokens: int) -> DraftModel:
+def own_draft(
+    name: str, target: Any, tokens: int, experts_of: ExpertsOf | None = None
+) -> DraftModel:
     """Make a draft of the target's own weights, with its experts at low precision.
 
     `name` is `self:` and a precision. Everything but the experts is the target's own tensors, so
@@ -81,10 +93,17 @@ def own_draft(name: str, target: Any, tokens: int) -> DraftModel:
     stored_as.check(target.device.type)
     experts = [layer.experts for layer in find_moe_layers(target)]
     copied = {id(p) for module in experts for p in module.parameters()}
+    if experts_of is not None:
+        # Replaced below: a copy of what lies there would be for nothing.
+        copied = set()
     tensors = [*target.parameters(), *target.buffers()]
     model = copy.deepcopy(target, {id(t): t for t in tensors if id(t) not in copied})
     stored_bytes = []
-    for layer in find_moe_layers(model):
+    for index, layer in enumerate(find_moe_layers(model)):
+        if experts_of is not None:
+            for parameter, tensor in experts_of(index).items():
+                own = nn.Parameter(tensor.to(target.device), requires_grad=False)
+                setattr(layer.experts, parameter, own)
         stored_bytes.append(_round(layer.experts, stored_as) // layer.num_experts)
     blocks, geometry = measure(model, name)
     levels = zip(geometry.expert_bytes, stored_bytes, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine.virtual.draft_stage import DraftStage
+from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, matching_layers

@@ -108,6 +108,14 @@ class ExpertLoader:
             self._move_rest(model, layers, device, [RamTier(host)])
         self.parameters = [expert_parameters(layer.experts) for layer in layers]
 
+    def copy_of(self, layer: int) -> dict[str, Tensor]:
+        """Return a copy of a layer's experts [experts, ...] in host memory, as they are stored."""
+        found = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in self.parameters[layer].items()}
+        for expert in range(len(next(iter(found.values())))):
+            target = {name: stacked[expert] for name, stacked in found.items()}
+            self.tiers[0].fill(layer, expert, target)
+        return found
+
     def _encoding(self) -> AbstractContextManager[None]:
         if self.codecs is None:
             return nullcontext()

@@ -1,0 +1,163 @@
+"""Speculative decoding on the wall clock: greedy decoding's tokens, a draft that really works."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.model.wall import assemble
+from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.records.event import PREFILL
+from tests.harness import make_instance
+from tests.model.speculative.drafts import STOP, generated, prompts
+
+FEW = {**STOP, "max_gen_toks": 8}
+
+
+class Late(SlotPools):
+    """Each transfer takes a random time more."""
+
+    random = random.Random(0)
+
+    def begin(self, transfer: Transfer) -> object:
+        time.sleep(self.random.choice((0.0, 0.0, 0.0002, 0.001)))
+        return super().begin(transfer)
+
+
+def asked(count: int) -> list[Any]:
+    texts = enumerate(prompts(count))
+    return [make_instance("generate_until", "gen", i, text, FEW) for i, text in texts]
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[MoECacheSpecLM]:
+    before = assemble.SlotPools
+    assemble.SlotPools = Late  # type: ignore[misc]
+    try:
+        made = MoECacheSpecLM(
+            pretrained="tiny",
+            device="cpu",
+            dtype="float32",
+            clock="wall",
+            draft="tiny",
+            policy="sp_moe",
+        )
+        yield made
+        made.wrapped.unwrap()
+    finally:
+        assemble.SlotPools = before  # type: ignore[misc]
+
+
+def install(lm: MoECacheSpecLM, **ours: Any) -> MoECacheSpecLM:
+    given = {"clock": "wall", "policy": "sp_moe", "capacity": "25%", **ours}
+    lm.install(read_config(given, speculative=True))
+    return lm
+
+
+@pytest.fixture(scope="module")
+def expected(plain: MoECacheLM) -> list[list[int]]:
+    return generated(plain, asked(2))
+
+
+def test_the_tokens_are_those_of_greedy_decoding_twenty_times_over(
+    lm: MoECacheSpecLM, expected: list[list[int]]
+) -> None:
+    policies = ("sp_moe", "sp_moe_vanilla", "specmd", "on_demand")
+    drafts = ("tiny", "self:int4")
+    found = {policy: 0 for policy in policies}
+    for repetition in range(20):
+        Late.random = random.Random(repetition)
+        policy = policies[repetition % 4]
+        cutoff = {"prefetch.cutoff": 8} if policy.startswith("sp_moe") else {}
+        draft = drafts[repetition // 4 % 2]
+        capacity = ("25%", "50%")[repetition // 8 % 2]
+        install(
+            lm,
+            policy=policy,
+            draft=draft,
+            draft_tokens=1 + repetition % 3,
+            capacity=capacity,
+            **cutoff,
+        )
+        assert generated(lm, asked(2)) == expected, repetition
+        lm.engine.check_integrity()
+        passes = lm.engine.ledger.passes
+        assert sum(p.drafted for p in passes) > 0
+        assert all(0 < p.draft_s < p.duration_s for p in passes if p.drafted)
+        found[policy] += sum(p.prefetch_hits for p in passes)
+    assert found["sp_moe"] > 0 and found["sp_moe_vanilla"] > 0 and found["specmd"] > 0
+    assert found["on_demand"] == 0
+
+
+def test_what_is_repeated_from_the_prompt_drafts_too(
+    lm: MoECacheSpecLM, expected: list[list[int]]
+) -> None:
+    install(lm, policy="on_demand", draft="prompt_lookup", draft_tokens=3)
+    assert generated(lm, asked(2)) == expected
+    lm.engine.check_integrity()
+
+
+def test_prefetches_move_while_the_draft_drafts(lm: MoECacheSpecLM) -> None:
+    """With all of a pass foretold and nothing else loaded, its experts are there before it."""
+    install(lm, draft="tiny", draft_tokens=1, capacity="100%", **{"prefetch.cutoff": 8})
+    lm.generate_until(asked(1), disable_tqdm=True)
+    later = [p for p in lm.engine.ledger.passes if p.phase != PREFILL]
+    assert sum(p.prefetch_hits for p in later) > 0
+    # The draft is the model: what it foretells is right but for one layer's change of input.
+    right = sum(p.predicted_right for p in later) / sum(p.predicted for p in later)
+    assert right > 0.5
+
+
+def test_vanilla_waits_for_each_layers_loads(lm: MoECacheSpecLM) -> None:
+    stalls = {}
+    for policy in ("sp_moe", "sp_moe_vanilla"):
+        install(lm, policy=policy, draft="tiny", bandwidth="20MB/s", **{"prefetch.cutoff": 8})
+        lm.generate_until(asked(1), disable_tqdm=True)
+        later = [p for p in lm.engine.ledger.passes if p.drafted]
+        stalls[policy] = sum(p.draft_s for p in later) / len(later)
+    assert stalls["sp_moe_vanilla"] > 1.5 * stalls["sp_moe"]
+
+
+def test_the_cutoff_is_solved_by_measured_times(lm: MoECacheSpecLM) -> None:
+    install(lm, draft="tiny", bandwidth="1MB/s")
+    cutoff = lm.report()["draft"]["cutoff"]
+    size = lm.engine.geometry.expert_bytes[0][0]
+    assert cutoff["load_layer_ms"][0] >= 8 * size / 1e6 * 1000 * 0.99
+    assert cutoff["draft_layer_ms"] > 0 and cutoff["memory_bytes"] > 2**30
+    assert cutoff["asked"] == "auto" and cutoff["used"] == cutoff["answer"] == 0
+    assert not lm.engine.pools[0].loads and not lm.engine.ledger.passes
+    install(lm, draft="tiny", bandwidth="100GB/s", capacity="100%")
+    assert lm.engine.link.bytes_moved == 0
+    lm.generate_until(asked(1), disable_tqdm=True)
+    lm.engine.check_integrity()
+
+
+def test_a_draft_of_the_targets_weights_is_the_virtual_clocks(lm: MoECacheSpecLM) -> None:
+    """Its experts are read from the store, not from the model, and rounded the same."""
+    install(lm, draft="self:int2", draft_tokens=2, policy="on_demand")
+    generated(lm, asked(2))
+    ours = [(p.drafted, p.accepted) for p in lm.engine.ledger.passes]
+    virtual = MoECacheSpecLM(
+        pretrained="tiny",
+        device="cpu",
+        dtype="float32",
+        draft="self:int2",
+        draft_tokens=2,
+        policy="on_demand",
+    )
+    generated(virtual, asked(2))
+    assert [(p.drafted, p.accepted) for p in virtual.engine.ledger.passes] == ours
+
+
+def test_a_run_leaves_no_thread(lm: MoECacheSpecLM) -> None:
+    install(lm, draft="tiny")
+    assert len([t for t in threading.enumerate() if t.name == "moecache-link"]) == 1
