@@ -54,6 +54,8 @@ class Run:
     subtasks: Mapping[str, list[str]]
     samples: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """Task -> `metric,filter` -> doc_id -> score; empty for lm-eval's own files."""
+    speed: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """Task -> metric -> doc_id -> figure of that document; empty for records that keep none."""
     environment: Mapping[str, Any]
     """When, how long and on what machine; empty for lm-eval's own files."""
 
@@ -164,9 +166,24 @@ def _run(data: Any, path: Path) -> Run | None:
         results=data["results"],
         higher_is_better={k: v or {} for k, v in found.higher_is_better.items()},
         subtasks={k: v for k, v in found.group_subtasks.items() if v},
-        samples=data.get("scores", {}),
+        samples=_part(found.scores, speed=False),
+        speed=_part(found.scores, speed=True),
         environment=data.get("environment", {}),
     )
+
+
+def _part(scores: Mapping[str, Mapping[str, Any]], *, speed: bool) -> dict[str, dict[str, Any]]:
+    """Return the scores of a record's documents, or their figures of speed (without the filter)."""
+    end = f",{SPEED_FILTER}"
+    found = {
+        task: {
+            key.removesuffix(end) if speed else key: values
+            for key, values in metrics.items()
+            if key.endswith(end) == speed
+        }
+        for task, metrics in scores.items()
+    }
+    return {task: metrics for task, metrics in found.items() if metrics}
 
 
 def _renamed(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -141,3 +141,18 @@ def wilson_interval(successes: int, trials: int, *, z: float = 1.959964) -> tupl
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     whole = 1 + z * z / trials
     return max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole)
+
+
+def paired_share_interval(new: Floats, old: Floats, *, z: float = 1.959964) -> tuple[float, float]:
+    """Return the 95% interval of a difference of two shares over the same samples.
+
+    Right and wrong answers as 1 and 0. The Wald interval with half a sample added to each of the
+    four kinds of pairs: it keeps its level with few changes, or none (Agresti and Min 2005).
+    """
+    if new.shape != old.shape or not new.size:
+        raise ValueError(f"{new.size} and {old.size} answers are no pairs.")
+    won, lost = int(np.sum(new > old)), int(np.sum(new < old))
+    size = new.size + 2
+    middle = (won - lost) / size
+    spread = z * math.sqrt(max(0.0, won + lost + 1 - (won - lost) ** 2 / size)) / size
+    return middle - spread, middle + spread

@@ -17,6 +17,7 @@ from unittest import mock
 import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
+from lm_eval_moecache.harness.evaluation import SAMPLE_KEY
 from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.report.results import SPEED_FILTER
@@ -26,6 +27,8 @@ from lm_eval_moecache.sweep.spec import Cell
 # of a bootstrapped metric (BLEU, medians) within about 2%. Means have a closed form.
 BOOTSTRAP_DRAWS = 1000
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
+#: Figures kept of each document, for paired comparisons of speed.
+KEPT_SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate", "collision_miss_rate")
 # What of lm-eval's own `config` is a function of the configuration, and not of the machine.
 _KEPT_CONFIG = (
     "model_num_parameters model_dtype model_revision model_sha limit bootstrap_iters "
@@ -96,19 +99,30 @@ def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
 def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Keep of each sample what a paired comparison needs: `metric,filter` -> doc_id -> score.
 
-    A perplexity's per-sample value is a pair (log-likelihood, words), kept as such. Speed figures
-    are left out: they stand in `config.moecache`.
+    A perplexity's per-sample value is a pair (log-likelihood, words), kept as such. Of the speed
+    of each document what experiments compare is kept, to six digits.
     """
     kept: dict[str, dict[str, Any]] = {}
     for sample in samples:
-        if sample["filter"] == SPEED_FILTER:
-            continue
-        for metric in sample["metrics"]:
-            value = _plain(sample[metric])
+        figures = sample.get(SAMPLE_KEY, {})
+        found = {
+            f"{name},{SPEED_FILTER}": six_digits(figures[name])
+            for name in KEPT_SPEED
+            if name in figures
+        }
+        if sample["filter"] != SPEED_FILTER:
+            found |= {
+                f"{name},{sample['filter']}": _plain(sample[name]) for name in sample["metrics"]
+            }
+        for key, value in found.items():
             if value is not None:
-                by_doc = kept.setdefault(f"{metric},{sample['filter']}", {})
-                by_doc[str(sample["doc_id"])] = value
+                kept.setdefault(key, {})[str(sample["doc_id"])] = value
     return kept
+
+
+def six_digits(value: float) -> float:
+    """Round: the last digits of a mean are noise, and half of a record's size."""
+    return float(f"{value:.6g}")
 
 
 def _plain(value: Any) -> Any:

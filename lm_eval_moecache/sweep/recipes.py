@@ -85,8 +85,15 @@ def fit(found: Found, pretrained: str, limit: int | float | None) -> Recipe:
         sweep["base"] = {"pretrained": pretrained, **sweep.get("base", {}), **own}
         sweep.setdefault("title", recipe.title)
         if limit is not None:
-            sweep["limit"] = limit
+            data["sweep"] = {**_without_limits(sweep), "limit": limit}
     return check(Recipe, {**data, "like": None}, f"recipe {found.name}")
+
+
+def _without_limits(value: Any) -> Any:
+    """Leave out the limits of single runs and grids: the one that is asked for holds for all."""
+    if isinstance(value, Mapping):
+        return {k: _without_limits(v) for k, v in value.items() if k != "limit"}
+    return [_without_limits(item) for item in value] if isinstance(value, list) else value
 
 
 def _filled(value: Any, geometry: Geometry) -> Any:

@@ -16,7 +16,7 @@ from lm_eval_moecache.harness.tasks import Figures, mean_figures
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.results import SPEED_FILTER
-from lm_eval_moecache.sweep.evaluation import BOOTSTRAP_DRAWS, loadable
+from lm_eval_moecache.sweep.evaluation import BOOTSTRAP_DRAWS, KEPT_SPEED, loadable, six_digits
 from lm_eval_moecache.sweep.spec import Cell
 
 _SUFFIX = f",{SPEED_FILTER}"
@@ -36,13 +36,15 @@ def replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell:
         names = [key for key in row if key.endswith(_SUFFIX)]
         if not names:
             continue
-        found = _task_row(figures)
+        documents = _by_document(figures)
+        found = _task_row(documents)
         if list(found) != names:
             raise ValueError(
                 f"task {task}: the recorded run has the speed figures {', '.join(names)}, this "
                 f"cell has {', '.join(found)}. Run it with `moecache sweep --live`."
             )
         row.update(found)
+        kept["scores"].setdefault(task, {}).update(_document_scores(documents))
     for name, group in _groups(cell.tasks, cell.include_path).items():
         aggregated = group.aggregate(results)
         for shown in (results.get(name), kept.get("groups", {}).get(name)):
@@ -61,14 +63,32 @@ def _by_task(requests: Iterable[RequestRecord]) -> dict[str, dict[tuple[int, int
     return found
 
 
-def _task_row(figures: Mapping[tuple[int, int], Figures]) -> dict[str, Any]:
-    """Aggregate as lm-eval does: over documents, each with the mean of its requests."""
+def _by_document(figures: Mapping[tuple[int, int], Figures]) -> dict[int, dict[str, float]]:
+    """Return each document's figures: the mean of its requests', as lm-eval has it."""
     documents: dict[int, list[Figures]] = {}
     for (document, _), found in sorted(figures.items(), key=lambda item: item[0]):
         documents.setdefault(document, []).append(found)
+    return {document: mean_figures(found) for document, found in documents.items()}
+
+
+def _document_scores(documents: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return what `evaluation.scores` keeps of the speed of a live run's documents."""
+    return {
+        name + _SUFFIX: {
+            str(document): six_digits(found[name])
+            for document, found in documents.items()
+            if name in found
+        }
+        for name in KEPT_SPEED
+        if any(name in found for found in documents.values())
+    }
+
+
+def _task_row(documents: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Aggregate as lm-eval does, over documents."""
     values: dict[str, list[float]] = {}
-    for of_document in documents.values():
-        for name, value in mean_figures(of_document).items():
+    for found in documents.values():
+        for name, value in found.items():
             values.setdefault(name, []).append(value)
     stderr = stderr_for_metric(metric=mean, bootstrap_iters=BOOTSTRAP_DRAWS)
     row: dict[str, Any] = {}

@@ -1,0 +1,175 @@
+"""Answers what papers claim from the files of runs: figures, intervals, tests, verdicts, a page."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.records.files import read_json, read_yaml
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.claims import Bounds, Claim, Claims, Part
+from lm_eval_moecache.report.evidence import Samples, Shown, of_runs, show
+from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.statistics import holm
+from lm_eval_moecache.report.views import selected
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not testable here"
+IN_PART = "in part"
+VERDICTS = (HOLDS, FAILS, OPEN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A part with what it shows. `p` is that of the verdict, corrected over the claim's parts."""
+
+    part: Part
+    shown: Shown
+    p: float
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    claim: Claim
+    answers: tuple[Answer, ...]
+    verdict: str
+    told: str
+    """Which parts hold and which do not, where they differ."""
+
+
+def read_claims(path: Path) -> Claims:
+    return check(Claims, read_yaml(path, f"claims file {path.name}"), f"claims file {path.name}")
+
+
+def answer(claims: Claims, root: Path) -> list[Verdict]:
+    """Answer every claim from the runs under `root`. ValueError where a part finds no runs."""
+    return [_judged(claim, claims.alpha, root) for claim in claims.claims]
+
+
+def _judged(claim: Claim, alpha: float, root: Path) -> Verdict:
+    shown = []
+    for part in claim.parts:
+        try:
+            shown.append(measure(part, root))
+        except ValueError as error:
+            raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
+    # Two questions a part: does it lie where the claim says, or surely outside?
+    chances = [_chances(each, part.expect) for each, part in zip(shown, claim.parts, strict=True)]
+    tested = [at for at, part in enumerate(claim.parts) if part.cells is None]
+    inside, outside = ([pair[side] for pair in chances] for side in (0, 1))
+    for side in (inside, outside):
+        for at, p in zip(tested, holm([side[at] for at in tested]), strict=True):
+            side[at] = p
+    answers = tuple(
+        _answered(part, each, i, o, alpha)
+        for part, each, i, o in zip(claim.parts, shown, inside, outside, strict=True)
+    )
+    verdict, told = _summed(claim, answers)
+    return Verdict(claim=claim, answers=answers, verdict=verdict, told=told)
+
+
+def _chances(shown: Shown, expect: Bounds) -> tuple[float, float]:
+    """Return the chances of this figure if the truth lay outside the bounds, and inside."""
+    inside, outside = [], []
+    if expect.above is not None:
+        inside.append(shown.p_above(expect.above))
+        outside.append(shown.p_below(expect.above))
+    if expect.below is not None:
+        inside.append(shown.p_below(expect.below))
+        outside.append(shown.p_above(expect.below))
+    return max(inside), min(1.0, min(outside) * len(outside))
+
+
+def _answered(part: Part, shown: Shown, inside: float, outside: float, alpha: float) -> Answer:
+    above = -math.inf if part.expect.above is None else part.expect.above
+    below = math.inf if part.expect.below is None else part.expect.below
+    if inside <= alpha and above < shown.low and shown.high < below:
+        return Answer(part=part, shown=shown, p=inside, verdict=HOLDS)
+    if outside <= alpha and (shown.high < above or shown.low > below):
+        return Answer(part=part, shown=shown, p=outside, verdict=FAILS)
+    return Answer(part=part, shown=shown, p=min(inside, outside), verdict=OPEN)
+
+
+def _summed(claim: Claim, answers: Sequence[Answer]) -> tuple[str, str]:
+    if claim.untestable is not None:
+        return OPEN, claim.untestable
+    counted = [each for each in answers if not each.part.aside]
+    found = {word: [a.part.what for a in counted if a.verdict == word] for word in VERDICTS}
+    present = [word for word in VERDICTS if found[word]]
+    if len(present) == 1:
+        return present[0], ""
+    return IN_PART, "; ".join(f"{word}: {', '.join(found[word])}" for word in present)
+
+
+def measure(part: Part, root: Path) -> Shown:
+    """Return what one comparison shows."""
+    if part.rows is not None:
+        return show(_of_rows(part, root), part.form)
+    if part.cells is not None:
+        return show(_of_cells(part, root), part.form)
+    assert part.runs is not None, "a part without a source"
+    runs = _runs(str(root / part.runs))
+    new = _one(runs, part.where)
+    old = None if part.versus is None else _one(runs, {**part.where, **part.versus})
+    data = of_runs(new, old, part.metric, part.task)
+    if data.kind == "answers" and part.form == "ratio":
+        raise ValueError("answers are compared by their difference.")
+    if data.kind == "texts" and part.form != "ratio":
+        raise ValueError("perplexities are compared by their ratio.")
+    return show(data, part.form)
+
+
+@lru_cache(maxsize=64)
+def _runs(folder: str) -> list[Run]:
+    return load_runs(Path(folder))
+
+
+def _one(runs: Sequence[Run], where: Mapping[str, Any]) -> Run:
+    found = [run for run in runs if selected(run, where)]
+    if len(found) != 1:
+        names = ", ".join(run.run_id for run in found[:3]) or "none"
+        raise ValueError(f"{dict(where)} picks {len(found)} runs: {names}.")
+    return found[0]
+
+
+def _of_rows(part: Part, root: Path) -> Samples:
+    assert part.rows is not None, "a part without rows"
+    rows = read_json(root / part.rows.file, part.rows.file)["rows"]
+    names = [part.rows.new, *([part.rows.old] if part.rows.old else [])]
+    kept = [row for row in rows if all(isinstance(row.get(n), int | float) for n in names)]
+    columns = [np.asarray([float(row[name]) for row in kept]) for name in names]
+    old = columns[1] if part.rows.old else np.empty(0)
+    return Samples(kind="figures", new=columns[0], old=old, unit=part.rows.unit)
+
+
+def _of_cells(part: Part, root: Path) -> Samples:
+    """Return a metric by trace: cells of real routing have no documents."""
+    assert part.cells is not None, "a part without cells"
+    cells = _cells(str(root / part.cells))
+    sides = [part.where, {**part.where, **(part.versus or {})}]
+    found = [
+        {cell["cell"]["trace"]: float(cell[part.metric]) for cell in cells if _is(cell, side)}
+        for side in sides
+    ]
+    traces = [name for name in found[0] if name in found[1]]
+    new, old = (np.asarray([side[name] for name in traces]) for side in found)
+    old = np.empty(0) if part.versus is None else old
+    return Samples(kind="traces", new=new, old=old, unit="traces")
+
+
+@lru_cache(maxsize=4)
+def _cells(path: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(Path(path).read_bytes()))
+    return found
+
+
+def _is(cell: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    return all(cell["cell"].get(key) == value for key, value in where.items())

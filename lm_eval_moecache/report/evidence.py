@@ -1,0 +1,191 @@
+"""What a comparison of two runs shows: a figure, its interval and a test, over shared documents.
+
+The samples are documents (of right-or-wrong answers, of texts, of times), or whatever an analysis
+has a row for. A figure is a ratio of means, a difference of means, or a mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.report.columns import find_score
+from lm_eval_moecache.report.results import Run
+from lm_eval_moecache.report.statistics import (
+    bootstrap_interval,
+    paired_share_interval,
+    sign_flip_test,
+    sign_test,
+    z_test,
+)
+
+Floats = npt.NDArray[np.float64]
+Form = Literal["ratio", "difference", "value"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Paired samples. `answers`: right or wrong; `texts`: log-likelihoods with token counts.
+
+    `traces` are single replays, too few for a test. `old` is empty for the mean of one run.
+    """
+
+    kind: Literal["figures", "answers", "texts", "traces"]
+    new: Floats
+    old: Floats
+    unit: str
+    tokens: Floats | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """A figure with its 95% interval, and the chances by which it could be beyond a bound.
+
+    Of traces: the range over them, and chances of 0 or 1, which say whether all lie beyond it.
+    """
+
+    figure: float
+    low: float
+    high: float
+    samples: Samples
+    form: Form
+
+    def p_above(self, bound: float) -> float:
+        """Return the chance of a figure as high as this if the truth were `bound`."""
+        return self._p(bound, 1.0)
+
+    def p_below(self, bound: float) -> float:
+        return self._p(bound, -1.0)
+
+    @property
+    def by(self) -> str:
+        kind = self.samples.kind
+        if kind == "answers":
+            won = int(np.sum(self.samples.new > self.samples.old))
+            lost = int(np.sum(self.samples.new < self.samples.old))
+            return f"McNemar, {lost} lost and {won} won of {self.samples.new.size}"
+        if kind == "traces":
+            return f"all of {self.samples.new.size} traces"
+        return f"sign flips over {self.samples.new.size} {self.samples.unit}"
+
+    def _p(self, bound: float, sign: float) -> float:
+        data = self.samples
+        if data.kind == "traces":
+            nearest = self.low if sign > 0 else self.high
+            return 0.0 if sign * (nearest - bound) > 0 else 1.0
+        if data.kind == "answers" and not bound:
+            won, lost = int(np.sum(data.new > data.old)), int(np.sum(data.new < data.old))
+            # sign_test asks for losses: a figure above 0 has more won than lost.
+            return sign_test(lost, won) if sign > 0 else sign_test(won, lost)
+        if data.kind == "answers":
+            stderr = (self.high - self.low) / (2 * 1.959964)
+            return z_test(sign * (self.figure - bound), stderr)
+        return sign_flip_test(list(sign * _beyond(data, bound, self.form)))
+
+
+def _beyond(data: Samples, bound: float, form: Form) -> Floats:
+    """Return per sample how far it lies beyond the bound; their mean is 0 at the bound."""
+    if data.kind == "texts":
+        assert data.tokens is not None, "texts without tokens"
+        return data.old - data.new - math.log(bound) * data.tokens
+    if form == "ratio":
+        return data.new - bound * data.old
+    return data.new - (data.old if data.old.size else 0.0) - bound
+
+
+def show(data: Samples, form: Form) -> Shown:
+    """Return the figure of these samples with its interval. ValueError for fewer than two."""
+    if data.kind == "answers":
+        low, high = paired_share_interval(data.new, data.old)
+        figure = float(np.mean(data.new) - np.mean(data.old))
+        return Shown(figure=figure, low=low, high=high, samples=data, form="difference")
+    if data.kind == "traces":
+        each = _by_trace(data, form)
+        mean, low, high = float(each.mean()), float(each.min()), float(each.max())
+        return Shown(figure=mean, low=low, high=high, samples=data, form=form)
+
+    def statistic(chosen: Floats) -> Floats:
+        at = chosen.astype(np.int64)
+        new = data.new[at]
+        if data.kind == "texts":
+            assert data.tokens is not None, "texts without tokens"
+            lost = (data.old[at] - new).sum(axis=-1)
+            return np.asarray(np.exp(lost / data.tokens[at].sum(axis=-1)))
+        mean = new.mean(axis=-1)
+        if form == "value":
+            return np.asarray(mean)
+        old = data.old[at].mean(axis=-1)
+        return np.asarray(mean / old if form == "ratio" else mean - old)
+
+    places = np.arange(data.new.size, dtype=np.float64)
+    low, high = bootstrap_interval(places.tolist(), statistic=statistic)
+    figure = float(statistic(places[None, :])[0])
+    return Shown(figure=figure, low=low, high=high, samples=data, form=form)
+
+
+def _by_trace(data: Samples, form: Form) -> Floats:
+    if form == "ratio":
+        return data.new / data.old
+    return data.new - data.old if form == "difference" else data.new
+
+
+def of_runs(new: Run, old: Run | None, metric: str, task: str | None) -> Samples:
+    """Return the samples of a metric over the documents that both runs have.
+
+    A metric of speed, else a task (or `task:metric`) whose answers or texts are compared. Raises
+    ValueError where the records do not hold it.
+    """
+    task = task or _only_task(new)
+    runs = [new] if old is None else [new, old]
+    speed = [run.speed.get(task, {}).get(metric) for run in runs]
+    if all(each is not None for each in speed):
+        return _paired("figures", speed)
+    score = find_score(new, metric)
+    if score is None:
+        raise ValueError(f"{new.run_id}: no document has {metric!r} in task {task!r}.")
+    task = metric.partition(":")[0]
+    found = [run.samples.get(task, {}).get(score.key, {}) for run in runs]
+    if isinstance(next(iter(found[0].values()), None), list):
+        return _texts(found, _tokens_per_word(new, task, found[0]))
+    return _paired("answers" if old is not None else "figures", found)
+
+
+def _only_task(run: Run) -> str:
+    if len(run.tasks) != 1:
+        raise ValueError(f"{run.run_id} has several tasks: the part has to name its `task`.")
+    return run.tasks[0]
+
+
+def _paired(kind: Any, found: Sequence[Mapping[str, Any] | None]) -> Samples:
+    sides = [each or {} for each in found]
+    documents = [doc for doc in sides[0] if all(doc in side for side in sides)]
+    values = [np.asarray([float(side[doc]) for doc in documents]) for side in sides]
+    old = values[1] if len(values) > 1 else np.empty(0)
+    return Samples(kind=kind, new=values[0], old=old, unit="documents")
+
+
+def _texts(found: Sequence[Mapping[str, Any]], per_word: float) -> Samples:
+    if len(found) == 1:
+        raise ValueError("a perplexity is compared with another run's: `versus` is missing.")
+    new, old = found
+    documents = [doc for doc in new if doc in old]
+    return Samples(
+        kind="texts",
+        new=np.asarray([float(new[doc][0]) for doc in documents]),
+        old=np.asarray([float(old[doc][0]) for doc in documents]),
+        unit="documents",
+        tokens=np.asarray([new[doc][1] * per_word for doc in documents]),
+    )
+
+
+def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
+    """Papers tell perplexity by token; the records count words, and all tokens read."""
+    figures = run.moecache["tasks"][task]
+    throughput = figures["total_token_throughput"] / figures["request_throughput"]
+    words = sum(pair[1] for pair in texts.values())
+    return float(throughput * figures["requests"] / words)

@@ -1,0 +1,175 @@
+"""What comparisons show, and which verdicts on claims follow: on records whose answer is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.claims import FAILS, HOLDS, IN_PART, OPEN, answer, read_claims
+from lm_eval_moecache.report.evidence import Samples, show
+from lm_eval_moecache.report.statistics import paired_share_interval
+from tests.report.runs import record
+
+DOCS = 40
+
+
+def _samples(kind: Any, new: list[float], old: list[float], **more: Any) -> Samples:
+    sides = {"new": np.asarray(new), "old": np.asarray(old)}
+    return Samples(kind=kind, **sides, unit="documents", **more)
+
+
+def test_a_ratio_of_times_has_an_interval_around_it_and_a_test_on_either_side() -> None:
+    random = np.random.default_rng(1)
+    old = random.uniform(50, 150, DOCS)
+    shown = show(
+        _samples("figures", list(old * 0.9 + random.normal(0, 1, DOCS)), list(old)), "ratio"
+    )
+    assert shown.low < 0.9 < shown.high and shown.high - shown.low < 0.02
+    assert shown.p_below(1) < 0.001 < 0.99 < shown.p_above(1)
+    assert 0.02 < shown.p_below(0.9) < 0.98
+
+
+def test_perplexities_are_told_by_token_from_log_likelihoods() -> None:
+    tokens = np.full(10, 100.0)
+    old = -np.linspace(400, 500, 10)
+    lost = np.log(1.02) * tokens
+    shown = show(_samples("texts", list(old - lost), list(old), tokens=tokens), "ratio")
+    assert shown.figure == pytest.approx(1.02) and shown.low == pytest.approx(1.02)
+    assert shown.p_above(1.01) == pytest.approx(0.5**10)
+    assert shown.p_above(1.03) == 1.0
+
+
+def test_no_changed_answer_is_no_proof_that_none_would_change() -> None:
+    """Agresti and Min: 0 of n changed leaves about 2/n open on both sides."""
+    right = np.ones(100)
+    low, high = paired_share_interval(right, right)
+    assert -low == high == pytest.approx(1.96 / 102, rel=1e-3)
+    # Worked by hand: 8 lost, 2 won of 50: -6/52 +- 1.96 sqrt(11 - 36/52) / 52.
+    new = np.asarray([1.0] * 2 + [0.0] * 8 + [1.0] * 40)
+    old = np.asarray([0.0] * 2 + [1.0] * 48)
+    low, high = paired_share_interval(new, old)
+    assert (low, high) == pytest.approx((-0.11538 - 0.12102, -0.11538 + 0.12102), abs=1e-4)
+    with pytest.raises(ValueError, match="no pairs"):
+        paired_share_interval(right, right[:2])
+
+
+def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
+    shown = show(_samples("traces", [1.0, 2.0, 3.0], [2.0, 3.0, 2.9]), "ratio")
+    assert (shown.low, shown.high) == pytest.approx((0.5, 3 / 2.9))
+    assert (shown.p_below(1), shown.p_below(1.1), shown.p_above(0.4)) == (1.0, 0.0, 0.0)
+
+
+def _folder(place: Path) -> Path:
+    """Two runs over the same documents: `new` is a tenth faster and loses 1 answer of 40."""
+    for name, factor in (("base", 1.0), ("new", 0.9)):
+        run = record(name, policy="on_demand")
+        times = {str(d): (100 + d) * factor for d in range(DOCS)}
+        answers = {str(d): 0.0 if name == "new" and d == 3 else 1.0 for d in range(DOCS)}
+        run["label"] = name
+        run["scores"] = {"quiz": {"acc,none": answers, "ttft_ms,speed": times}}
+        path = place / "runs" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run))
+    return place
+
+
+def _claims(place: Path, *parts: dict[str, Any], **more: Any) -> Path:
+    claim = {"id": "X1", "claim": "faster", "where": "paper", "regime": "toy", "why": "it is"}
+    data = {"title": "t", "about": "a", "claims": [{**claim, **more, "parts": list(parts)}]}
+    path = place / "claims.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+FASTER = {
+    "runs": "a",
+    "metric": "ttft_ms",
+    "task": "quiz",
+    "where": {"run": "new"},
+    "versus": {"run": "base"},
+}
+ANSWERS = {**FASTER, "metric": "quiz", "form": "difference"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        ([{**FASTER, "what": "x", "expect": {"below": 1}}], HOLDS),
+        ([{**FASTER, "what": "x", "expect": {"above": 1}}], FAILS),
+        ([{**FASTER, "what": "x", "expect": {"above": 0.95, "below": 1.05}}], FAILS),
+        # One answer of forty: neither shown to be lost nor to be kept.
+        ([{**ANSWERS, "what": "x", "expect": {"below": 0}}], OPEN),
+        ([{**ANSWERS, "what": "x", "expect": {"above": -0.01}}], OPEN),
+        ([{**ANSWERS, "what": "x", "expect": {"above": -0.2}}], HOLDS),
+        (
+            [
+                {**FASTER, "what": "x", "expect": {"below": 1}},
+                {**FASTER, "what": "y", "expect": {"below": 0.8}},
+            ],
+            IN_PART,
+        ),
+        (
+            [
+                {**FASTER, "what": "x", "expect": {"below": 1}},
+                {**FASTER, "what": "y", "expect": {"below": 0.8}, "aside": True},
+            ],
+            HOLDS,
+        ),
+    ],
+)
+def test_verdicts_follow_from_interval_and_test(
+    tmp_path: Path, parts: list[dict[str, Any]], verdict: str
+) -> None:
+    _folder(tmp_path / "a")
+    path = _claims(tmp_path, *parts)
+    [found] = answer(read_claims(path), tmp_path)
+    assert found.verdict == verdict
+    assert (verdict == IN_PART) == bool(found.told)
+
+
+def test_holm_corrects_over_the_parts_of_a_claim(tmp_path: Path) -> None:
+    _folder(tmp_path / "a")
+    part = {**ANSWERS, "what": "x", "expect": {"below": 0}}
+    [alone] = answer(read_claims(_claims(tmp_path, part)), tmp_path)
+    [both] = answer(read_claims(_claims(tmp_path, part, {**part, "what": "y"})), tmp_path)
+    assert both.answers[0].p == min(1.0, 2 * alone.answers[0].p)
+
+
+def test_the_command_writes_the_page_and_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _folder(tmp_path / "a")
+    cells = [
+        {"cell": {"trace": name, "eviction": rule}, "miss_rate": rate}
+        for name, rates in (("one", (0.2, 0.4)), ("two", (0.3, 0.5)))
+        for rule, rate in zip(("good", "lru"), rates, strict=True)
+    ]
+    (tmp_path / "cells.json.gz").write_bytes(gzip.compress(json.dumps(cells).encode()))
+    traces = {
+        **{"what": "on traces", "cells": "cells.json.gz", "where": {"eviction": "good"}},
+        **{"versus": {"eviction": "lru"}, "expect": {"below": 1}, "aside": True},
+    }
+    path = _claims(tmp_path, {**FASTER, "what": "first token", "expect": {"below": 1}}, traces)
+    assert main(["claims", str(path), "--write"]) == 0
+    text = (tmp_path / "CLAIMS.md").read_text()
+    assert "**holds**" in text and "| first token | 0.9000 | 0.9000 to 0.9000 |" in text
+    assert "| *on traces* | 0.5500 | 0.5000 to 0.6000 |" in text
+    capsys.readouterr()
+    assert main(["claims", str(path), "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)["claims"]
+    assert told["verdict"] == HOLDS and told["parts"][0]["figure"] == pytest.approx(0.9)
+    wrong = _claims(
+        tmp_path, {**FASTER, "what": "x", "expect": {"below": 1}, "where": {"run": "?"}}
+    )
+    assert main(["claims", str(wrong)]) == 2
+    assert "claim X1, 'x': {'run': '?'} picks 0 runs: none." in capsys.readouterr().err
+    _claims(tmp_path, {"what": "x", "expect": {"below": 1}})
+    assert main(["claims", str(path)]) == 2
+    assert "one of `runs`, `rows` and `cells`" in capsys.readouterr().err
