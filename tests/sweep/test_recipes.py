@@ -52,9 +52,17 @@ def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint
     folder = str(checkpoint("mixtral"))
     recipe = fit(load_recipe("buddymoe/table_2"), folder, None)
     assert recipe.sweep["base"]["capacity"] == "6/layer"
-    assert "bandwidth" not in recipe.sweep["base"]
-    assert recipe.sweep["tasks"] == ["arc_easy", "arc_challenge", "gsm8k"]
+    assert "emulate" not in recipe.sweep["base"]
+    tasks = [axes["tasks"] for axes in recipe.sweep["grid"]]
+    assert tasks == [["arc_easy"], ["wikitext"], ["gsm8k"]]
     assert recipe.said[0].ours is not None and recipe.said[0].ours.metric == "arc_easy"
+
+
+def test_a_limit_that_is_asked_for_holds_for_every_cell(tmp_path: Path) -> None:
+    recipe = fit(load_recipe("buddymoe/table_2"), "tiny", 3)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(recipe.sweep))
+    assert {cell.options["limit"] for cell in read_sweep(path).cells()} == {3}
 
 
 def test_a_figure_is_remade_with_the_papers_numbers_beside_ours(
