@@ -10,7 +10,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
@@ -90,6 +90,16 @@ def import_class(axis: str, class_path: str) -> type[Any]:
     return found
 
 
+@lru_cache(maxsize=256)
+def _code_of(source: str) -> str:
+    """Return a module's code without its words."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = [*node.body[1:], ast.Pass()]
+    return ast.unparse(tree)
+
+
 def source_digest(algorithm: type[Any]) -> str:
     """Identify the code of an algorithm: its module and those of the classes it is made of.
 
@@ -100,14 +110,11 @@ def source_digest(algorithm: type[Any]) -> str:
         if part.__module__ in ("builtins", "abc", "typing") or part.__name__ in BASES.values():
             continue
         try:
-            tree = ast.parse(inspect.getsource(sys.modules[part.__module__]))
+            source = inspect.getsource(sys.modules[part.__module__])
         except (OSError, TypeError):  # of a notebook: its name is all there is
             digest.update(part.__qualname__.encode())
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                node.body = [*node.body[1:], ast.Pass()]
-        digest.update(ast.unparse(tree).encode())
+        digest.update(_code_of(source).encode())
     return digest.hexdigest()[:16]
 
 

@@ -33,6 +33,7 @@ def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
     }
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:

@@ -45,10 +45,11 @@ def replayed(planned: Planned, folder: Path) -> tuple[dict[str, Any], str]:
     )
     engine.check_integrity()
     requests = engine.ledger.requests
-    kept: dict[str, Any] = json.loads(shared)["kept"]
+    recorded: dict[str, Any] = json.loads(shared)
+    kept: dict[str, Any] = recorded["kept"]
     kept["config"]["moecache"] = run_report(engine, config, requests, engine.peak_cache_bytes)
     replace_speed(kept, requests, planned.cell)
-    return kept, json.loads(shared)["run_id"]
+    return kept, recorded["run_id"]
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ no draw: its test rows are the pages in held_out/.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
@@ -22,11 +23,14 @@ PAGES: Path = Path(__file__).parent / "held_out" / "pages.jsonl"
 
 
 def _rows(task: str, seed: int, num_documents: int) -> dict[str, Dataset]:
-    names = ASKED[task]
-    return {
-        split: Dataset.from_list([dict(p.row) for p in distinct(names, num_documents, seed, split)])
-        for split in SPLITS
-    }
+    return {split: _split(task, seed, num_documents, split) for split in SPLITS}
+
+
+@lru_cache(maxsize=32)
+def _split(task: str, seed: int, num_documents: int, split: Split) -> Dataset:
+    """Drawn once in a process, which a sweep asks for them with every run; nobody changes them."""
+    drawn = distinct(ASKED[task], num_documents, seed, split)
+    return Dataset.from_list([dict(problem.row) for problem in drawn])
 
 
 def gsm8k(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, fields
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, create_model
@@ -16,6 +17,7 @@ INFINITE = ("peak_flops", "memory_bytes_per_s")
 leave nothing to measure."""
 
 
+@cache
 def hardware_schema(record: type[Any]) -> type[BaseModel]:
     """Return the schema of the profile's record: its fields are the file's, named once."""
     found: dict[str, Any] = {}
