@@ -1,11 +1,13 @@
 """Measures traces of a generated run: bytes a token by what is kept, and the memory of a replay.
 
-    python benchmarks/trace.py [--tokens 2000] [--requests 0]
+    python benchmarks/trace.py [--tokens 2000] [--requests 0] [--kept sweep]
 
 16 MoE layers of 64 experts, 8 a token, routing that repeats itself like real models' (half of a
-token's experts are the last one's). `--requests 5000000` writes a trace of so many expert requests,
-with the proposals of one prefetcher, and replays it in a process of its own: its peak resident
-memory is printed.
+token's experts are the last one's); gates that ask ahead are right about seven of eight; weights
+are rounded to bfloat16, as a router of that dtype gives them. `routing`, `lossless` and `all` are
+what `trace_keep=` says, `sweep` is what a sweep of cells with one prefetcher records. `--requests
+5000000` writes a trace of so many expert requests, keeping `--kept`, and replays it in a process of
+its own: its peak resident memory is printed.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
-from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.recording import detail_of
+from lm_eval_moecache.records.arrays import FloatArray, softmax
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -44,6 +49,7 @@ GEOMETRY = Geometry(
     dense_bytes=(16_777_216,) * LAYERS,
 )
 POLICY = load_policy("mixtral_offloading")
+KINDS = ("routing", "sweep", "lossless", "all")
 TEXT = 256
 """Tokens of a request: a quarter is read at once, the others are decoded."""
 
@@ -57,14 +63,22 @@ def logits_of(num_tokens: int) -> Iterator[FloatArray]:
         yield (1.5 * lasting).astype(np.float16).astype(np.float32)
 
 
+def prefetchers(kept: str) -> dict[str, Any]:
+    """Return the prefetchers whose proposals are kept, by what a trace calls them."""
+    config = read_config({"policy": POLICY.name, "trace": ".", "trace_keep": "lossless"})
+    every = [choice for choice, _ in detail_of(config).onlookers]
+    chosen = {"sweep": [POLICY.prefetch], "lossless": every}.get(kept, [])
+    return {identity(choice, 0, ""): choice.build(GEOMETRY, 0) for choice in chosen}
+
+
 def write(folder: Path, num_tokens: int, kept: str) -> Path:
-    """Record the run, keeping the `experts`, the `proposals` too, or `all` that a trace can."""
-    choice = identity(POLICY.prefetch, 0, "")
+    """Record the run, keeping `routing`, `sweep`, `lossless` or `all`."""
+    looking = prefetchers(kept)
     header = Header(
         geometry=GEOMETRY,
         seed=0,
         predicted_depth=1 if kept == "all" else 0,
-        proposals=(choice,) if kept == "proposals" else (),
+        proposals=tuple(looking),
         has_logits=kept == "all",
     )
     writer = TraceWriter(folder, kept, header)
@@ -77,7 +91,10 @@ def write(folder: Path, num_tokens: int, kept: str) -> Path:
         batch = np.stack(prompt, axis=1)
         prompt = []
         first = place % TEXT + 1 - batch.shape[1]
-        write_pass(writer, pass_index, batch, place // TEXT, first, kept)
+        tokens = np.arange(first, first + batch.shape[1])
+        owners = np.full(len(tokens), place // TEXT)
+        writer.begin_pass(pass_index, PREFILL if first == 0 else DECODE, owners, tokens)
+        write_pass(writer, pass_index, batch, kept, list(looking.values()))
         pass_index += 1
     path = writer.close()
     assert path is not None, "no token was written"
@@ -85,37 +102,34 @@ def write(folder: Path, num_tokens: int, kept: str) -> Path:
 
 
 def write_pass(
-    writer: TraceWriter, index: int, batch: FloatArray, request: int, first: int, kept: str
+    writer: TraceWriter, index: int, batch: FloatArray, kept: str, looking: list[Any]
 ) -> None:
     """Write one pass: `batch` is [layers, tokens, experts]."""
     num_tokens = batch.shape[1]
-    tokens: IntArray = np.arange(first, first + num_tokens)
-    phase = PREFILL if first == 0 else DECODE
-    writer.begin_pass(index, phase, np.full(num_tokens, request), tokens)
     chosen = np.argsort(-batch, axis=-1, kind="stable")[:, :, :TOP_K]
+    noise = 0.3 * np.random.default_rng(index).normal(size=batch.shape)
+    asked = (batch + noise).astype(np.float16).astype(np.float32)
     for layer in range(LAYERS):
         experts = chosen[layer]
-        ahead = [batch[layer + 1]] if layer + 1 < LAYERS else []
-        proposed: list[int] = []
-        if ahead and kept == "proposals":
-            # A gate that is right about seven of eight: an eighth of its picks are the next ones.
-            guess = np.unique(np.roll(chosen[layer + 1], 1, axis=-1)[:, : TOP_K - 1])
-            proposed = (guess + (layer + 1) * EXPERTS).tolist()
-        scores = np.take_along_axis(softmax(batch[layer]), experts, -1) if kept == "all" else None
+        ahead = {layer + 1: asked[layer + 1]} if layer + 1 < LAYERS else {}
+        keys = unique_in_order(layer, EXPERTS, experts)
+        event = Event(index, layer, DECODE, num_tokens, keys, experts, predicted=ahead)
+        scores = np.take_along_axis(softmax(batch[layer]), experts, -1)
+        bits = scores.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
         writer.add(
             layer,
             experts,
-            scores,
+            bits.view(np.float32) if kept in ("lossless", "all") else None,
             batch[layer] if kept == "all" else None,
-            ahead if kept == "all" else [],
-            [proposed] if kept == "proposals" else [],
+            list(ahead.values()) if kept == "all" else [],
+            [list(each.propose(event)) for each in looking],
         )
 
 
 def run(path: Path) -> None:
     """Replay with the recorded proposals, and print what it took."""
     begin = time.perf_counter()
-    trace = read_trace(path)
+    trace = read_trace(path, predicted=True)
     read_s = time.perf_counter() - begin
     setting = Setting(
         policy=POLICY,
@@ -134,19 +148,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--kept", choices=KINDS, default="sweep")
     parser.add_argument("--replay", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replay:
         run(Path(options.replay))
         return
     with tempfile.TemporaryDirectory() as name:
-        for kept in ("experts", "proposals", "all"):
+        for kept in KINDS:
             size = write(Path(name), options.tokens, kept).stat().st_size
             print(f"{kept:10s} {size / options.tokens / 1000:.3f} kB a token", flush=True)
         if options.requests:
             # A prompt's tokens share experts: counted from the decoded ones alone.
             tokens = -(-options.requests // (LAYERS * TOP_K) * 4 // 3)
-            path = write(Path(name), tokens, "proposals")
+            path = write(Path(name), tokens, options.kept)
             print(f"trace      {tokens} tokens, {path.stat().st_size / 1e6:.1f} MB", flush=True)
             subprocess.run([sys.executable, __file__, "--replay", str(path)], check=True)
 

@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.arguments import KEPT, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
@@ -201,7 +201,7 @@ def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
     given = {**chosen, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
     settings, traces = [], []
     for each in (given, {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"}):
-        lm.install(read_config({**each, "trace": str(tmp_path)}))
+        lm.install(read_config({**each, "trace": str(tmp_path), "trace_keep": "all"}))
         _run(lm)
         settings.append(lm.engine.setting)
         traces.append(load_trace(str(lm.finish_trace()), predicted=True))
@@ -261,3 +261,52 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
     given = {} if damage == "none" else {"prefetch.profile": str(path)}
     with pytest.raises(ValueError, match=message):
         check_arguments(geometry.model, {"policy": "commitmoe_prefetch", **given})
+
+
+def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
+    lm: MoECacheLM, tmp_path: Path
+) -> None:
+    """One plain run serves every composition whose prefetcher asks the gates, and says no else."""
+    traces = {}
+    for keep in KEPT:
+        given = {"policy": "on_demand", "trace": str(tmp_path / keep), "trace_keep": keep}
+        lm.install(read_config(given))
+        _run(lm)
+        path = lm.finish_trace()
+        assert path is not None
+        traces[keep] = load_trace(str(path), logits=True, predicted=True)
+    served = ["specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"]
+    for policy in served:
+        lm.install(read_config({"policy": policy, "capacity": "20%"}))
+        _run(lm)
+        assert replay(traces["lossless"], lm.engine.setting).ledger.passes == (
+            lm.engine.ledger.passes
+        )
+    plain, weighed, far, lossy = (
+        read_config({"policy": "on_demand", "capacity": "20%", **own}).setting(lm.geometry)
+        for own in (
+            {"eviction": "lfu"},
+            {"eviction": "score"},
+            {"prefetch": "next_gate", "prefetch.depth": 2},
+            {"routing": "max_rank"},
+        )
+    )
+    for trace in traces.values():
+        assert replay(trace, plain).ledger.passes == replay(traces["all"], plain).ledger.passes
+    with pytest.raises(ValueError, match=r"a row has no weights, .*trace_keep=all"):
+        replay(traces["routing"], weighed)
+    with pytest.raises(ValueError, match=r"there is no column 'predicted', .*trace_keep=all"):
+        replay(traces["lossless"], far)
+    with pytest.raises(ValueError, match=r"there is no column 'logits', .*trace_keep=all"):
+        replay(traces["lossless"], lossy)
+    with pytest.raises(ValueError, match=r"trace_keep='all' says what a trace keeps, and none is"):
+        read_config({"trace_keep": "all"})
+
+
+def test_a_lossy_runs_trace_keeps_everything(lm: MoECacheLM, tmp_path: Path) -> None:
+    """What its prefetcher saw is not what the model routed, so that no proposals serve."""
+    lm.install(read_config({"policy": "specmd_2", "capacity": "40%", "trace": str(tmp_path)}))
+    _run(lm)
+    trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+    assert trace.logits is not None and trace.predicted is not None
+    assert not trace.proposed

@@ -151,7 +151,8 @@ def _check_needs(trace: Trace, needs: Sights) -> None:
     def lacks(what: str) -> ValueError:
         return ValueError(
             f"trace {trace.name}: {what}, which an algorithm of this policy has to see. Record the "
-            "run again with trace=DIR and this policy, or choose one that does without."
+            "run again with trace=DIR and this policy, or with trace_keep=all, or choose one that "
+            "does without."
         )
 
     if needs.weights and trace.columns.weights is None:

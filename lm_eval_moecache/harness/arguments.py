@@ -34,18 +34,22 @@ from lm_eval_moecache.records.sizes import (
     parse_capacity,
 )
 from lm_eval_moecache.records.use import UseProfile
-from lm_eval_moecache.trace.detail import FULL, Detail
+from lm_eval_moecache.trace.detail import Detail
 from lm_eval_moecache.trace.use import load_use
 from lm_eval_moecache.trace.writer import prepare_folder
 
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
+LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
+"""What a trace keeps: what lossless policies ask for, with the prefetchers of the compositions;
+what any replay may ask for; or the experts alone."""
 _CHOICES = {
     "clock": ("virtual", "wall"),
     "store": ("ram", "disk"),
     "scoring": ("parallel", "scan"),
     "cache_reset": ("never", "request"),
     "link": LINKS,
+    "trace_keep": KEPT,
 }
 KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
@@ -80,8 +84,11 @@ class Config:
     cache_reset: str
     seed: int
     trace: str | None = None
-    """Folder to record a routing trace into, with what `detail` says."""
-    detail: Detail = FULL
+    """Folder to record a routing trace into."""
+    trace_keep: str = LOSSLESS
+    """What it keeps: see KEPT."""
+    detail: Detail | None = None
+    """The same, as a sweep or a search says it."""
     draft: str | None = None
     """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
     draft_tokens: int | None = None
@@ -180,7 +187,7 @@ def read_config(
         precision=precision,
         emulate=None if given.get("emulate") is None else load_real_model(str(given["emulate"])),
         warm=None if given.get("warm") is None else load_use(str(given["warm"])),
-        trace=_trace_folder(given.get("trace")),
+        trace=_trace_folder(given),
         **choices,
         **drafting,
     )
@@ -259,8 +266,14 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
     return {"draft": draft, "draft_tokens": tokens}
 
 
-def _trace_folder(folder: object) -> str | None:
+def _trace_folder(given: Mapping[str, Any]) -> str | None:
+    folder = given.get("trace")
     if folder is None:
+        if "trace_keep" in given:
+            raise ValueError(
+                f"trace_keep={given['trace_keep']!r} says what a trace keeps, and none is recorded"
+                ". Allowed: trace=DIR with it, or neither."
+            )
         return None
     if not str(folder).strip():
         raise ValueError(f"trace={folder!r} names no folder. Allowed: one; or leave trace= out.")

@@ -21,6 +21,7 @@ MEANINGS: Mapping[str, str] = {
     "phases": "all, or decode: lossy algorithms act only while decoding (default: the policy's)",
     "seed": "of algorithms that draw (default: 0)",
     "trace": "folder to record a routing trace into, for `moecache replay`",
+    "trace_keep": "lossless (default), routing (experts alone) or all (also for lossy replays)",
     "store_dir": "folder for the files of store=disk (default: ~/.cache/lm-eval-moecache)",
     "clock": "virtual, or wall: real transfers on this machine, measured (default: virtual)",
     "store": "with clock=wall: far experts lie in ram or on disk (default: ram)",

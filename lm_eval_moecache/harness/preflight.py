@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.harness.arguments import Config, read_config, split_arguments
+from lm_eval_moecache.harness.arguments import ROUTING, Config, read_config, split_arguments
 from lm_eval_moecache.harness.device import resolve_device
 from lm_eval_moecache.harness.host_checks import check_host, check_kernels
 from lm_eval_moecache.harness.loaded import check_loaded, model_name
@@ -68,7 +68,7 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
     """Refuse parameters out of range, and what the model's routers cannot do for a policy."""
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    asks_gates = built["routing"].depth or built["prefetch"].depth or config.trace is not None
+    asks_gates = built["routing"].depth or built["prefetch"].depth or _records_gates(config)
     if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
         _check_routers_can_be_asked(layers)
     if not (built["routing"].is_lossless and built["miss"].is_lossless):
@@ -95,6 +95,11 @@ def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:
     codecs_of(config.ladder, str(theirs["device"]).partition(":")[0])
 
 
+def _records_gates(config: Config) -> bool:
+    """Whether a trace is recorded that keeps what the gates of later layers say."""
+    return config.trace is not None and config.trace_keep != ROUTING
+
+
 def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
     """Refuse gate predictions where a router's decision needs more than can be had ahead."""
     for gate in (layer.gate for layer in layers):
@@ -102,5 +107,6 @@ def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
             raise ValueError(
                 f"prefetch, routing, trace: the router {gate.name} needs "
                 f"{', '.join(gate.missing)} beside the hidden states, so a later layer's gate "
-                "cannot be asked ahead of time. Allowed for this model: prefetch=none and no trace."
+                "cannot be asked ahead of time. Allowed for this model: prefetch=none, and no "
+                "trace or trace_keep=routing."
             )

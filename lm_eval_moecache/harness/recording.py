@@ -1,13 +1,16 @@
-"""Makes the recorder of a run that keeps a routing trace."""
+"""Makes the recorder of a run that keeps a routing trace, and says what it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
+from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.harness.arguments import ALL, ROUTING, Config
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.onlookers import onlookers_of
+from lm_eval_moecache.trace.detail import FULL, Detail, identity, looks_on
 from lm_eval_moecache.trace.recorder import Recorder
 
 
@@ -15,6 +18,7 @@ def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> R
     """Return what records the run into the folder of `trace=`, or None where nothing does."""
     if config.trace is None:
         return None
+    detail = detail_of(config)
     recorder = Recorder(
         config.trace,
         f"{config.policy.name}-{config.capacity}",
@@ -22,10 +26,46 @@ def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> R
         seed=config.seed,
         depth=engine.algorithms.prefetch.depth,
         predicted_by=engine.predictor_digest,
-        detail=config.detail,
-        onlookers=onlookers_of(config.detail, engine.geometry, layers),
+        detail=detail,
+        onlookers=onlookers_of(detail, engine.geometry, layers),
         draft=engine.setting.draft,
     )
     if engine.draft_stage is not None:
         engine.draft_stage.notes = recorder.draft_notes
     return recorder
+
+
+def detail_of(config: Config) -> Detail:
+    """Return what a run's trace keeps, by `trace_keep=`, unless a sweep has said it.
+
+    A lossy policy's prefetcher sees what the policy made of the routing, which no onlooker does: of
+    its run everything is kept.
+    """
+    if config.detail is not None:
+        return config.detail
+    if config.trace_keep == ROUTING:
+        return Detail(weights=False, logits=False, predictions=False, criticals=())
+    if config.trace_keep == ALL or not config.policy.is_lossless:
+        return FULL
+    own = config.policy.prefetch
+    shown = {identity(choice, config.seed, ""): choice for choice in _asking_gates()}
+    if looks_on(own):
+        shown[identity(own, config.seed, "")] = own
+    return Detail(
+        logits=False,
+        predictions=False,
+        onlookers=tuple((choice, config.seed) for choice in shown.values()),
+        criticals=(None, own.parameters.get("critical")),
+    )
+
+
+@cache
+def _asking_gates() -> tuple[Choice, ...]:
+    """Return the prefetchers of the compositions that ask the next layers' gates."""
+    choices = [load_policy(name).prefetch for name in policy_names()]
+    return tuple(
+        choice
+        for choice in choices
+        if looks_on(choice)
+        and not (choice.algorithm.uses_predictor or choice.algorithm.uses_logits)
+    )

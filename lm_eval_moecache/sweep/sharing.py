@@ -24,7 +24,7 @@ from lm_eval_moecache.sweep.files import FAILED, write_atomically
 from lm_eval_moecache.sweep.identity import Planned, Share, default_config
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
-from lm_eval_moecache.trace.detail import Detail, identity
+from lm_eval_moecache.trace.detail import Detail, identity, looks_on
 
 TRACES = "traces"
 _FORMAT = 1
@@ -139,7 +139,7 @@ def detail_of(group: Iterable[Planned]) -> Detail:
         logits |= policy.routing.algorithm.uses_logits or policy.miss.algorithm.uses_logits
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None
-        if _looks_on(policy.prefetch):
+        if looks_on(policy.prefetch):
             onlookers[_name_of(policy.prefetch, seed)] = (policy.prefetch, seed)
     return Detail(
         weights=weights or logits,
@@ -148,17 +148,6 @@ def detail_of(group: Iterable[Planned]) -> Detail:
         onlookers=tuple(onlookers.values()),
         criticals=tuple(criticals),
     )
-
-
-def _looks_on(prefetch: Any) -> bool:
-    """Whether a prefetcher's proposals have to be recorded: it sees more than the experts."""
-    algorithm = prefetch.algorithm
-    if not algorithm.is_active or algorithm.is_offline:
-        return False
-    # An instance may look further ahead than its class says. Of an outside class nothing is known.
-    depth = algorithm.depth or prefetch.parameters.get("depth", 0)
-    sees_more = depth or algorithm.uses_predictor or algorithm.uses_logits
-    return bool(sees_more or "." in prefetch.name)
 
 
 def _name_of(prefetch: Any, seed: int) -> str:

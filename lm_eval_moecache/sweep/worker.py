@@ -21,6 +21,7 @@ from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed
 from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.sweep.validation import model_parts
+from lm_eval_moecache.trace.detail import FULL
 
 RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
@@ -79,7 +80,7 @@ def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
             if planned.share is not None:
                 # Before the record: a kill in between leaves a trace that serves this cell, too.
                 shared = SharedRun(Path(folder), planned.share.name)
-                shared.keep(planned.run_id, planned.config.detail, kept)
+                shared.keep(planned.run_id, planned.config.detail or FULL, kept)
         except Exception as error:
             # A model that failed half way may hold broken hooks: the next run loads its own.
             _holder.cache_clear()

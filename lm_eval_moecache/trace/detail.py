@@ -18,7 +18,11 @@ class Onlooker(Protocol):
     """A prefetch algorithm's choice, which can be built for a model."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def algorithm(self) -> Any: ...
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
     def build(self, geometry: Geometry, seed: int) -> Any: ...
     def as_dict(self) -> Mapping[str, Any]: ...
 
@@ -26,6 +30,8 @@ class Onlooker(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detail:
     """What a recording keeps beside the experts. The default serves any replay that a trace can.
+
+    Whatever is kept is exact: a replay that asks for no more gives a live run's figures.
 
     A prefetcher sees the events alone, never the cache: where only what some prefetchers propose is
     wanted, their proposals replace the predictions they were made from, at a tenth of the size.
@@ -60,6 +66,17 @@ class Proposed:
 
     keys: npt.NDArray[np.int32]
     bounds: IntArray
+
+
+def looks_on(choice: Onlooker) -> bool:
+    """Whether a prefetcher's proposals have to be recorded: it sees more than the experts."""
+    algorithm = choice.algorithm
+    if not algorithm.is_active or algorithm.is_offline:
+        return False
+    # An instance may look further ahead than its class says. Of an outside class nothing is known.
+    depth = algorithm.depth or choice.parameters.get("depth", 0)
+    sees_more = depth or algorithm.uses_predictor or algorithm.uses_logits
+    return bool(sees_more or "." in choice.name)
 
 
 def identity(choice: Onlooker, seed: int, predictor: str) -> str:

@@ -30,6 +30,7 @@ from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.sweep.worker import Outcome, run_cell
+from lm_eval_moecache.trace.detail import FULL
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
@@ -141,7 +142,7 @@ class CandidateRunner:
             for file in files:
                 file.unlink()
             # The record is that of the run without the trace, which changes nothing in it.
-            config = dataclasses.replace(planned.config, trace=str(traces))
+            config = dataclasses.replace(planned.config, trace=str(traces), detail=FULL)
             self._execute([dataclasses.replace(planned, config=config)])
             files = sorted(traces.glob("*.parquet"))
         self.reference = self._read(planned)
