@@ -46,8 +46,9 @@ def check_clock(choices: Mapping[str, str], given: Mapping[str, Any], policy: Po
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
             "store=disk."
         )
-    if policy.miss.algorithm.uses_host:
+    if policy.miss.algorithm.uses_host and choices["scoring"] == "scan":
         raise ValueError(
-            f"miss={policy.miss.name!r} does not go with clock='wall', which has an order of its "
-            "own: experts run as they arrive. Allowed with it: miss=fetch; or clock=virtual."
+            f"scoring='scan' does not go with miss={policy.miss.name!r} and clock='wall': who is "
+            "sooner done, host or link, shows only while a token is served, and all tokens of a "
+            "text are decided first. Allowed with scan: miss=fetch, or clock=virtual."
         )

@@ -82,15 +82,26 @@ class GroupedCall:
             return
         rows_SD = self._rows_SD.to(matrices.dtype)
         if self._middle_SH is None or self._out_SD is None:
-            # Zero where not all rows are about to be written: activations see finite numbers.
             fills = sum(end - start for _, start, end in groups) == len(rows_SD)
-            make = rows_SD.new_empty if fills else rows_SD.new_zeros
-            self._middle_SH = make(len(rows_SD), matrices.up[0].shape[1])
-            self._out_SD = make(len(rows_SD), matrices.down[0].shape[1])
+            self.reserve(matrices, fills)
+        assert self._middle_SH is not None and self._out_SD is not None
         _multiply(rows_SD, matrices.up, matrices.up_bias, groups, self._middle_SH)
         activate = self._module._apply_gate if self._module.has_gate else self._module.act_fn
         active_SH = activate(self._middle_SH).to(matrices.dtype)
         _multiply(active_SH, matrices.down, matrices.down_bias, groups, self._out_SD)
+
+    def reserve(self, matrices: Matrices, fills: bool = False) -> None:
+        """Make the buffers that all parts write their rows into; `fills`: the first writes all."""
+        # Else zero: activations see finite numbers.
+        make = torch.empty if fills else torch.zeros
+        rows, dtype, device = len(self._rows_SD), matrices.dtype, self._rows_SD.device
+        self._middle_SH = make((rows, matrices.up[0].shape[1]), dtype=dtype, device=device)
+        self._out_SD = make((rows, matrices.down[0].shape[1]), dtype=dtype, device=device)
+
+    def unweighted(self) -> Tensor:
+        """Return what the experts gave [S, D] in the order of the tokens' choices."""
+        assert self._out_SD is not None, "nothing was run"
+        return self._out_SD[self._back()]
 
     def result(self) -> Tensor:
         """Return the module's output [T, D]."""
@@ -100,11 +111,15 @@ class GroupedCall:
         if self._module.has_post_expert_norm:
             out_SD = self._module.post_expert_norm(out_SD)
         weighted_SD = out_SD * self._w_TK.reshape(-1)[self._order_S].unsqueeze(-1)
+        tokens = len(self._hidden_TD)
+        weighted_TKD = weighted_SD[self._back()].view(tokens, self._top_k, -1)
+        return weighted_TKD.sum(dim=1).to(self._hidden_TD.dtype)
+
+    def _back(self) -> Tensor:
+        """Return the row of each assignment [S]."""
         back_S = torch.empty_like(self._order_S)
         back_S[self._order_S] = torch.arange(len(back_S), device=back_S.device)
-        tokens = len(self._hidden_TD)
-        weighted_TKD = weighted_SD[back_S].view(tokens, self._top_k, -1)
-        return weighted_TKD.sum(dim=1).to(self._hidden_TD.dtype)
+        return back_S
 
     def _sort(self, index_TK: Tensor) -> dict[int, tuple[int, int]]:
         index_S = index_TK.reshape(-1)

@@ -6,11 +6,9 @@ model calls the experts. All decisions are the calling thread's: only bytes move
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import count
 
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.decide import Plan
@@ -18,11 +16,13 @@ from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.clock import WallClock
 from lm_eval_moecache.engine.wall.draft_stage import WallDraftStage
+from lm_eval_moecache.engine.wall.host import HOST, HostShare
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.scan import ScanScript
-from lm_eval_moecache.engine.wall.slots import LeveledCache, PlacedCache, SlottedCache
+from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
 from lm_eval_moecache.engine.wall.traffic import Traffic, transfer_of
-from lm_eval_moecache.engine.wall.worker import Mover, Transfer
+from lm_eval_moecache.engine.wall.trial import time_load
+from lm_eval_moecache.engine.wall.worker import Mover
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -30,7 +30,6 @@ from lm_eval_moecache.records.ledger import PassRecord
 # A prefill executes what has arrived once it is a quarter of the event: more, smaller parts hide
 # little more of the compute and cost kernels.
 PARTS = 4
-TRIALS = 3
 
 
 @dataclass(slots=True)
@@ -44,6 +43,8 @@ class _Pending:
     """Keys not yet executed."""
     levels: dict[int, int] | None
     """Key -> the level at which it was executed; None where there is one level."""
+    on_host: Sequence[int] = ()
+    """Keys that the host executes."""
 
 
 class WallExecutor(Executor):
@@ -57,7 +58,7 @@ class WallExecutor(Executor):
     ) -> None:
         # Where experts are stored encoded, also at one level, the mover makes slots for them.
         encoded = bool(geometry.compute_bytes)
-        pools = _pools(geometry, setting, encoded)
+        pools = make_caches(geometry, setting, encoded)
         link = WallLink(mover, setting.throttle_bytes_per_s, encoded)
         super().__init__(geometry, algorithms, pools, link)
         self.clock = WallClock(mover.synchronize)
@@ -72,6 +73,8 @@ class WallExecutor(Executor):
             self.draft_stage = WallDraftStage(
                 setting.draft, link, self.clock, self.traffic, self.prefetches, prefetch
             )
+        rule = algorithms.miss.host_rule
+        self.host = HostShare(rule, geometry, link) if rule else None
         self._cached_first = algorithms.miss.cached_first
         self._pending: _Pending | None = None
         self._script: ScanScript | None = None
@@ -112,6 +115,8 @@ class WallExecutor(Executor):
         if pending is None:
             return
         event = pending.event
+        if pending.on_host:
+            yield self._execute_on_host(pending), False
         while True:
             yield from self._wave(pending)
             if not pending.demands:
@@ -151,18 +156,7 @@ class WallExecutor(Executor):
             record.end_s += rest_s / len(records)
 
     def time_load(self, count: int) -> float:
-        cache, link = self._placed[0], self.link
-        assert not cache.slots, "tried with experts in the cache"
-        size = cache.size_of(0)
-        fits = max(1, min(count, cache.capacity_bytes // size))
-        seconds = []
-        for _ in range(TRIALS):
-            start_s = time.perf_counter()
-            for key, slot in enumerate(cache.trial_slots(fits)):
-                link.move(Transfer(key, slot, size))
-            link.wait_for(set(range(fits)), fits)
-            seconds.append(time.perf_counter() - start_s)
-        return statistics.median(seconds) * count / fits
+        return time_load(self._placed[0], self.link, count)
 
     def settle(self) -> None:
         self.recover()
@@ -188,12 +182,34 @@ class WallExecutor(Executor):
             due = event.pass_index * self._geometry.num_layers + event.layer
             self.traffic.cancel(due, wanted)
             cache.unused_prefetches -= wanted
+        if self.host is not None and pending.demands:
+            self._share_with_host(self.host, pending)
         if self.rules.ladder:
             for fetch in pending.demands:
                 if fetch.key in cache.resident:
                     # At a worse level, which is of no use to this event.
                     cache.let_go(fetch.key)
         self._demand(pending, wanted)
+
+    def _share_with_host(self, host: HostShare, pending: _Pending) -> None:
+        chosen = host.choose(pending.event, pending.demands)
+        pending.on_host = [fetch.key for fetch in pending.demands if fetch.key in chosen]
+        pending.demands = [fetch for fetch in pending.demands if fetch.key not in chosen]
+        pending.remaining = [key for key in pending.remaining if key not in chosen]
+
+    def _execute_on_host(self, pending: _Pending) -> Mapping[int, int]:
+        """Note what the host executes, at the best level."""
+        keys, event = pending.on_host, pending.event
+        if pending.levels is not None:
+            pending.levels.update(dict.fromkeys(keys, 0))
+        count = num_assignments(event, keys, self._geometry.num_experts)
+        self.record.host_executed += count
+        return dict.fromkeys(keys, HOST)
+
+    def note_host(self, busy_s: float, wait_s: float) -> None:
+        """Note what the host's part of an event took, and how long the device's waited for it."""
+        self.record.host_s += busy_s
+        self.record.host_wait_s += wait_s
 
     def _is_coming(self, cache: PlacedCache, fetch: Fetch) -> bool:
         """Whether a demand need not be moved: a prefetch brings it, at a level that will do."""
@@ -278,15 +294,3 @@ class WallExecutor(Executor):
         start_s = time.perf_counter()
         self.traffic.settle(self.link.wait_for(keys, count))
         self.record.stall_s += time.perf_counter() - start_s
-
-
-def _pools(geometry: Geometry, setting: Setting, encoded: bool) -> list[PlacedCache]:
-    partitions, names = setting.capacity.partitions(geometry.num_layers), count()
-    pools: list[PlacedCache] = []
-    for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True):
-        eviction = setting.policy.eviction.build(geometry, setting.seed)
-        if encoded:
-            pools.append(LeveledCache(size, eviction, geometry, names))
-        else:
-            pools.append(SlottedCache(size, eviction, geometry, own))
-    return pools

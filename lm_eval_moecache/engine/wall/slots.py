@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -162,3 +164,16 @@ def slots_of(capacity_bytes: int, geometry: Geometry, layers: Sequence[int]) -> 
             "slots. Allowed for this model: a capacity of 'n/layer', or clock=virtual."
         )
     return min(capacity_bytes // sizes.pop(), len(layers) * geometry.num_experts)
+
+
+def make_caches(geometry: Geometry, setting: Setting, encoded: bool) -> list[PlacedCache]:
+    """Return the caches of a run; slots of `encoded` experts have their levels' sizes."""
+    partitions, names = setting.capacity.partitions(geometry.num_layers), count()
+    pools: list[PlacedCache] = []
+    for size, own in zip(setting.capacity.bytes_by_partition, partitions, strict=True):
+        eviction = setting.policy.eviction.build(geometry, setting.seed)
+        if encoded:
+            pools.append(LeveledCache(size, eviction, geometry, names))
+        else:
+            pools.append(SlottedCache(size, eviction, geometry, own))
+    return pools

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.slots import slots_of
-from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wall.host import measure_host
 from lm_eval_moecache.model.wall.ladder import LadderPools, LadderSlotStore, shapes_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
@@ -69,14 +72,40 @@ def assemble(
     model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
 ) -> tuple[Engine, WallStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
-    device, kernel = model.device, str(implementation_of(model))
+    layers, kernel = find_moe_layers(model), str(implementation_of(model))
+    engine, store = _assemble(layers, model.device, kernel, geometry, setting, loader)
+    prepare_host(engine, store, layers[0].experts, model.device)
+    return engine, store
+
+
+def prepare_host(
+    engine: Engine, store: WallStore, experts: nn.Module, device: torch.device
+) -> None:
+    """Let a policy that executes on the host know this machine, by the first layer's experts."""
+    executor = engine.executor
+    assert isinstance(executor, WallExecutor)
+    if executor.host is None:
+        return
+    store.note_host = executor.note_host
+    if executor.host.asks_for_costs:
+        layer = store.at(0, engine.waves)
+        executor.host.costs = measure_host(engine, layer, experts, device)
+
+
+def _assemble(
+    layers: Sequence[MoELayer],
+    device: torch.device,
+    kernel: str,
+    geometry: Geometry,
+    setting: Setting,
+    loader: ExpertLoader,
+) -> tuple[Engine, WallStore]:
     if loader.codecs is None:
         (tier,) = loader.tiers
         pools = SlotPools(loader.parameters, geometry, setting.capacity, tier, device)
         engine = Engine(geometry, setting, mover=pools)
         return engine, SlotStore(pools, geometry, kernel, device.type)
-    experts = [layer.experts for layer in find_moe_layers(model)]
-    shapes = [[shapes_of(each, codec) for codec in loader.codecs] for each in experts]
+    shapes = [[shapes_of(layer.experts, codec) for codec in loader.codecs] for layer in layers]
     ladder = LadderPools(shapes, loader.tiers, geometry.num_experts, device)
     engine = Engine(geometry, setting, mover=ladder)
     return engine, LadderSlotStore(ladder, loader.codecs, geometry, kernel, device.type)

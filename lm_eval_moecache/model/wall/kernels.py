@@ -6,7 +6,7 @@ Shapes: T tokens, E experts, K experts per token, S = T x K assignments, D hidde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,8 +44,8 @@ class Layer(Protocol):
     ) -> Iterator[tuple[Places, Slots]]:
         """Divide experts by pieces of at most so many slots, for a kernel of transformers."""
 
-    def elsewhere(self, module: nn.Module, expert: int) -> Matrices:
-        """Return one expert as its only slot, read from where it is stored: no transfer."""
+    def elsewhere(self, module: nn.Module, experts: Sequence[int]) -> Matrices:
+        """Return experts, slot by slot, as they are stored in host memory: no transfer."""
 
 
 class Work(ABC):
@@ -58,6 +58,13 @@ class Work(ABC):
     @abstractmethod
     def execute(self, slot_of: Mapping[int, int], is_all: bool) -> None:
         """Run the assignments to these keys in their slots; `is_all`: the event has no others."""
+
+    @abstractmethod
+    def host_call(self, experts: Sequence[int]) -> GroupedCall:
+        """Return the call, in host memory, that the host runs its assignments to these in.
+
+        `result` comes after the host is done.
+        """
 
     @abstractmethod
     def pad(self, padding_TK: Tensor) -> None:
@@ -107,6 +114,12 @@ class WorkInGroups(Work):
         for own, matrices in layer.parts(self._module, places):
             self._call.run(own.items(), matrices)
 
+    def host_call(self, experts: Sequence[int]) -> GroupedCall:
+        """Both write their rows into the same buffers: these are there before they begin."""
+        self._done.update(experts)
+        self._call.reserve(self._layer.elsewhere(self._module, experts[:1]))
+        return self._call
+
     def pad(self, padding_TK: Tensor) -> None:
         """Run the padding's own experts, from where they are stored.
 
@@ -115,7 +128,7 @@ class WorkInGroups(Work):
         """
         for expert in torch.unique(padding_TK).tolist():
             if expert not in self._done:
-                self._call.run([(expert, 0)], self._layer.elsewhere(self._module, expert))
+                self._call.run([(expert, 0)], self._layer.elsewhere(self._module, [expert]))
 
     def result(self) -> Tensor:
         return self._call.result()
@@ -141,6 +154,7 @@ class WorkOnPool(Work):
         self._hidden_TD, self._index_TK, self._w_TK = hidden_TD, index_TK, w_TK
         self._done: Tensor | None = None
         self._out_SD: Tensor | None = None
+        self._on_host: GroupedCall | None = None
 
     def execute(self, slot_of: Mapping[int, int], is_all: bool) -> None:
         layer = self._layer
@@ -153,12 +167,24 @@ class WorkOnPool(Work):
         for own, slots in layer.windows(self._module, places, most):
             self._execute_window(slots, own, is_all and len(own) == len(places))
 
+    def host_call(self, experts: Sequence[int]) -> GroupedCall:
+        hidden_TD, index_TK, w_TK = self._hidden_TD, self._index_TK, self._w_TK
+        self._on_host = GroupedCall(
+            self._module, hidden_TD.cpu(), index_TK.cpu(), w_TK.cpu(), self._layer.num_experts
+        )
+        return self._on_host
+
     def pad(self, padding_TK: Tensor) -> None:
         """Do nothing: here a row's result does not depend on the others."""
 
     def result(self) -> Tensor:
         if self._done is not None:
             return self._done
+        if self._on_host is not None:
+            host_SD = self._on_host.unweighted().to(self._hidden_TD.device)
+            if self._module.has_post_expert_norm:
+                host_SD = self._module.post_expert_norm(host_SD)  # type: ignore[operator]
+            self._out_SD = host_SD if self._out_SD is None else self._out_SD + host_SD
         if self._out_SD is None:
             return torch.zeros_like(self._hidden_TD)
         weighted_SD = self._out_SD * self._w_TK.reshape(-1, 1)

@@ -170,9 +170,10 @@ class LayerLevels(LayerOnWall):
             slots = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             yield {e: i for i, e in enumerate(experts)}, slots
 
-    def elsewhere(self, module: nn.Module, expert: int) -> Matrices:
-        row = self._decode(module, 0, self._store.pools.stored(self._layer, expert))
-        return Matrices(module, {name: [tensor] for name, tensor in row.items()})
+    def elsewhere(self, module: nn.Module, experts: Sequence[int]) -> Matrices:
+        stored = [self._store.pools.stored(self._layer, expert) for expert in experts]
+        rows = [self._decode(module, 0, row) for row in stored]
+        return Matrices(module, {name: [row[name] for row in rows] for name in rows[0]})
 
     def _decoded(self, module: nn.Module, places: Places) -> Iterator[tuple[list[int], list[Row]]]:
         """Decode experts in order, a few at a time."""

@@ -70,14 +70,14 @@ class SlotPools(DeviceMover):
         first = place * self._num_experts
         return {name: t[first : first + self._num_experts] for name, t in pool.items()}
 
-    def stored(self, layer: int, expert: int) -> dict[str, Tensor]:
-        """Return one expert [1, ...] from where it is stored, in host memory: nothing is cached."""
+    def stored(self, layer: int, expert: int) -> Row:
+        """Return one expert from where it is stored, in host memory: nothing is cached."""
         source = self._tier.source(layer, expert)
         if source is None:
             slots = self.of_layer(layer)
             source = {name: torch.empty(t.shape[1:], dtype=t.dtype) for name, t in slots.items()}
             self._tier.fill(layer, expert, source)
-        return {name: tensor[None] for name, tensor in source.items()}
+        return source
 
     def target_of(self, transfer: Transfer) -> Row:
         pool = self.of_layer(transfer.key // self._num_experts)

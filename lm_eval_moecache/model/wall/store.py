@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
 
+from lm_eval_moecache.engine.wall.host import HOST
 from lm_eval_moecache.model.grouped import Matrices
 from lm_eval_moecache.model.store import BoolArray, Waves
+from lm_eval_moecache.model.wall.host import Host
 from lm_eval_moecache.model.wall.kernels import (
     Layer,
     OnSlots,
@@ -34,6 +38,9 @@ class WallStore(ABC):
         self.geometry = geometry
         self.kernel = self._kernel = kernel
         self.on_cpu = device_type == "cpu"
+        self.host = Host()
+        self.note_host: Callable[[float, float], None] = lambda busy_s, wait_s: None
+        """Told how long the host worked on an event, and how long it was waited for."""
         self.padding: BoolArray | None = None
         """Which tokens of the pass in progress nobody waits for, if any."""
 
@@ -68,11 +75,22 @@ class LayerOnWall(Layer):
             work = WorkInGroups(self, module, hidden_TD, index_TK, w_TK)
         else:
             work = WorkOnPool(self, module, hidden_TD, index_TK, w_TK, store.kernel)
+        host: Future[float] | None = None
         for slot_of, is_all in self._waves():
-            work.execute(slot_of, is_all)
+            if HOST in slot_of.values():
+                host = self._begin_on_host(work, module, slot_of)
+            else:
+                work.execute(slot_of, is_all)
+        if host is not None:
+            start_s = time.perf_counter()
+            store.note_host(host.result(), time.perf_counter() - start_s)
         if store.padding is not None:
             work.pad(index_TK[torch.from_numpy(store.padding).to(index_TK.device)])
         return work.result()
+
+    def _begin_on_host(self, work: Work, module: nn.Module, keys: Iterable[int]) -> Future[float]:
+        experts = [key - self.first_key for key in keys]
+        return self._store.host.run(work.host_call(experts), self, module, experts)
 
 
 class SlotStore(WallStore):
@@ -123,5 +141,6 @@ class LayerSlots(LayerOnWall):
             if own:
                 yield own, {name: pool[start:end] for name, pool in self._slots.items()}
 
-    def elsewhere(self, module: nn.Module, expert: int) -> Matrices:
-        return Matrices(module, self._store.pools.stored(self._layer, expert))
+    def elsewhere(self, module: nn.Module, experts: Sequence[int]) -> Matrices:
+        rows = [self._store.pools.stored(self._layer, expert) for expert in experts]
+        return Matrices(module, {name: [row[name] for row in rows] for name in rows[0]})

@@ -15,6 +15,7 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
 from lm_eval_moecache.model.precision.stored import store_experts
 from lm_eval_moecache.model.store import implementation_of
+from lm_eval_moecache.model.wall.assemble import prepare_host
 from lm_eval_moecache.model.wall.ladder import (
     LadderPools,
     LadderSlotStore,
@@ -92,6 +93,7 @@ def wrap_wall(
     setting = _setting(policy, capacity, geometry, changes, throttle_bytes_per_s)
     engine = Engine(geometry, setting, mover=mover)
     store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu")
+    prepare_host(engine, store, layers[0].experts, torch.device("cpu"))
     return WrappedModel(model, layers, engine, store)
 
 
@@ -121,6 +123,7 @@ def wrap_ladder(
     changes = {"precision": precision, **(changes or {})}
     engine = Engine(geometry, _setting(policy, capacity, geometry, changes), mover=mover)
     store = LadderSlotStore(mover, codecs, geometry, str(implementation_of(model)), "cpu")
+    prepare_host(engine, store, layers[0].experts, torch.device("cpu"))
     return WrappedModel(model, layers, engine, store)
 
 

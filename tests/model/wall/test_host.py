@@ -1,0 +1,181 @@
+"""`miss=host` on the wall clock: a thread that executes where experts are stored, the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.host import HostCosts
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.grouped import GroupedCall
+from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.wall.kernels import WorkOnPool
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
+from tests.conftest import Checkpoint
+from tests.harness import answers
+from tests.model.wall.models import LatePools, wrap_ladder, wrap_wall
+from tests.model.wall.test_equality import assert_same
+from tests.models import FAMILIES, random_model
+from tests.test_equality import logits_of
+
+RULES = ("always", "first", "balanced")
+
+
+def executor_of(wrapped: WrappedModel) -> WallExecutor:
+    executor = wrapped.engine.executor
+    assert isinstance(executor, WallExecutor)
+    return executor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None:
+    """On a CPU, where host and device are the same arithmetic: under every rule and prefetches."""
+    model = random_model(family)
+    expected = logits_of(model)
+    executed = loaded = 0
+    for seed in range(20):
+        changes = {"miss": "host", "miss.rule": RULES[seed % 3]}
+        policy = ("on_demand", "specmd")[seed % 2]
+        wrapped = wrap_wall(
+            model, policy, "40%", LatePools, None, None, changes, seed=seed, longest_s=0.0002
+        )
+        host = executor_of(wrapped).host
+        assert host is not None
+        if host.costs is not None:
+            # A host about as fast as the link, so that both get their share.
+            host.costs = HostCosts(
+                host_fixed_s=1e-4,
+                host_each_s=2e-5,
+                device_fixed_s=0.0,
+                device_each_s=0.0,
+                load_s=1.5e-4,
+                way_s=0.0,
+            )
+        found = logits_of(model)
+        wrapped.engine.check_integrity()
+        passes = wrapped.engine.ledger.passes
+        wrapped.unwrap()
+        assert_same(expected, found, f"{changes}, {policy}, {seed}")
+        executed += sum(p.host_executed for p in passes)
+        loaded += sum(p.bytes_moved for p in passes)
+        assert all(0 <= p.host_wait_s <= p.duration_s for p in passes)
+        assert all((p.host_s > 0) == (p.host_executed > 0) for p in passes)
+        if changes["miss.rule"] == "always" and policy == "on_demand":
+            # Nothing becomes resident: every choice is the host's, padding's apart.
+            assert [p.host_executed for p in passes] == [p.token_requests for p in passes]
+            assert not any(p.bytes_moved for p in passes)
+    assert executed > 0 and loaded > 0
+
+
+@pytest.mark.parametrize("rule", ["always", "balanced"])
+def test_encoded_experts_run_on_the_host_at_their_best_level(rule: str) -> None:
+    model = random_model("gpt_oss", hidden_size=64, intermediate_size=64)
+    changes = {"miss": "host", "miss.rule": rule}
+    wrapped = wrap_ladder(model, "int8:int4", "on_demand", "40%", longest_s=0.0002)
+    expected = logits_of(model)
+    wrapped.unwrap()
+    wrapped = wrap_ladder(model, "int8:int4", "on_demand", "40%", changes, longest_s=0.0002)
+    found = logits_of(model)
+    wrapped.unwrap()
+    assert_same(expected, found)
+    assert not any(p.low_precision for p in wrapped.engine.ledger.passes)
+
+
+def test_each_rule_divides_by_the_measured_times() -> None:
+    """By hand: loading takes 10, the host 4 and 1 a token; tokens 1, 2, 9 and 3."""
+    wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", changes={"miss": "host"})
+    host = executor_of(wrapped).host
+    assert host is not None and host.costs is not None
+    measured = host.costs
+    assert measured.load_s > 0 and measured.host_fixed_s + measured.host_each_s > 0
+    host.costs = HostCosts(
+        host_fixed_s=4, host_each_s=1, device_fixed_s=0.0, device_each_s=0, load_s=10, way_s=0.0
+    )
+    experts = np.array([[0, 2, 3], [1, 2, 3], [1, 2, 3]] + [[2, -1, -1]] * 6)
+    event = Event(0, 0, PREFILL, 9, [0, 2, 3, 1], experts)
+    fetches = [Fetch(key) for key in event.keys]
+    # 5, 6 and 7 beat 10; 13 does not.
+    assert host.choose(event, fetches) == {0, 1, 3}
+    host._rule = "balanced"
+    # The host ends 0 at 5, before a load; 1 at 11 and the link 2 at 10: 2 goes to the link; then
+    # 1 at 11 before 3 at 20, and 3 at 18 before 20.
+    assert host.choose(event, fetches) == {0, 1, 3}
+    host.costs = HostCosts(
+        host_fixed_s=40, host_each_s=1, device_fixed_s=0.0, device_each_s=0, load_s=10, way_s=0.0
+    )
+    assert host.choose(event, fetches) == set()
+    host._rule = "always"
+    assert host.choose(event, fetches) == {0, 1, 2, 3}
+    wrapped.unwrap()
+
+
+def test_one_tokens_event_needs_no_experts_spelled_out() -> None:
+    wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", changes={"miss": "host"})
+    host = executor_of(wrapped).host
+    assert host is not None
+    host.costs = HostCosts(
+        host_fixed_s=1, host_each_s=1, device_fixed_s=0.0, device_each_s=0, load_s=10, way_s=0.0
+    )
+    assert host.choose(Event(0, 1, DECODE, 1, [8, 9]), [Fetch(8), Fetch(9)]) == {8, 9}
+    wrapped.unwrap()
+
+
+def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
+    """The way of a device, on the CPU: what the host gives comes back in the tokens' order."""
+    model = random_model("olmoe")
+    module: Any = find_moe_layers(model)[0].experts
+    wrapped = wrap_wall(model, "on_demand", "100%")
+    layer: Any = wrapped._store.at(0, wrapped.engine.waves)
+    tier = layer._store.pools.tier_of(0)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 32, generator=generator).to(torch.bfloat16)
+    index = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(6)])
+    weights = torch.rand(6, 3, generator=generator)
+    with torch.no_grad():
+        for expert in range(8):
+            tier.fill(0, expert, {name: pool[expert] for name, pool in layer._slots.items()})
+        every = GroupedCall(module, hidden, index, weights, 8)
+        every.run([(e, e) for e in range(8)], layer.elsewhere(module, list(range(8))))
+        work = WorkOnPool(layer, module, hidden, index, weights, "grouped_mm")
+        call = work.host_call([1, 4])
+        call.run([(1, 0), (4, 1)], layer.elsewhere(module, [1, 4]))
+        work.execute({e: e for e in (0, 2, 3, 5, 6, 7)}, False)
+        assert torch.allclose(work.result().float(), every.result().float(), atol=2e-2)
+    wrapped.unwrap()
+
+
+def test_an_error_on_the_host_ends_the_pass_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("olmoe")
+    wrapped = wrap_wall(model, "on_demand", "40%", changes={"miss": "host", "miss.rule": "always"})
+
+    def gone(self: Any, layer: int, expert: int) -> Any:
+        raise OSError("the folder is gone")
+
+    monkeypatch.setattr(type(wrapped._store.pools), "stored", gone)  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="the folder is gone"):
+        logits_of(model)
+    wrapped.unwrap()
+
+
+def test_a_model_runs_with_its_absent_experts_on_the_host(checkpoint: Checkpoint) -> None:
+    path = str(checkpoint("olmoe"))
+    host: dict[str, Any] = {"device": "cpu", "max_length": 48, "capacity": "40%"}
+    expected = answers(MoECacheLM(pretrained=path, policy="on_demand", **host))
+    for policy in ("fiddler", "ktransformers"):
+        lm = MoECacheLM(pretrained=path, policy=policy, clock="wall", **host)
+        assert answers(lm) == expected
+        lm.install(read_config({"policy": policy, "clock": "wall", "capacity": "25%"}))
+        assert answers(lm) == expected
+        lm.wrapped.unwrap()
+
+
+def test_scanning_does_not_go_with_it() -> None:
+    given = {"clock": "wall", "miss": "host", "policy": "on_demand", "scoring": "scan"}
+    with pytest.raises(ValueError, match="scoring='scan' does not go with miss='host'"):
+        read_config({**given, "capacity": "2/layer"})
