@@ -7,12 +7,14 @@ token's experts are the last one's); gates that ask ahead are right about seven 
 are rounded to bfloat16, as a router of that dtype gives them. `routing`, `lossless` and `all` are
 what `trace_keep=` says, `sweep` is what a sweep of cells with one prefetcher records. `--requests
 5000000` writes a trace of so many expert requests, keeping `--kept`, and replays it in a process of
-its own: its peak resident memory is printed.
+its own, by itself and as a cell of a sweep: the peak resident memory is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import resource
 import subprocess
 import sys
@@ -27,8 +29,6 @@ import numpy as np
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.recording import detail_of
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
@@ -65,6 +65,10 @@ def logits_of(num_tokens: int) -> Iterator[FloatArray]:
 
 def prefetchers(kept: str) -> dict[str, Any]:
     """Return the prefetchers whose proposals are kept, by what a trace calls them."""
+    # torch comes with it: the process that replays is to be measured without.
+    from lm_eval_moecache.harness.arguments import read_config
+    from lm_eval_moecache.harness.recording import detail_of
+
     config = read_config({"policy": POLICY.name, "trace": ".", "trace_keep": "lossless"})
     every = [choice for choice, _ in detail_of(config).onlookers]
     chosen = {"sweep": [POLICY.prefetch], "lossless": every}.get(kept, [])
@@ -127,7 +131,7 @@ def write_pass(
 
 
 def run(path: Path) -> None:
-    """Replay with the recorded proposals, and print what it took."""
+    """Replay with what was kept, and print what it took."""
     begin = time.perf_counter()
     trace = read_trace(path, predicted=True)
     read_s = time.perf_counter() - begin
@@ -139,9 +143,35 @@ def run(path: Path) -> None:
     engine = replay(trace, setting)
     replay_s = time.perf_counter() - begin - read_s
     requests = sum(p.requests for p in engine.ledger.passes)
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"replay     {requests} requests, read {read_s:.1f} s, replayed {replay_s:.1f} s")
-    print(f"peak       {peak_gib:.2f} GiB resident")
+    print(f"peak       {peak_gib():.2f} GiB resident")
+
+
+def run_cell(path: Path) -> None:
+    """Replay as a cell of a sweep whose shared run recorded this trace: lm-eval, torch and all."""
+    from lm_eval_moecache.sweep.identity import Share
+    from lm_eval_moecache.sweep.replaying import replayed
+    from lm_eval_moecache.sweep.sharing import TRACES, SharedRun
+    from lm_eval_moecache.sweep.spec import Cell
+    from lm_eval_moecache.sweep.validation import check_cell
+
+    arguments = {"policy": POLICY.name, "capacity": "25%"}
+    tasks = ("tiny_arc",)
+    cell = Cell(model="moecache", model_args=arguments, tasks=tasks, options={}, include_path=())
+    planned = dataclasses.replace(check_cell(cell), share=Share(name="run", records=False))
+    files = SharedRun(path.parent, "run")
+    (path.parent / TRACES).mkdir()
+    files.trace.hardlink_to(path)
+    kept = {"run_id": "run", "kept": {"results": {}, "config": {}}}
+    files.results.write_text(json.dumps(kept))
+    begin = time.perf_counter()
+    replayed(planned, path.parent)
+    print(f"as a cell  {time.perf_counter() - begin:.1f} s, read and replayed")
+    print(f"peak       {peak_gib():.2f} GiB resident")
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
@@ -150,12 +180,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--kept", choices=KINDS, default="sweep")
     parser.add_argument("--replay", help=argparse.SUPPRESS)
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replay:
         run(Path(options.replay))
         return
+    if options.cell:
+        run_cell(Path(options.cell))
+        return
     with tempfile.TemporaryDirectory() as name:
-        for kept in KINDS:
+        for kept in KINDS if options.tokens else ():
             size = write(Path(name), options.tokens, kept).stat().st_size
             print(f"{kept:10s} {size / options.tokens / 1000:.3f} kB a token", flush=True)
         if options.requests:
@@ -163,7 +197,9 @@ def main() -> None:
             tokens = -(-options.requests // (LAYERS * TOP_K) * 4 // 3)
             path = write(Path(name), tokens, options.kept)
             print(f"trace      {tokens} tokens, {path.stat().st_size / 1e6:.1f} MB", flush=True)
-            subprocess.run([sys.executable, __file__, "--replay", str(path)], check=True)
+            # A sweep's traces hold proposals and no predictions.
+            for way in ("--replay", "--cell")[: 1 if options.kept == "all" else 2]:
+                subprocess.run([sys.executable, __file__, way, str(path)], check=True)
 
 
 if __name__ == "__main__":
