@@ -130,7 +130,7 @@ def _lookup(
     """Return how many absent keys are late and were evicted in this pass, and whom they miss."""
     missed = absent
     if rules.prefetches and link.active:
-        missed = [key for key in absent if not link.is_pending(key)]
+        missed = link.without_pending(absent)
     return (
         len(absent) - len(missed),
         cache.count_evicted_in_this_pass(missed),

@@ -18,7 +18,7 @@ from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Mover
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.ledger import Counters, Ledger, PassRecord
+from lm_eval_moecache.records.ledger import Ledger, PassRecord
 from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
@@ -65,7 +65,7 @@ class Engine:
         self.enter = self.executor.enter
         self.run = self.executor.run
         self.waves = self.executor.waves
-        self._before = Counters()
+        self._before: tuple[float, ...] = (0, 0.0, 0, 0)
         self._warm()
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
@@ -171,7 +171,7 @@ class Engine:
         self.clock.synchronize()
         record, after = self.record, self._totals()
         record.end_s = self.clock.now
-        record.count(after - self._before)
+        _count(record, self._before, after)
         self._before = after
         self.record = None
 
@@ -206,7 +206,7 @@ class Engine:
             self.enter(event.layer, 1)
             choices.append(self.run(event.of_token(token, record.index, base)).selection)
             record.end_s += self.clock.now - start_s
-            record.count(self._totals(pool) - before)
+            _count(record, before, self._totals(pool))
         return Selection.join(event.experts, choices)
 
     def end_scan(self) -> None:
@@ -222,7 +222,10 @@ class Engine:
             pool.clear()
         self._warm()
         # What a reset throws out, the policy did not evict.
-        self._before += self._totals() - before
+        after = self._totals()
+        self._before = tuple(
+            b + (a - o) for b, a, o in zip(self._before, after, before, strict=True)
+        )
 
     def check_integrity(self) -> None:
         """Assert the conservation laws of caches, link and ledger."""
@@ -237,12 +240,22 @@ class Engine:
         known = self.link.transfers + self.link.num_issued
         assert moved == known, f"{moved} loads, {known} transfers"
 
-    def _totals(self, *pools: ExpertCache) -> Counters:
-        """Return what the link and these caches (or all) have counted so far."""
+    def _totals(self, *pools: ExpertCache) -> tuple[float, ...]:
+        """Return what the link and these caches (or all) have counted so far, as in `_TOTALS`."""
         asked = pools or self.pools
-        return Counters(
-            bytes_moved=self.link.bytes_moved,
-            link_busy_s=self.link.busy_s,
-            evictions=sum(pool.evictions for pool in asked),
-            lifetime_tokens=sum(pool.lifetime_tokens for pool in asked),
+        return (
+            self.link.bytes_moved,
+            self.link.busy_s,
+            sum([pool.evictions for pool in asked]),
+            sum([pool.lifetime_tokens for pool in asked]),
         )
+
+
+_TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")
+"""What a pass is told from totals before and after it: counts are whole numbers, times are not."""
+
+
+def _count(record: PassRecord, before: Sequence[float], after: Sequence[float]) -> None:
+    for name, old, new in zip(_TOTALS, before, after, strict=True):
+        if new != old:
+            setattr(record, name, getattr(record, name) + (new - old))

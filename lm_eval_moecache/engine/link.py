@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 
 class Link(ABC):
-    """The queue of prefetches that wait for the link, and what the link has counted."""
+    """The queue of prefetches that wait for the link, and what the link has counted.
+
+    They wait in one queue for each event they are due at: a prefetcher names many experts at a
+    time, most of which are withdrawn together when their event has come.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
         self.bytes_moved = 0
         self.transfers = 0
-        self._heap: list[tuple[int, int, int]] = []
         self._queued: dict[int, tuple[int, float, int | None]] = {}
-        """Key -> (sequence number of its live heap entry, time of submission, batch)."""
-        self._sequence = 0
+        """Key -> (event that it is due at, earliest start, batch)."""
+        self._queues: dict[int, dict[int, None]] = {}
+        """Due event -> the keys that wait, in the order of submission."""
+        self._dues: list[int] = []
+        """Heap of the events in `_queues`."""
 
     @property
     @abstractmethod
@@ -37,47 +44,58 @@ class Link(ABC):
     def is_pending(self, key: int) -> bool:
         """Whether a prefetch of this key is under way or waiting."""
 
-    def submit(self, key: int, due: int, now: float, batch: int | None = None) -> None:
-        """Queue a prefetch. The earliest `due` event goes first, then the order of submission.
+    @abstractmethod
+    def without_pending(self, keys: Sequence[int]) -> list[int]:
+        """Return the keys of which no prefetch is under way or waiting, in their order."""
 
-        Prefetches of one `batch` that follow each other without a gap pay one latency together.
+    def submit(
+        self, keys: Sequence[int], due: int, now: float, batch: int | None = None
+    ) -> Sequence[int]:
+        """Queue prefetches of those keys that are not on their way already; return these.
+
+        The earliest `due` event goes first, then the order of submission. Prefetches of one `batch`
+        that follow each other without a gap pay one latency together.
         """
-        assert not self.is_pending(key), f"key {key} is already on its way"
-        self._queued[key] = (self._sequence, now, batch)
-        heapq.heappush(self._heap, (due, self._sequence, key))
-        self._sequence += 1
+        fresh = self.without_pending(keys)
+        if fresh:
+            self._queued.update(dict.fromkeys(fresh, (due, now, batch)))
+            queue = self._queues.get(due)
+            if queue is None:
+                self._queues[due] = dict.fromkeys(fresh)
+                heapq.heappush(self._dues, due)
+            else:
+                queue.update(dict.fromkeys(fresh))
+        return fresh
 
     def head(self) -> int | None:
         """Return the key of the next queued prefetch, or None."""
-        heap = self._heap
-        while heap and not self._is_live(heap[0]):
-            heapq.heappop(heap)
-        return heap[0][2] if heap else None
+        dues, queues = self._dues, self._queues
+        while dues:
+            for key in queues[dues[0]]:
+                return key
+            del queues[heapq.heappop(dues)]
+        return None
 
-    def withdraw(self, key: int) -> None:
-        """Take a queued prefetch back: it is demanded now, or not wanted any more."""
-        del self._queued[key]
+    def withdraw(self, key: int) -> tuple[int, float, int | None]:
+        """Take a queued prefetch back: it is demanded now, or not wanted any more, or begins.
+
+        Returns (event that it is due at, earliest start, batch).
+        """
+        entry = self._queued.pop(key)
+        del self._queues[entry[0]][key]
+        return entry
 
     def cancel_due(self, due: int) -> int:
         """Drop the queued prefetches of events up to `due`; return how many."""
-        heap, queued, dropped = self._heap, self._queued, 0
-        while heap:
-            event, sequence, key = heap[0]
-            is_live = key in queued and queued[key][0] == sequence
-            if is_live and event > due:
-                break
-            heapq.heappop(heap)
-            if is_live:
+        dues, queued, dropped = self._dues, self._queued, 0
+        while dues and dues[0] <= due:
+            for key in self._queues.pop(heapq.heappop(dues)):
                 del queued[key]
                 dropped += 1
         return dropped
 
     def clear(self) -> None:
         """Drop every queued prefetch (what is under way still lands)."""
-        self._heap.clear()
         self._queued.clear()
-
-    def _is_live(self, entry: tuple[int, int, int]) -> bool:
-        # A key may have been withdrawn and submitted again: only its last heap entry counts.
-        _, sequence, key = entry
-        return key in self._queued and self._queued[key][0] == sequence
+        self._queues.clear()
+        self._dues.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
@@ -57,43 +58,57 @@ class Prefetches:
         Where there is a ladder the miss algorithm says at which level; what is resident or on its
         way stays at the level it has.
         """
-        num_experts, link = self._num_experts, self._link
         proposed = self.propose(event)
         miss = self._rules.lossy_miss(event) if self._rules.ladder else None
         levels = {} if miss is None else self._choose_levels(event, proposed, miss)
-        layer = -1
-        for key in proposed:
-            if key // num_experts != layer:
-                layer = key // num_experts
-                wanted = self._predictions.setdefault(layer, set())
-                cache = self._caches[layer]
-                pass_index = event.pass_index + (layer <= event.layer)
+        for layer, keys in self._by_layer(proposed):
+            pass_index = event.pass_index + (layer <= event.layer)
+            absent = self._expect(layer, keys)
+            if absent:
                 due = pass_index * self._num_layers + layer
-            wanted.add(key)
-            if key in cache.resident:
-                cache.eviction.on_predicted(key)
-            elif not link.is_pending(key):
-                link.submit(key, due, ready_s)
+                fresh = self._link.submit(absent, due, ready_s)
                 if levels or self._levels:
-                    self._levels[key] = levels.get(key, 0)
+                    self._levels.update((key, levels.get(key, 0)) for key in fresh)
 
     def submit_draft(
         self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
     ) -> None:
         """Queue one layer's keys, proposed while drafting for a pass that has not begun."""
-        link = self._link
         self._num_batches += 1
-        for key in keys:
-            layer = key // self._num_experts
-            self._predictions.setdefault(layer, set()).add(key)
-            cache = self._caches[layer]
-            if key in cache.resident:
-                cache.eviction.on_predicted(key)
-            elif not link.is_pending(key):
-                due = pass_index * self._num_layers + layer
-                link.submit(key, due, ready_s, self._num_batches if batched else None)
+        for layer, own in self._by_layer(keys):
+            absent = self._expect(layer, own)
+            if absent:
+                due, batch = pass_index * self._num_layers + layer, self._num_batches
+                fresh = self._link.submit(absent, due, ready_s, batch if batched else None)
                 if self._levels:
-                    self._levels[key] = 0
+                    self._levels.update(dict.fromkeys(fresh, 0))
+
+    def _expect(self, layer: int, keys: Sequence[int]) -> list[int]:
+        """Note that a layer is expected to need these; return those that are not resident."""
+        wanted = self._predictions.get(layer)
+        if wanted is None:
+            self._predictions[layer] = set(keys)
+        else:
+            wanted.update(keys)
+        cache = self._caches[layer]
+        resident = cache.resident
+        absent = [key for key in keys if key not in resident]
+        if not absent:
+            cache.eviction.on_all_predicted(keys)
+        elif len(absent) < len(keys):
+            cache.eviction.on_all_predicted([key for key in keys if key in resident])
+        return absent
+
+    def _by_layer(self, keys: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+        """Divide proposals into runs of keys of one layer, in their order."""
+        if not keys:
+            return ()
+        num_experts = self._num_experts
+        layer = keys[0] // num_experts
+        if min(keys) // num_experts == layer == max(keys) // num_experts:
+            return ((layer, keys),)
+        runs = groupby(keys, lambda key: key // num_experts)
+        return ((layer, list(own)) for layer, own in runs)
 
     def _choose_levels(
         self, event: Event, keys: Sequence[int], miss: MissAlgorithm

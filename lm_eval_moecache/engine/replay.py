@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -12,37 +11,14 @@ import numpy as np
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.redraft import Redraft
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.event import (
-    NO_PREDICTIONS,
-    PHASES,
-    PREFILL,
-    UNSEEN_EXPERTS,
-    UNSEEN_SCORES,
-    Event,
-)
+from lm_eval_moecache.engine.sights import Sights, events_of, proposals
+from lm_eval_moecache.records.event import PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.records.predictor import target_of
-from lm_eval_moecache.trace.columns import Halves
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 
 _CHUNK_PASSES = 256
-_NOTHING_SEEN = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
-
-
-@dataclass(frozen=True, slots=True)
-class Sights:
-    """What the algorithms of a policy want to see beside the keys of an event."""
-
-    weights: bool
-    logits: bool
-    depth: int
-    predicted_by: str
-    """Digest of the predictor that predictions have to be of; empty for the gates."""
-    recorded: bool = False
-    """Whether the prefetcher's own proposals were recorded, so that it need not see a thing."""
 
 
 def replay(
@@ -66,10 +42,13 @@ def replay(
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers
     cold = _cold_passes(trace, waiting) if cache_reset == "request" else frozenset()
+    live: Callable[[Event], Sequence[int]] = engine.algorithms.prefetch.propose
     for first, last, is_scan in _segments(trace):
-        events = (
-            iter(()) if is_scan else _events(trace, needs, first * num_layers, last * num_layers)
-        )
+        events: Iterator[Event] = iter(())
+        if not is_scan:
+            told = proposals(trace, needs, first, last)
+            engine.propose_by(live if told is None else _teller(told, first, num_layers))
+            events = events_of(trace, needs, first, last, told is not None)
         for pass_index in range(first, first + 1 if is_scan else last):
             if pass_index in cold:
                 engine.reset_cache()
@@ -87,35 +66,49 @@ def replay(
 
 
 def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
-    """Return what the policy wants to see, and let recorded proposals stand for its prefetcher."""
+    """Return what the policy wants to see; recorded proposals stand for its prefetcher."""
     digest = engine.predictor_digest
     choice: Any = setting.policy.prefetch
+    routing, prefetch = engine.algorithms.routing, engine.algorithms.prefetch
     recorded = None
     if trace.proposed:
         recorded = trace.proposed.get(identity(choice, setting.seed, digest))
     if recorded is None:
-        return Sights(engine.wants_weights, engine.wants_logits, engine.depth, digest)
-    keys, bounds = recorded.keys, recorded.bounds
-    num_layers = trace.geometry.num_layers
+        wants = engine.wants_weights, engine.wants_logits
+        asked_ahead = None if routing.depth else prefetch
+        return Sights(*wants, engine.depth, digest, asked_ahead=asked_ahead)
+    logits = routing.uses_logits or engine.algorithms.miss.uses_logits
+    weights = logits or engine.pools[0].eviction.uses_weights
+    return Sights(weights, logits, engine.depth, digest, recorded)
+
+
+def _teller(
+    told: Sequence[Sequence[int]], first: int, num_layers: int
+) -> Callable[[Event], Sequence[int]]:
+    """Return what says at each event from pass `first` on what is known to be proposed."""
 
     def proposed_at(event: Event) -> Sequence[int]:
-        index = event.pass_index * num_layers + event.layer
-        found: list[int] = keys[bounds[index] : bounds[index + 1]].tolist()
-        return found
+        return told[(event.pass_index - first) * num_layers + event.layer]
 
-    engine.propose_by(proposed_at)
-    routing, miss = engine.algorithms.routing, engine.algorithms.miss
-    logits = routing.uses_logits or miss.uses_logits
-    weights = logits or engine.pools[0].eviction.uses_weights
-    return Sights(weights, logits, engine.depth, digest, recorded=True)
+    return proposed_at
 
 
 def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
-    """Divide the passes into chunks, and texts that were routed layer by layer."""
+    """Divide the passes into chunks, and texts that were routed layer by layer.
+
+    A chunk has passes of one phase, and either of one token each or of several, so that a
+    prefetcher can be asked about all of a chunk's decode steps at once.
+    """
+    starts = trace.row_bounds[:: trace.geometry.num_layers]
+    rows_of_first = trace.row_bounds[1 :: trace.geometry.num_layers] - starts[:-1]
+    kinds = trace.columns.phase[starts[:-1]] * 2 + (rows_of_first > 1)
+    turns: list[int] = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
     at = 0
     for first, count in (*trace.scans, (trace.num_passes, 0)):
-        for start in range(at, first, _CHUNK_PASSES):
-            yield start, min(start + _CHUNK_PASSES, first), False
+        own = [at, *(turn for turn in turns if at < turn < first), first]
+        for start, stop in pairwise(own):
+            for begin in range(start, stop, _CHUNK_PASSES):
+                yield begin, min(begin + _CHUNK_PASSES, stop), False
         if count:
             yield first, first + count, True
         at = first + count
@@ -160,7 +153,7 @@ def _check_needs(trace: Trace, needs: Sights) -> None:
     if needs.logits and trace.logits is None:
         raise lacks("there is no column 'logits'")
     # With a single layer there is no next one to predict.
-    if needs.depth and not needs.recorded and trace.geometry.num_layers > 1:
+    if needs.depth and needs.recorded is None and trace.geometry.num_layers > 1:
         if trace.predicted is None:
             raise lacks("there is no column 'predicted'")
         by, wanted = trace.predicted.by, needs.predicted_by
@@ -204,73 +197,3 @@ def _cold_passes(trace: Trace, waiting: Sequence[Sequence[RequestRecord]]) -> Se
                 cold.add(pass_index)
             before = served
     return cold
-
-
-def _events(trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Event]:
-    """Build the events of a range as a live router hook does."""
-    columns, num_layers = trace.columns, trace.geometry.num_layers
-    rows: list[int] = trace.row_bounds[first : last + 1].tolist()
-    bounds: list[int] = trace.key_bounds[first : last + 1].tolist()
-    keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
-    base = bounds[0]
-    passes, layers = zip(*(divmod(index, num_layers) for index in range(first, last)), strict=True)
-    phases = [PHASES[phase] for phase in columns.phase[np.asarray(rows[:-1])].tolist()]
-    tokens = [stop - row for row, stop in pairwise(rows)]
-    own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
-    events = map(Event, passes, layers, phases, tokens, own)
-    if needs.weights or needs.logits or needs.depth or max(tokens) > 1:
-        return _seen(events, trace, needs, rows)
-    # One token a pass, of which the keys say it all.
-    return events
-
-
-def _seen(
-    events: Iterable[Event], trace: Trace, needs: Sights, rows: Sequence[int]
-) -> Iterator[Event]:
-    """Add what the algorithms want to see, from the `rows` between which each event's lie."""
-    columns, num_layers = trace.columns, trace.geometry.num_layers
-    num_experts = trace.geometry.num_experts
-    offsets: list[int] = []
-    if needs.depth and trace.predicted is not None and not needs.recorded:
-        offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
-    for place, (index, layer, phase, num_tokens, keys, *_) in enumerate(events):
-        row, stop = rows[place], rows[place + 1]
-        experts, weights, logits, predicted = _NOTHING_SEEN
-        if needs.weights or num_tokens > 1:
-            experts = columns.experts[row:stop].astype(np.int64)
-            if columns.weights is not None:
-                weights = columns.weights[row:stop]
-        if needs.logits and trace.logits is not None:
-            logits = trace.logits[row:stop].astype(np.float32)
-        if offsets and trace.predicted is not None:
-            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
-            by_token = values.reshape(num_tokens, -1)
-            predicted = _predictions(by_token, layer, needs.depth, num_experts, num_layers)
-        elif needs.recorded:
-            predicted = _unseen(layer, phase, needs, num_layers)
-        yield Event(index, layer, phase, num_tokens, keys, experts, weights, logits, predicted)
-
-
-def _unseen(layer: int, phase: str, needs: Sights, num_layers: int) -> dict[int, FloatArray]:
-    """Say which layers a live run predicted, which costs time; what it saw is not needed."""
-    if needs.predicted_by:
-        target = target_of(layer, num_layers, phase)
-        return {} if target is None else {target: UNSEEN_SCORES}
-    last = min(layer + needs.depth, num_layers - 1)
-    return dict.fromkeys(range(layer + 1, last + 1), UNSEEN_SCORES)
-
-
-def _predictions(
-    by_token: Halves, layer: int, depth: int, num_experts: int, num_layers: int
-) -> dict[int, FloatArray]:
-    """Return [tokens, experts] logits for each of the next `depth` layers, by layer.
-
-    Only a predictor's rows reach past the last layer, to the first one of the next pass.
-    """
-    reach = min(depth * num_experts, by_token.shape[1])
-    return {
-        (layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
-            np.float32
-        )
-        for ahead, start in enumerate(range(0, reach, num_experts))
-    }

@@ -7,6 +7,7 @@ optional. `tests/algorithms/test_contracts.py` does so for every file in the pac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import DROPPED, Event, resident_mask
+from lm_eval_moecache.records.event import DECODE, DROPPED, Event, resident_mask
 from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract
 from lm_eval_moecache.testing.eviction import EvictionContract
 from lm_eval_moecache.testing.streams import all_events, fresh
@@ -90,6 +91,20 @@ class PrefetchContract(Contract):
     def test_proposals_repeat_themselves(self) -> None:
         first, again = ([list(keys) for _, keys in self.proposals()] for _ in range(2))
         assert first == again
+
+    def test_many_steps_at_once_are_what_single_ones_would_propose(self) -> None:
+        """A replay asks `propose_rows` where there is one, a live run `propose`."""
+        at_once, alone = self.make(), self.make()
+        # One decimal place, so that there are ties.
+        logits = np.random.default_rng(0).normal(0, 2, (40, GEOMETRY.num_experts)).round(1)
+        logits = logits.astype(np.float32)
+        rows = [at_once.propose_rows(1, part) for part in (logits[:25], logits[25:])]
+        if None in rows:
+            return
+        base = GEOMETRY.num_experts
+        for step, (row, keys) in enumerate(zip(logits, chain(*filter(None, rows)), strict=True)):
+            event = Event(step, 0, DECODE, 1, [base], predicted={1: row[None]})
+            assert list(alone.propose(event)) == keys
 
 
 class MissContract(Contract):

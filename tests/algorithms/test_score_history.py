@@ -49,3 +49,16 @@ def test_where_most_scores_are_below_a_bin_all_experts_are_proposed() -> None:
     logits = np.arange(16, 0, -1, dtype=np.float32)[None] * 3
     assert proposed(Score(GEOMETRY), logits) == set(range(16))
     assert len(proposed(Score(GEOMETRY, scope="token"), logits)) == 3
+
+
+@pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
+def test_many_steps_at_once_move_the_bar_as_single_ones_do(percentile: float) -> None:
+    rng = np.random.default_rng(8)
+    at_once, alone = Score(GEOMETRY, percentile=percentile), Score(GEOMETRY, percentile=percentile)
+    for size in (1, 2, 30, 7, 60, 5):
+        # A chunk of another spread moves the percentile beyond the bins that are looked at first.
+        logits = rng.normal(0, rng.choice([0.1, 1, 40]), (size, 16)).astype(np.float32)
+        rows = at_once.propose_rows(1, logits)
+        assert [set(row) for row in rows] == [
+            {key + 16 for key in proposed(alone, row[None])} for row in logits
+        ]

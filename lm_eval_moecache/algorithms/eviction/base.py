@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.records.event import Event
@@ -75,6 +75,14 @@ class EvictionAlgorithm(ABC):
     def on_predicted(self, key: int) -> None:
         """Note that a prefetcher wants a key that is resident already."""
         return
+
+    def on_all_predicted(self, keys: Sequence[int]) -> None:
+        """As `on_predicted` for each of these keys of one layer, the most wanted first.
+
+        To be overridden only where that is faster.
+        """
+        for key in keys:
+            self.on_predicted(key)
 
     @abstractmethod
     def on_evict(self, key: int) -> None:
@@ -158,31 +166,12 @@ class LayerQueues:
         if not self._queues[layer]:
             self.mask &= ~(1 << layer)
 
-    def move_to(self, other: LayerQueues) -> None:
-        """Put every key, in order, at the end of another's queues. Costs O(keys)."""
-        mask = self.mask
-        while mask:
-            layer = mask.bit_length() - 1
-            mask ^= 1 << layer
-            other._queues[layer].update(self._queues[layer])
-            self._queues[layer].clear()
-        other.mask |= self.mask
-        self.mask = 0
-
     def __contains__(self, key: int) -> bool:
         return key in self._queues[key // self._num_experts]
 
-    def first(
-        self, layer: int, pinned: Container[int], rank: Callable[[int], int] | None = None
-    ) -> int | None:
-        """Return the key of a layer's queue to go first, or None where every one is pinned.
-
-        That is the first of the queue, or the one of the lowest `rank`.
-        """
-        queue = self._queues[layer]
-        if rank is not None:
-            return min((key for key in queue if key not in pinned), key=rank, default=None)
-        for key in queue:
+    def first(self, layer: int, pinned: Container[int]) -> int | None:
+        """Return the first key of a layer's queue, or None where every one is pinned."""
+        for key in self._queues[layer]:
             if key not in pinned:
                 return key
         return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import OrderedDict
+from collections.abc import Container, Sequence
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, LayerQueues
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -40,7 +41,17 @@ class LeastStale(EvictionAlgorithm):
     ) -> None:
         super().__init__(geometry, seed=seed)
         self._protect, self._fifo = protect == "coming", order == "fifo"
-        self._stale, self._current = LayerQueues(geometry), LayerQueues(geometry)
+        num_experts, num_layers = geometry.num_experts, geometry.num_layers
+        self._num_experts = num_experts
+        self._queues: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_layers)]
+        """A layer's residents: the stale ones, then the current ones, each in order of last use."""
+        self._current_in = [-1] * (num_layers * num_experts)
+        """Key -> number of the pass in which it was current last."""
+        self._pass = 0
+        self._held = 0
+        """Bit l is set where layer l has residents."""
+        self._stale = 0
+        """Bit l is set where layer l may have stale ones: `victim` finds out."""
         self._ahead: dict[int, None] = {}
         """Current keys that a prefetch wants for the next pass, in the order of its wishes."""
         self._loads: dict[int, int] = {}
@@ -50,52 +61,84 @@ class LeastStale(EvictionAlgorithm):
         """The layer this pass has served last."""
 
     def on_pass(self, pass_index: int) -> None:
-        self._current.move_to(self._stale)
+        self._pass += 1
+        self._stale = self._held
         for key in self._ahead:
-            self._stale.remove(key)
-            self._current.append(key)
+            self._queues[key // self._num_experts].move_to_end(key)
+            self._current_in[key] = self._pass
         self._ahead.clear()
         self._served = -1
 
     def on_insert(self, key: int, prefetched: bool) -> None:
-        self._current.append(key)
+        layer = key // self._num_experts
+        self._queues[layer][key] = None
+        self._current_in[key] = self._pass
+        self._held |= 1 << layer
         if self._fifo:
             self._num_loads += 1
             self._loads[key] = self._num_loads
-        if prefetched and key // self.geometry.num_experts <= self._served:
+        if prefetched and layer <= self._served:
             self._ahead[key] = None
 
     def on_event(self, event: Event) -> None:
         self._served = event.layer
+        queue, current_in, now = self._queues[event.layer], self._current_in, self._pass
         for key in event.keys:
-            if key in self._stale:
-                self._stale.remove(key)
-                self._current.append(key)
-            elif key in self._current:
-                self._current.append(key)
+            if key in queue:
+                queue.move_to_end(key)
+                current_in[key] = now
 
     def on_predicted(self, key: int) -> None:
-        if key in self._stale:
-            self._stale.remove(key)
-            self._current.append(key)
-        if key // self.geometry.num_experts <= self._served:
-            self._ahead.pop(key, None)
-            self._ahead[key] = None
+        self.on_all_predicted((key,))
+
+    def on_all_predicted(self, keys: Sequence[int]) -> None:
+        layer, current_in, now = keys[0] // self._num_experts, self._current_in, self._pass
+        queue = self._queues[layer]
+        for key in keys:
+            if current_in[key] != now:
+                current_in[key] = now
+                queue.move_to_end(key)
+        if layer <= self._served:
+            for key in keys:
+                self._ahead.pop(key, None)
+                self._ahead[key] = None
 
     def on_evict(self, key: int) -> None:
         self._ahead.pop(key, None)
-        (self._stale if key in self._stale else self._current).remove(key)
+        layer = key // self._num_experts
+        queue = self._queues[layer]
+        del queue[key]
+        if not queue:
+            self._held &= ~(1 << layer)
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         left = (2 << layer) - 1 if self._protect else -1
-        for queues in (self._stale, self._current):
-            mask = queues.mask
-            while mask:
-                reached = mask & left
-                place = ((reached & -reached) if reached else mask).bit_length() - 1
-                mask ^= 1 << place
-                rank = self._loads.__getitem__ if self._fifo else None
-                key = queues.first(place, pinned, rank)
+        for is_stale in (True, False):
+            layers = self._stale if is_stale else self._held
+            while layers:
+                reached = layers & left
+                place = ((reached & -reached) if reached else layers).bit_length() - 1
+                layers ^= 1 << place
+                key = self._find(place, pinned, is_stale)
                 if key is not None:
                     return key
         return None
+
+    def _find(self, layer: int, pinned: Container[int], is_stale: bool) -> int | None:
+        """Return who goes first of a layer's stale (or current) keys."""
+        current_in, now, seen = self._current_in, self._pass, False
+        free = []
+        for key in self._queues[layer]:
+            if (current_in[key] != now) is not is_stale:
+                if is_stale:
+                    break
+                continue
+            seen = True
+            if key not in pinned:
+                if not self._fifo:
+                    return key
+                free.append(key)
+        if is_stale and not seen:
+            # It will have none before the next pass.
+            self._stale &= ~(1 << layer)
+        return min(free, key=self._loads.__getitem__, default=None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -66,6 +67,14 @@ class PrefetchAlgorithm(ABC):
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
         """Return the keys to prefetch now, in order of priority, without duplicates."""
+
+    def propose_rows(self, layer: int, logits: FloatArray) -> list[list[int]] | None:
+        """Return what `propose` would for each of some decode steps, one after the other, or None.
+
+        `logits` [steps, experts] is what each step predicts of one `layer`. Only for algorithms
+        that look at nothing else of an event; a replay then asks for many steps at once.
+        """
+        return None
 
 
 class DraftStagePrefetch(PrefetchAlgorithm):
@@ -131,6 +140,22 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
         mass = (scores * wanted).sum(axis=0)[experts]
     keys: list[int] = (experts[(-mass).argsort(kind="stable")] + layer * scores.shape[-1]).tolist()
     return keys
+
+
+def best_of_rows(layer: int, logits: FloatArray, count: int) -> list[list[int]]:
+    """Return `most_likely` of each token alone; `logits` are [tokens, experts]."""
+    top = (-logits).argsort(axis=-1, kind="stable")[:, :count]
+    rows: list[list[int]] = (top + layer * logits.shape[-1]).tolist()
+    return rows
+
+
+def rows_by_mass(layer: int, wanted: BoolArray, scores: FloatArray) -> list[list[int]]:
+    """Return `by_mass` of each token alone; `wanted` and `scores` are [tokens, experts]."""
+    tokens, experts = wanted.nonzero()
+    order = np.lexsort((-scores[tokens, experts], tokens))
+    keys: list[int] = (experts[order] + layer * scores.shape[-1]).tolist()
+    ends: list[int] = wanted.sum(axis=-1).cumsum().tolist()
+    return [keys[start:end] for start, end in pairwise([0, *ends])]
 
 
 def activations(event: Event, num_experts: int) -> IntArray:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
+from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -45,3 +46,6 @@ class NextGate(PrefetchAlgorithm):
         for layer, logits in event.predicted.items():
             keys += most_likely(layer, logits, self._count)
         return keys
+
+    def propose_rows(self, layer: int, logits: FloatArray) -> list[list[int]]:
+        return best_of_rows(layer, logits, self._count)

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
-from lm_eval_moecache.records.arrays import FloatArray, softmax
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass, rows_by_mass
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -62,6 +62,14 @@ class Score(PrefetchAlgorithm):
             keys += by_mass(layer, scores > bar, scores)
         return keys
 
+    def propose_rows(self, layer: int, logits: FloatArray) -> list[list[int]]:
+        scores = softmax(logits)
+        if self.scope == "token":
+            bars = np.percentile(scores, self.percentile, axis=-1)
+        else:
+            bars = self._history[layer].add_rows(scores)
+        return rows_by_mass(layer, scores > bars[:, None], scores)
+
 
 class _History:
     """The scores seen for one layer, counted in bins, and a pointer to the bin of the quantile.
@@ -94,3 +102,39 @@ class _History:
             below -= count_of(place)
         self._bin, self._below = place, below
         return place / _BINS
+
+    def add_rows(self, scores: FloatArray) -> FloatArray:
+        """Take in [events, experts], one row after the other; return what `add` says of each.
+
+        In the bins around the pointer it counts, for all events at once, what lies below; where
+        the quantile leaves them, around twice as many.
+        """
+        bins = (scores * _BINS).astype(np.int64)
+        rank = self._share * (self._total + bins.shape[1] * np.arange(1, len(bins) + 1))
+        reach = 16
+        while True:
+            low, high = max(self._bin - reach, 0), min(self._bin + reach, _BINS)
+            upto = self._counted(bins, low, high)
+            if (high == _BINS or (upto[:, -1] >= rank).all()) and (
+                low == 0 or (upto[:, 0] < rank).all()
+            ):
+                break
+            reach *= 2
+        steps = (upto[:, 1:-1] < rank[:, None]).sum(axis=1)
+        place = int(steps[-1])
+        self._total += bins.size
+        self._bin, self._below = low + place, int(upto[-1, place])
+        np.add.at(self._counts, bins.ravel(), 1)
+        return np.asarray((low + steps) / _BINS, dtype=np.float32)
+
+    def _counted(self, bins: IntArray, low: int, high: int) -> IntArray:
+        """Return how many scores lie below bins `low` to `high` after each event: [events, bins].
+
+        Both ends are included.
+        """
+        num_events, width = len(bins), high - low + 1
+        own = np.maximum(bins - low + 1, 0)
+        flat = (np.arange(num_events)[:, None] * width + own)[own < width]
+        fresh = np.bincount(flat, minlength=num_events * width).reshape(num_events, width)
+        before = np.append(0, self._counts.cumsum())[low : high + 1]
+        return np.asarray(before + fresh.cumsum(axis=1).cumsum(axis=0), dtype=np.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.records.hardware import Hardware
 
@@ -36,6 +38,10 @@ class VirtualLink(Link):
     def is_pending(self, key: int) -> bool:
         return key == self.inflight or key in self._queued
 
+    def without_pending(self, keys: Sequence[int]) -> list[int]:
+        queued, inflight = self._queued, self.inflight
+        return [key for key in keys if key not in queued and key != inflight]
+
     def transfer(self, nbytes: int, now: float, joins: bool = False) -> float:
         """Move `nbytes` as soon as the link is free, not before `now`; return when they land.
 
@@ -52,8 +58,10 @@ class VirtualLink(Link):
         self.transfers += 1
         return self.busy_until
 
-    def submit(self, key: int, due: int, now: float, batch: int | None = None) -> None:
-        super().submit(key, 0 if self.fifo else due, now, batch)
+    def submit(
+        self, keys: Sequence[int], due: int, now: float, batch: int | None = None
+    ) -> Sequence[int]:
+        return super().submit(keys, 0 if self.fifo else due, now, batch)
 
     def cancel_due(self, due: int) -> int:
         return 0 if self.fifo else super().cancel_due(due)
@@ -73,13 +81,13 @@ class VirtualLink(Link):
 
     def postpone(self, key: int, until: float) -> None:
         """Keep a queued prefetch from starting before `until`."""
-        sequence, _, batch = self._queued[key]
-        self._queued[key] = (sequence, until, batch)
+        due, _, batch = self._queued[key]
+        self._queued[key] = (due, until, batch)
 
     def start(self, key: int, nbytes: int, now: float) -> None:
         """Begin a queued prefetch; the link must be free of another one in flight."""
         assert self.inflight is None, f"key {self.inflight} is still in flight"
-        batch = self._queued.pop(key)[2]
+        batch = self.withdraw(key)[2]
         joins = batch is not None and batch == self._open_batch and now <= self.busy_until
         self.transfer(nbytes, now, joins)
         self._open_batch = batch

@@ -35,7 +35,8 @@ class Traffic:
                 if link.busy_until > now:
                     return
                 self.land()
-            head = link.peek()
+            # Nothing starts before the link is free, whatever waits.
+            head = link.peek() if link.busy_until < now else None
             if head is None or head[1] >= now:
                 return
             key, start_s = head

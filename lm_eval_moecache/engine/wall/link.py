@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.wall.worker import DONE, Mover, Transfer, Worker
@@ -43,6 +43,9 @@ class WallLink(Link):
     def is_pending(self, key: int) -> bool:
         return key in self._issued or key in self._queued
 
+    def without_pending(self, keys: Sequence[int]) -> list[int]:
+        return [key for key in keys if not self.is_pending(key)]
+
     def issued(self) -> set[int]:
         """Return the keys of prefetches that may move at any time."""
         return set(self._issued)
@@ -79,10 +82,9 @@ class WallLink(Link):
 
     def issue(self, transfer: Transfer) -> None:
         """Let the first of the queued prefetches move when its turn comes."""
-        transfer.due, _, head = self._heap[0]
-        assert head == transfer.key, f"{transfer.key} is not the first in the queue"
-        del self._queued[head]
-        self._issued[head] = transfer
+        assert transfer.key == self.head(), f"{transfer.key} is not the first in the queue"
+        transfer.due = self.withdraw(transfer.key)[0]
+        self._issued[transfer.key] = transfer
         self._put(transfer, demanded=False)
 
     def promote(self, key: int) -> None:

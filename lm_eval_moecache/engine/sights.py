@@ -1,0 +1,175 @@
+"""What a replay shows of a trace: its events, and what a prefetcher proposes at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import (
+    NO_PREDICTIONS,
+    PHASES,
+    UNSEEN_EXPERTS,
+    UNSEEN_SCORES,
+    Event,
+)
+from lm_eval_moecache.records.predictor import target_of
+from lm_eval_moecache.trace.columns import Halves
+from lm_eval_moecache.trace.detail import Proposed
+from lm_eval_moecache.trace.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Sights:
+    """What the algorithms of a policy want to see beside the keys of an event."""
+
+    weights: bool
+    logits: bool
+    depth: int
+    predicted_by: str
+    """Digest of the predictor that predictions have to be of; empty for the gates."""
+    recorded: Proposed | None = None
+    """What the prefetcher proposed in the recorded run, so that it need not see a thing."""
+    asked_ahead: PrefetchAlgorithm | None = None
+    """The prefetcher, where nobody else looks at predictions."""
+
+
+def proposals(trace: Trace, needs: Sights, first: int, last: int) -> list[Sequence[int]] | None:
+    """Return what is proposed at each event of passes `first` to `last`, the latter left out.
+
+    None where each event has to be shown to the prefetcher when its turn comes: it looks at more
+    than predictions, or a pass has several tokens.
+    """
+    num_layers = trace.geometry.num_layers
+    if needs.recorded is not None:
+        bounds = needs.recorded.bounds[first * num_layers : last * num_layers + 1]
+        found: list[int] = needs.recorded.keys[bounds[0] : bounds[-1]].tolist()
+        places: list[int] = (bounds - bounds[0]).tolist()
+        return [found[start:stop] for start, stop in pairwise(places)]
+    prefetch, predicted = needs.asked_ahead, trace.predicted
+    if prefetch is None or predicted is None or not needs.depth:
+        return None
+    rows = trace.row_bounds[first * num_layers : last * num_layers + 1]
+    if rows[-1] - rows[0] != len(rows) - 1:
+        return None
+    offsets = predicted.offsets[rows]
+    sizes = np.diff(offsets).reshape(-1, num_layers)
+    if (sizes != sizes[0]).any():
+        return None
+    by_pass = predicted.values[offsets[0] : offsets[-1]].reshape(last - first, -1)
+    return _asked_ahead(prefetch, by_pass, sizes[0].tolist(), min(needs.depth, predicted.depth))
+
+
+def _asked_ahead(
+    prefetch: PrefetchAlgorithm, by_pass: Halves, sizes: Sequence[int], depth: int
+) -> list[Sequence[int]] | None:
+    """Ask for one layer at a time, over all passes [passes, values]; `sizes` are its layers'."""
+    num_passes, num_layers = len(by_pass), len(sizes)
+    num_experts = prefetch.geometry.num_experts
+    found: list[list[int]] = [[] for _ in range(num_passes * num_layers)]
+    start = 0
+    for layer, size in enumerate(sizes):
+        for ahead in range(min(depth, size // num_experts)):
+            column = start + ahead * num_experts
+            logits = by_pass[:, column : column + num_experts].astype(np.float32)
+            target = (layer + 1 + ahead) % num_layers
+            proposed = prefetch.propose_rows(target, logits)
+            if proposed is None:
+                return None
+            for index, keys in zip(range(layer, len(found), num_layers), proposed, strict=True):
+                found[index] += keys
+        start += size
+    return [*found]
+
+
+def events_of(trace: Trace, needs: Sights, first: int, last: int, is_told: bool) -> Iterator[Event]:
+    """Build the events of passes `first` to `last`, the latter left out, as a live hook does.
+
+    `is_told` says that proposals are known, so that predictions need not be shown.
+    """
+    columns, num_layers = trace.columns, trace.geometry.num_layers
+    start, stop = first * num_layers, last * num_layers
+    rows: list[int] = trace.row_bounds[start : stop + 1].tolist()
+    bounds: list[int] = trace.key_bounds[start : stop + 1].tolist()
+    keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
+    base = bounds[0]
+    passes: list[int] = np.repeat(np.arange(first, last), num_layers).tolist()
+    layers = [*range(num_layers)] * (last - first)
+    phases = [PHASES[phase] for phase in columns.phase[np.asarray(rows[:-1])].tolist()]
+    tokens = [stop - row for row, stop in pairwise(rows)]
+    own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
+    unseen: Iterable[Mapping[int, FloatArray]] = repeat(NO_PREDICTIONS)
+    if is_told and needs.depth:
+        unseen = map(_Unseen(needs, num_layers), layers, phases)
+    nothing = repeat(UNSEEN_EXPERTS), repeat(UNSEEN_SCORES), repeat(UNSEEN_SCORES)
+    events = map(Event, passes, layers, phases, tokens, own, *nothing, unseen)
+    if needs.weights or needs.logits or (needs.depth and not is_told) or max(tokens) > 1:
+        return _seen(events, trace, needs, rows, is_told)
+    # One token a pass, of which the keys say it all.
+    return events
+
+
+def _seen(
+    events: Iterable[Event], trace: Trace, needs: Sights, rows: Sequence[int], is_told: bool
+) -> Iterator[Event]:
+    """Add what the algorithms want to see, from the `rows` between which each event's lie."""
+    columns, num_layers = trace.columns, trace.geometry.num_layers
+    num_experts = trace.geometry.num_experts
+    offsets: list[int] = []
+    if needs.depth and trace.predicted is not None and not is_told:
+        offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
+    for place, event in enumerate(events):
+        row, stop = rows[place], rows[place + 1]
+        index, layer, phase, num_tokens, keys, experts, weights, logits, predicted, _ = event
+        if needs.weights or num_tokens > 1:
+            experts = columns.experts[row:stop].astype(np.int64)
+            if columns.weights is not None:
+                weights = columns.weights[row:stop]
+        if needs.logits and trace.logits is not None:
+            logits = trace.logits[row:stop].astype(np.float32)
+        if offsets and trace.predicted is not None:
+            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
+            by_token = values.reshape(num_tokens, -1)
+            predicted = _predictions(by_token, layer, needs.depth, num_experts, num_layers)
+        yield Event(index, layer, phase, num_tokens, keys, experts, weights, logits, predicted)
+
+
+class _Unseen:
+    """Says which layers a live run predicted, which costs time; what it saw is not needed."""
+
+    def __init__(self, needs: Sights, num_layers: int) -> None:
+        self._needs, self._num_layers = needs, num_layers
+        self._known: dict[tuple[int, str], Mapping[int, FloatArray]] = {}
+
+    def __call__(self, layer: int, phase: str) -> Mapping[int, FloatArray]:
+        known = self._known.get((layer, phase))
+        if known is None:
+            known = self._known[layer, phase] = dict.fromkeys(self._of(layer, phase), UNSEEN_SCORES)
+        return known
+
+    def _of(self, layer: int, phase: str) -> Iterable[int]:
+        if self._needs.predicted_by:
+            target = target_of(layer, self._num_layers, phase)
+            return () if target is None else (target,)
+        last = min(layer + self._needs.depth, self._num_layers - 1)
+        return range(layer + 1, last + 1)
+
+
+def _predictions(
+    by_token: Halves, layer: int, depth: int, num_experts: int, num_layers: int
+) -> dict[int, FloatArray]:
+    """Return [tokens, experts] logits for each of the next `depth` layers, by layer.
+
+    Only a predictor's rows reach past the last layer, to the first one of the next pass.
+    """
+    reach = min(depth * num_experts, by_token.shape[1])
+    return {
+        (layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
+            np.float32
+        )
+        for ahead, start in enumerate(range(0, reach, num_experts))
+    }
