@@ -42,13 +42,8 @@ def replay(
     waiting = _enter_requests(trace, engine)
     num_layers = trace.geometry.num_layers
     cold = _cold_passes(trace, waiting) if cache_reset == "request" else frozenset()
-    live: Callable[[Event], Sequence[int]] = engine.algorithms.prefetch.propose
     for first, last, is_scan in _segments(trace):
-        events: Iterator[Event] = iter(())
-        if not is_scan:
-            told = proposals(trace, needs, first, last)
-            engine.propose_by(live if told is None else _teller(told, first, num_layers))
-            events = events_of(trace, needs, first, last, told is not None)
+        events = iter(()) if is_scan else _show(engine, trace, needs, first, last)
         for pass_index in range(first, first + 1 if is_scan else last):
             if pass_index in cold:
                 engine.reset_cache()
@@ -82,15 +77,17 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
     return Sights(weights, logits, engine.depth, digest, recorded)
 
 
-def _teller(
-    told: Sequence[Sequence[int]], first: int, num_layers: int
-) -> Callable[[Event], Sequence[int]]:
-    """Return what says at each event from pass `first` on what is known to be proposed."""
+def _show(engine: Engine, trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Event]:
+    """Return the events of passes `first` to `last`, once the engine knows their proposals."""
+    num_layers, told = trace.geometry.num_layers, proposals(trace, needs, first, last)
+    live: Callable[[Event], Sequence[int]] = engine.algorithms.prefetch.propose
+    known: Sequence[Sequence[int]] = told or ()
 
     def proposed_at(event: Event) -> Sequence[int]:
-        return told[(event.pass_index - first) * num_layers + event.layer]
+        return known[(event.pass_index - first) * num_layers + event.layer]
 
-    return proposed_at
+    engine.propose_by(live if told is None else proposed_at)
+    return events_of(trace, needs, first, last, told is not None)
 
 
 def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
