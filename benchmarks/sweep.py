@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -49,11 +49,25 @@ def write(folder: Path, limit: int, **cells: Any) -> Path:
     return path
 
 
-def run(path: Path, live: bool = False) -> float:
-    begin = time.perf_counter()
+class Spent(NamedTuple):
+    """Seconds by the clock, and of this process and its children (which a busy machine stretches
+    less)."""
+
+    clock_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Spent:
+        times = os.times()
+        return cls(times.elapsed, sum(times[:4]))
+
+
+def run(path: Path, live: bool = False) -> Spent:
+    before = Spent.now()
     report = run_sweep(read_sweep(path), path.parent, live=live)
     assert not report.failed, report.failed
-    return time.perf_counter() - begin
+    after = Spent.now()
+    return Spent(after.clock_s - before.clock_s, after.cpu_s - before.cpu_s)
 
 
 def kill(path: Path, times: int, chance: random.Random) -> int:
@@ -101,17 +115,17 @@ def main() -> int:
         shared = write(Path(name) / "shared", options.limit, grid=GRID, jobs=options.jobs)
         if options.kills:
             print(f"kills               {kill(shared, options.kills, chance)} of {options.kills}")
-        shared_s = run(shared)
+        sharing = run(shared)
         found = records(shared.parent)
         assert len(found) == NUM_CELLS, len(found)
         chosen = chance.sample(sorted(found), options.sample)
         cells = [found[key]["configuration"]["model_args"] for key in chosen]
         live = write(Path(name) / "live", options.limit, runs=cells, jobs=options.jobs)
-        live_s = run(live, live=True)
+        alive = run(live, live=True)
         expected = records(live.parent)
         different = [r["run_id"] for k, r in expected.items() if not same(found[k], r)]
         assert set(expected) == set(chosen), "the sample is not what was asked for"
-        report(list(found.values()), list(expected.values()), shared_s, live_s, options)
+        report(list(found.values()), list(expected.values()), sharing, alive, options)
         sizes = [path.stat().st_size for path in (shared.parent / "traces").glob("*.parquet")]
         print(f"traces              {len(sizes)}, {sum(sizes) / 1e6:.2f} MB")
         print(f"records that differ {len(different)} of {len(expected)} {different or ''}")
@@ -121,20 +135,21 @@ def main() -> int:
 def report(
     found: Sequence[Mapping[str, Any]],
     expected: Sequence[Mapping[str, Any]],
-    shared_s: float,
-    live_s: float,
+    sharing: Spent,
+    alive: Spent,
     options: argparse.Namespace,
 ) -> None:
     runs, replays = seconds(found, "evaluate"), seconds(found, "replay")
-    of_live = live_s / len(expected) * NUM_CELLS
     print(f"cells               {len(found)}: {len(runs)} ran the model, {len(replays)} replayed")
     print(f"replay              {sum(replays) / max(len(replays), 1):.3f} s each")
     live = seconds(expected, "evaluate")
     print(f"live run            {sum(live) / len(live):.2f} s each")
     if not options.kills:
-        print(f"sharing             {shared_s:.1f} s by the clock, {options.jobs} processes")
-        print(f"--live              {of_live:.1f} s, from {len(expected)} cells")
-        print(f"ratio               {of_live / shared_s:.1f}")
+        print(f"processes           {options.jobs}; --live is told from {len(expected)} cells")
+        for what, shared_s, sample_s in zip(("clock", "CPU"), sharing, alive, strict=True):
+            live_s = sample_s / len(expected) * NUM_CELLS
+            print(f"{what:19s} {shared_s:.1f} s sharing, {live_s:.1f} s --live")
+            print(f"ratio by {what:10s} {live_s / shared_s:.1f}")
 
 
 if __name__ == "__main__":

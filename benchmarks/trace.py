@@ -33,10 +33,11 @@ from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.detail import identity
-from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.stream import StreamedTrace, open_trace
 from lm_eval_moecache.trace.writer import TraceWriter
 
 LAYERS, EXPERTS, TOP_K = 16, 64, 8
@@ -87,6 +88,7 @@ def write(folder: Path, num_tokens: int, kept: str) -> Path:
     )
     writer = TraceWriter(folder, kept, header)
     prompt: list[FloatArray] = []
+    requests: list[RequestRecord] = []
     pass_index = 0
     for place, logits in enumerate(logits_of(num_tokens)):
         prompt.append(logits)
@@ -99,8 +101,13 @@ def write(folder: Path, num_tokens: int, kept: str) -> Path:
         owners = np.full(len(tokens), place // TEXT)
         writer.begin_pass(pass_index, PREFILL if first == 0 else DECODE, owners, tokens)
         write_pass(writer, pass_index, batch, kept, list(looking.values()))
+        if first == 0:
+            prompt_tokens, number = len(tokens), len(requests)
+            requests.append(RequestRecord(number, "generated", "generate_until", prompt_tokens))
+        requests[-1].passes.append(PassRecord(pass_index, DECODE, len(tokens), 0.0))
+        requests[-1].output_tokens = len(requests[-1].passes)
         pass_index += 1
-    path = writer.close()
+    path = writer.close(requests)
     assert path is not None, "no token was written"
     return path
 
@@ -133,7 +140,7 @@ def write_pass(
 def run(path: Path) -> None:
     """Replay with what was kept, and print what it took."""
     begin = time.perf_counter()
-    trace = read_trace(path, predicted=True)
+    trace = open_trace(path, predicted=True)
     read_s = time.perf_counter() - begin
     setting = Setting(
         policy=POLICY,
@@ -143,7 +150,8 @@ def run(path: Path) -> None:
     engine = replay(trace, setting)
     replay_s = time.perf_counter() - begin - read_s
     requests = sum(p.requests for p in engine.ledger.passes)
-    print(f"replay     {requests} requests, read {read_s:.1f} s, replayed {replay_s:.1f} s")
+    way = "streamed" if isinstance(trace, StreamedTrace) else "read"
+    print(f"replay     {requests} requests, {way} {read_s:.1f} s, replayed {replay_s:.1f} s")
     print(f"peak       {peak_gib():.2f} GiB resident")
 
 

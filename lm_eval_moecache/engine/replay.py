@@ -16,13 +16,14 @@ from lm_eval_moecache.records.event import PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.stream import StreamedTrace
 from lm_eval_moecache.trace.trace import Trace
 
 _CHUNK_PASSES = 256
 
 
 def replay(
-    trace: Trace,
+    trace: Trace | StreamedTrace,
     setting: Setting,
     *,
     future: Future | None = None,
@@ -37,27 +38,45 @@ def replay(
     """
     setting = setting.with_draft(trace.drafted.draft or setting.draft)
     engine = Engine(trace.geometry, setting, future)
-    needs, redraft = _needs_of(trace, engine, setting), Redraft(trace, engine)
-    _check_needs(trace, needs)
     waiting = _enter_requests(trace, engine)
-    num_layers = trace.geometry.num_layers
-    cold = _cold_passes(trace, waiting) if cache_reset == "request" else frozenset()
-    for first, last, is_scan in _segments(trace):
-        events = iter(()) if is_scan else _show(engine, trace, needs, first, last)
-        for pass_index in range(first, first + 1 if is_scan else last):
-            if pass_index in cold:
-                engine.reset_cache()
-            engine.ledger.serve(waiting[pass_index])
-            if is_scan:
-                _run_scan(engine, trace, needs, first, last - first)
-            else:
-                redraft.before(pass_index)
-                _run_pass(engine, events, num_layers)
-                redraft.after(pass_index)
-        if on_progress is not None:
-            on_progress(last - first)
+    before: Set[int] = frozenset()
+    for part in trace.parts():
+        cold: Set[int] = frozenset()
+        if cache_reset == "request":
+            cold, before = _cold_passes(part, waiting, before)
+        needs, redraft = _needs_of(part, engine, setting), Redraft(part, engine)
+        _check_needs(part, needs)
+        for segment in _segments(part):
+            _serve(engine, part, needs, redraft, segment, waiting, cold)
+            if on_progress is not None:
+                on_progress(segment[1] - segment[0])
     engine.ledger.serve([])
     return engine
+
+
+def _serve(
+    engine: Engine,
+    part: Trace,
+    needs: Sights,
+    redraft: Redraft,
+    segment: tuple[int, int, bool],
+    waiting: Sequence[list[RequestRecord]],
+    cold: Set[int],
+) -> None:
+    """Serve some passes of a part in their order, or those of one scanned text together."""
+    first, last, is_scan = segment
+    num_layers = part.geometry.num_layers
+    events = iter(()) if is_scan else _show(engine, part, needs, first, last)
+    for pass_index in range(first, first + 1 if is_scan else last):
+        if pass_index in cold:
+            engine.reset_cache()
+        engine.ledger.serve(waiting[part.first_pass + pass_index])
+        if is_scan:
+            _run_scan(engine, part, needs, first, last - first)
+        else:
+            redraft.before(pass_index)
+            _run_pass(engine, events, num_layers)
+            redraft.after(part.first_pass + pass_index)
 
 
 def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
@@ -80,11 +99,12 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
 def _show(engine: Engine, trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Event]:
     """Return the events of passes `first` to `last`, once the engine knows their proposals."""
     num_layers, told = trace.geometry.num_layers, proposals(trace, needs, first, last)
+    begin = trace.first_pass + first
     live: Callable[[Event], Sequence[int]] = engine.algorithms.prefetch.propose
     known: Sequence[Sequence[int]] = told or ()
 
     def proposed_at(event: Event) -> Sequence[int]:
-        return known[(event.pass_index - first) * num_layers + event.layer]
+        return known[(event.pass_index - begin) * num_layers + event.layer]
 
     engine.propose_by(live if told is None else proposed_at)
     return events_of(trace, needs, first, last, told is not None)
@@ -165,7 +185,7 @@ def _whose(digest: str) -> str:
     return f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
 
 
-def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
+def _enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[RequestRecord]]:
     """Enter the requests into the ledger; return for each pass those it serves."""
     waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
     for traced in trace.requests:
@@ -178,19 +198,21 @@ def _enter_requests(trace: Trace, engine: Engine) -> list[list[RequestRecord]]:
     return waiting
 
 
-def _cold_passes(trace: Trace, waiting: Sequence[Sequence[RequestRecord]]) -> Set[int]:
-    """Return the passes before which `cache_reset=request` empties the cache.
+def _cold_passes(
+    part: Trace, waiting: Sequence[Sequence[RequestRecord]], before: Set[int]
+) -> tuple[Set[int], Set[int]]:
+    """Return the passes before which `cache_reset=request` empties the cache, and who came last.
 
     As in a live run, the windows of one text are one request: a sequence starts cold only where
-    it serves other requests than the sequence before. Whom a later pass of a generation serves
+    it serves other requests than the sequence `before`. Whom a later pass of a generation serves
     does not count, as it leaves out the rows that have ended.
     """
     cold: set[int] = set()
-    before: frozenset[int] = frozenset()
-    for pass_index, records in enumerate(waiting):
-        if trace.starts_sequence(pass_index):
+    for pass_index in range(part.num_passes):
+        if part.starts_sequence(pass_index):
+            records = waiting[part.first_pass + pass_index]
             served = frozenset(record.index for record in records)
             if served != before:
                 cold.add(pass_index)
             before = served
-    return cold
+    return cold, before

@@ -97,7 +97,8 @@ def events_of(trace: Trace, needs: Sights, first: int, last: int, is_told: bool)
     bounds: list[int] = trace.key_bounds[start : stop + 1].tolist()
     keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
     base = bounds[0]
-    passes: list[int] = np.repeat(np.arange(first, last), num_layers).tolist()
+    own_passes = np.arange(first, last) + trace.first_pass
+    passes: list[int] = np.repeat(own_passes, num_layers).tolist()
     layers = [*range(num_layers)] * (last - first)
     phases = [PHASES[phase] for phase in columns.phase[np.asarray(rows[:-1])].tolist()]
     tokens = [stop - row for row, stop in pairwise(rows)]

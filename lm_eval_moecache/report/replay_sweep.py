@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -15,12 +16,14 @@ from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import PRIORITY, Setting
 from lm_eval_moecache.records.emulation import RealModel
+from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.stream import StreamedTrace, open_trace
 from lm_eval_moecache.trace.trace import Trace
 
 LRU, BELADY = "lru", "belady"
@@ -88,14 +91,9 @@ def run_sweep(
     _check(setting)
     rows = []
     for file in files:
-        trace = load_trace(
-            file,
-            logits=any(map(_uses_logits, setting.policies)),
-            predicted=any(map(_uses_predictions, setting.policies)),
-            expert_bytes=setting.expert_bytes,
-        )
-        capacities = [_capacity(text, trace, setting.emulate) for text in setting.capacities]
         foresees = setting.bound or any(map(_is_offline, setting.policies))
+        trace = _trace(file, setting, foresees)
+        capacities = [_capacity(text, trace, setting.emulate) for text in setting.capacities]
         settings = len(setting.policies) * len(setting.hardwares) + (3 if setting.bound else 0)
         with tqdm(
             total=trace.num_passes * len(capacities) * settings,
@@ -109,6 +107,16 @@ def run_sweep(
                 rows += [_row(file, replays, policy, hardware, each) for each in capacities]
                 bar.refresh()
     return rows
+
+
+def _trace(file: str, setting: SweepSetting, foresees: bool) -> Trace | StreamedTrace:
+    """Read a trace; a large one of our own is streamed, unless something has to know its future."""
+    logits = any(map(_uses_logits, setting.policies))
+    predicted = any(map(_uses_predictions, setting.policies))
+    path = Path(file)
+    if path.suffix == ".parquet" and is_file(path) and not (foresees or setting.expert_bytes):
+        return open_trace(path, logits=logits, predicted=predicted)
+    return load_trace(file, logits=logits, predicted=predicted, expert_bytes=setting.expert_bytes)
 
 
 def closeness(lru: float, policy: float, belady: float) -> float | None:
@@ -129,10 +137,14 @@ class _Found:
 class _Replays:
     """The replays of one trace, each setting once: a bound may be what was asked for."""
 
-    def __init__(self, trace: Trace, setting: SweepSetting, foresees: bool, bar: Any) -> None:
+    def __init__(
+        self, trace: Trace | StreamedTrace, setting: SweepSetting, foresees: bool, bar: Any
+    ) -> None:
         self.trace, self.setting, self._bar = trace, setting, bar
-        self._future = Future(trace) if foresees else None
-        self._decode_future = Future(trace, free_prefill=True) if setting.bound else None
+        self._future = self._decode_future = None
+        if isinstance(trace, Trace):
+            self._future = Future(trace) if foresees else None
+            self._decode_future = Future(trace, free_prefill=True) if setting.bound else None
         self._done: dict[str, _Found] = {}
 
     def run(
@@ -235,7 +247,7 @@ def _axes(policy: Policy) -> list[Any]:
     return [getattr(policy, axis).as_dict() for axis in AXES]
 
 
-def _capacity(text: str, trace: Trace, emulate: RealModel | None) -> Capacity:
+def _capacity(text: str, trace: Trace | StreamedTrace, emulate: RealModel | None) -> Capacity:
     is_size = not (text.endswith(("%", "/layer")) or text.isdigit())
     if is_size and not trace.has_sizes and emulate is None:
         raise ValueError(

@@ -14,6 +14,7 @@ from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.speed_rows import replace_speed
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.stream import StreamedTrace, open_trace
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -36,13 +37,12 @@ def replayed(planned: Planned, folder: Path) -> tuple[dict[str, Any], str]:
         )
     stat = files.results.stat()
     shared, trace = _read(str(files.results), str(files.trace), stat.st_mtime_ns)
-    config = planned.config
-    engine = replay(
-        trace,
-        config.setting(trace.geometry),
-        future=Future(trace) if is_offline(planned) else None,
-        cache_reset=config.cache_reset,
-    )
+    config, future = planned.config, None
+    if is_offline(planned):
+        trace = trace if isinstance(trace, Trace) else read_trace(files.trace, logits=True)
+        future = Future(trace)
+    setting = config.setting(trace.geometry)
+    engine = replay(trace, setting, future=future, cache_reset=config.cache_reset)
     engine.check_integrity()
     requests = engine.ledger.requests
     recorded: dict[str, Any] = json.loads(shared)
@@ -53,6 +53,6 @@ def replayed(planned: Planned, folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @lru_cache(maxsize=1)
-def _read(results: str, trace: str, changed_ns: int) -> tuple[str, Trace]:
+def _read(results: str, trace: str, changed_ns: int) -> tuple[str, Trace | StreamedTrace]:
     """Keep the last trace read: cells of one group follow each other."""
-    return Path(results).read_text(), read_trace(Path(trace), logits=True)
+    return Path(results).read_text(), open_trace(Path(trace), logits=True)

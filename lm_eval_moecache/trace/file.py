@@ -1,4 +1,4 @@
-"""Routing traces as Parquet files: a writer that streams, and a reader that repairs nothing."""
+"""Routing traces as Parquet files, read and checked; a reader repairs nothing."""
 
 from __future__ import annotations
 
@@ -7,47 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.trace.columns import Columns, Halves, Ints, misfit
-from lm_eval_moecache.trace.detail import Proposed
-from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, Drafted, Lists
-from lm_eval_moecache.trace.header import (
-    Header,
-    read_drafts,
-    read_header,
-    read_requests,
-    read_scans,
-)
+from lm_eval_moecache.trace.header import read_drafts, read_header, read_requests, read_scans
 from lm_eval_moecache.trace.partial import SUFFIX, read_partial
-from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
-
-COLUMNS = {
-    "request": pa.int32(),
-    "pass": pa.int32(),
-    "phase": pa.string(),
-    "token": pa.int32(),
-    "layer": pa.int16(),
-    "experts": pa.list_(pa.int16()),
-    "weights": pa.list_(pa.float32()),
-}
-_PROPOSED_STEM = "proposed_"
-OPTIONAL_COLUMNS = {
-    "logits": pa.list_(pa.float16()),
-    "predicted": pa.list_(pa.float16()),
-}
-
-
-PROPOSED = pa.list_(pa.int32())
-
-
-def proposed_column(place: int) -> str:
-    """Name the column of a recorded prefetcher: an event's keys, in the event's first row."""
-    return f"proposed_{place}"
+from lm_eval_moecache.trace.rows import check_schema, columns_of, numbers, trace_of, unreadable
+from lm_eval_moecache.trace.trace import Trace
 
 
 def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> Trace:
@@ -59,37 +25,11 @@ def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> 
     name = path.name
     table, metadata = _read_table(path, name, logits, predicted)
     header = read_header(name, metadata)
-    geometry = header.geometry
-    columns = Columns(
-        request=_numbers(name, table, "request"),
-        pass_index=_numbers(name, table, "pass"),
-        phase=_phases(name, table),
-        token=_numbers(name, table, "token"),
-        layer=_numbers(name, table, "layer"),
-        experts=_rectangle(name, table, "experts", geometry.top_k).astype(np.int32),
-        weights=_optional(name, table, "weights", geometry.top_k),
-    )
-    trace_logits = None
-    if "logits" in table.column_names:
-        trace_logits = _rectangle(name, table, "logits", geometry.num_experts)
-        _check_numbers(name, "logits", trace_logits)
-    num_passes = int(columns.pass_index.max(initial=-1)) + 1
-    drafts = read_drafts(name, metadata, num_passes)
-    trace = build_trace(
-        name,
-        geometry,
-        columns,
-        seed=header.seed,
-        requests=read_requests(name, metadata, num_passes),
-        logits=trace_logits,
-        predicted=_predicted(name, table, header, columns),
-        drafted=_drafted(name, table, header, columns, drafts),
-    )
-    return dataclasses.replace(
-        trace,
-        proposed=_proposed(name, table, header, trace),
-        scans=read_scans(name, metadata, num_passes),
-    )
+    num_passes = int(numbers(name, table, "pass").max(initial=-1)) + 1
+    settled = read_drafts(name, metadata, num_passes)
+    requests = read_requests(name, metadata, num_passes)
+    trace = trace_of(name, table, header, settled, requests)
+    return dataclasses.replace(trace, scans=read_scans(name, metadata, num_passes))
 
 
 def _read_table(
@@ -100,195 +40,22 @@ def _read_table(
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
-            _check_schema(name, schema)
-            wanted = [*COLUMNS]
-            if logits and "logits" in schema.names:
-                wanted.append("logits")
-            if predicted and "predicted" in schema.names:
-                wanted.append("predicted")
-            wanted += [column for column in schema.names if _is_of_events(column)]
-            table = file.read(columns=wanted, use_threads=False)
+            check_schema(name, schema)
+            table = file.read(columns=columns_of(schema, logits, predicted), use_threads=False)
             table.validate(full=True)
             return table.combine_chunks(), file.metadata.metadata
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise ValueError(f"trace {name} is not a readable Parquet file: {reason}.") from error
+        raise unreadable(name, error) from error
 
 
 def _read_stream(path: Path, name: str) -> tuple[Any, Mapping[bytes, bytes] | None]:
     """Read what a killed run had finished."""
     try:
         table = read_partial(path)
-        _check_schema(name, table.schema)
+        check_schema(name, table.schema)
         table.validate(full=True)
         return table.combine_chunks(), table.schema.metadata
     except ValueError as error:
         raise ValueError(f"trace {name}: {error}") from error
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"trace {name} is not a readable stream: {error}.") from error
-
-
-def _check_schema(name: str, schema: Any) -> None:
-    for column, kind in (COLUMNS | OPTIONAL_COLUMNS).items():
-        if column not in schema.names:
-            if column in OPTIONAL_COLUMNS:
-                continue
-            raise ValueError(f"trace {name} lacks the column {column!r}.")
-        found = schema.field(column).type
-        same = (
-            pa.types.is_list(found) and found.value_type == kind.value_type
-            if pa.types.is_list(kind)
-            else found == kind
-        )
-        if not same:
-            raise ValueError(f"trace {name}: column {column!r} is {found}, must be {kind}.")
-    for column in schema.names:
-        if _is_of_events(column) and schema.field(column).type == PROPOSED:
-            continue
-        if column not in COLUMNS and column not in OPTIONAL_COLUMNS:
-            raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
-
-
-def _is_of_events(column: str) -> bool:
-    """Whether a column's lists stand in the first row of what they belong to."""
-    return column.startswith(_PROPOSED_STEM) or column in DRAFT_COLUMNS
-
-
-def _column(name: str, table: Any, column: str) -> Any:
-    """Return a column as one array, none of whose values is null."""
-    array = pa.concat_arrays(table[column].chunks or [pa.array([], table[column].type)])
-    if array.null_count:
-        row = int(np.asarray(array.is_null()).argmax())
-        raise misfit(name, f"row {row}", column, "is null")
-    return array
-
-
-def _numbers(name: str, table: Any, column: str) -> Ints:
-    values: Ints = _column(name, table, column).to_numpy(zero_copy_only=False).astype(np.int32)
-    return values
-
-
-def _phases(name: str, table: Any) -> Ints:
-    encoded = _column(name, table, "phase").dictionary_encode()
-    words = encoded.dictionary.to_pylist()
-    codes: Ints = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
-    for code, word in enumerate(words):
-        if word not in PHASES:
-            row = int((codes == code).argmax())
-            raise misfit(
-                name, f"row {row}", "phase", f"is {word!r}, must be one of {', '.join(PHASES)}"
-            )
-    return np.asarray([PHASES.index(word) for word in words], dtype=np.int32)[codes]
-
-
-def _values(name: str, table: Any, column: str, lengths: IntArray | int) -> Any:
-    """Return the concatenated values of a list column whose rows have these lengths."""
-    array = _column(name, table, column)
-    expected = np.broadcast_to(np.asarray(lengths), len(array))
-    found = np.diff(array.offsets.to_numpy())
-    if (found != expected).any():
-        row = int((found != expected).argmax())
-        raise misfit(
-            name, f"row {row}", column, f"has {found[row]} values, must have {expected[row]}"
-        )
-    values = array.flatten()
-    if values.null_count:
-        place = int(np.asarray(values.is_null()).argmax())
-        row = int(np.searchsorted(np.cumsum(expected), place, side="right"))
-        raise misfit(name, f"row {row}", column, "holds a null")
-    return values.to_numpy(zero_copy_only=False)
-
-
-def _rectangle(name: str, table: Any, column: str, width: int) -> Any:
-    return _values(name, table, column, width).reshape(-1, width)
-
-
-def _optional(name: str, table: Any, column: str, width: int) -> FloatArray | None:
-    """Return a nullable column; where any row has none, nothing can be built on the others."""
-    if table[column].null_count:
-        return None
-    values: FloatArray = _rectangle(name, table, column, width)
-    return values
-
-
-def _predicted(name: str, table: Any, header: Header, columns: Columns) -> Predicted | None:
-    if "predicted" not in table.column_names:
-        return None
-    if not header.predicted_depth:
-        raise ValueError(
-            f"trace {name}: column 'predicted' needs the metadata field predicted_depth."
-        )
-    geometry = header.geometry
-    ahead = np.clip(geometry.num_layers - 1 - columns.layer, 0, header.predicted_depth)
-    if header.predicted_by:
-        wraps = (columns.layer == geometry.num_layers - 1) & (columns.phase == PHASES.index(DECODE))
-        ahead = np.where(wraps, 1, ahead)
-    lengths = ahead.astype(np.int64) * geometry.num_experts
-    values: Halves = _values(name, table, "predicted", lengths)
-    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    if np.isnan(values).any():
-        row = int(np.searchsorted(offsets, int(np.isnan(values).argmax()), side="right")) - 1
-        raise misfit(name, f"row {row}", "predicted", "holds a NaN")
-    return Predicted(
-        depth=header.predicted_depth, values=values, offsets=offsets, by=header.predicted_by
-    )
-
-
-def _proposed(name: str, table: Any, header: Header, trace: Trace) -> dict[str, Proposed]:
-    """Return what was proposed at each event, by prefetcher."""
-    found = {}
-    num_keys = trace.geometry.num_layers * trace.geometry.num_experts
-    for place, identity in enumerate(header.proposals):
-        column = proposed_column(place)
-        if column not in table.column_names:
-            raise ValueError(f"trace {name} lacks the column {column!r} that its metadata names.")
-        keys, offsets = _lists(name, table, column)
-        if ((keys < 0) | (keys >= num_keys)).any():
-            raise ValueError(
-                f"trace {name}: column {column!r}: keys must lie in 0..{num_keys - 1}."
-            )
-        found[identity] = Proposed(keys=keys, bounds=offsets[trace.row_bounds])
-    return found
-
-
-def _lists(name: str, table: Any, column: str) -> tuple[Ints, IntArray]:
-    """Return a column's values, and where those of each row begin and end."""
-    array = _column(name, table, column)
-    offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
-    values = array.flatten()
-    if values.null_count:
-        raise ValueError(f"trace {name}: column {column!r} holds a null.")
-    numbers: Ints = values.to_numpy(zero_copy_only=False).astype(np.int32)
-    return numbers, offsets - offsets[0]
-
-
-def _drafted(
-    name: str,
-    table: Any,
-    header: Header,
-    columns: Columns,
-    settled: Mapping[int, tuple[int, int]],
-) -> Drafted:
-    """Return what was drafted before each pass, and what became of it."""
-    if header.draft is None:
-        return Drafted(settled=settled)
-    first = np.flatnonzero(np.diff(columns.pass_index, prepend=-1))
-    found = {}
-    for field, column in zip(("tokens", "experts", "ranks"), DRAFT_COLUMNS, strict=True):
-        if column not in table.column_names:
-            raise ValueError(f"trace {name} lacks the column {column!r}, and names a draft.")
-        values, offsets = _lists(name, table, column)
-        inner = np.diff(offsets) > 0
-        inner[first] = False
-        if inner.any():
-            raise misfit(name, f"row {int(inner.argmax())}", column, "is not in a pass' first row")
-        found[field] = Lists(values, np.append(offsets[first], len(values)))
-    drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled, **found)
-    drafted.check(name, header.geometry.num_experts)
-    return drafted
-
-
-def _check_numbers(name: str, column: str, values: Halves) -> None:
-    bad = np.isnan(values).any(axis=-1)
-    if bad.any():
-        raise misfit(name, f"row {int(bad.argmax())}", column, "holds a NaN")

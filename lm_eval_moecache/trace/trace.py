@@ -6,7 +6,7 @@ Rows are (pass, layer, token) in execution order. The files they come from are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import field as made
 
@@ -73,6 +73,8 @@ class Trace:
     scans: tuple[tuple[int, int], ...] = ()
     """(First pass, number of passes) of each text that was routed layer by layer and token after
     token in each (`scoring=scan`): a replay keeps that order."""
+    first_pass: int = 0
+    """Where this is a part of a run, the run's number of its first pass."""
     drafted: Drafted = made(default_factory=Drafted)
     """What was drafted before its passes, and accepted by them."""
     has_sizes: bool = True
@@ -81,6 +83,10 @@ class Trace:
     @property
     def num_passes(self) -> int:
         return (len(self.row_bounds) - 1) // self.geometry.num_layers
+
+    def parts(self) -> Iterator[Trace]:
+        """Yield what a replay serves one after another: of a trace in memory, itself."""
+        yield self
 
     def starts_sequence(self, pass_index: int) -> bool:
         """Whether a text, or a window of one, begins here."""

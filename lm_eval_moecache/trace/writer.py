@@ -15,7 +15,6 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, NO_DRAFTING, Drafting
-from lm_eval_moecache.trace.file import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 from lm_eval_moecache.trace.header import (
     DRAFTS_KEY,
     HEADER_KEY,
@@ -29,6 +28,7 @@ from lm_eval_moecache.trace.header import (
     write_scans,
 )
 from lm_eval_moecache.trace.partial import ROW_GROUP, mark, recover, reserve, write_parquet
+from lm_eval_moecache.trace.rows import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 
 logger = logging.getLogger(__name__)
 GENERATE = "generate_until"

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.trace.file import COLUMNS, read_trace
+from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.partial import recover
+from lm_eval_moecache.trace.rows import COLUMNS
 from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 from tests.engine import traces
 
