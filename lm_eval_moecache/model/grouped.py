@@ -12,7 +12,7 @@ size, H width of the first product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -64,9 +64,15 @@ class GroupedCall:
         self._hidden_TD, self._w_TK = hidden_TD, w_TK
         self._top_k = index_TK.shape[-1]
         self._num_experts = num_experts
+        self._places: list[int] | None = None
+        """Of one token, the place in its choice that each sorted row has."""
         self._bounds = self._sort(index_TK)
         """Expert -> its first row and the one after its last, where it has any."""
-        self._rows_SD = hidden_TD[self._order_S // self._top_k]
+        self._rows_SD: Tensor
+        if self._places is not None:
+            self._rows_SD = hidden_TD.expand(self._top_k, -1)
+        else:
+            self._rows_SD = hidden_TD[self._order_S // self._top_k]
         self._middle_SH: Tensor | None = None
         self._out_SD: Tensor | None = None
 
@@ -85,10 +91,44 @@ class GroupedCall:
             fills = sum(end - start for _, start, end in groups) == len(rows_SD)
             self.reserve(matrices, fills)
         assert self._middle_SH is not None and self._out_SD is not None
-        _multiply(rows_SD, matrices.up, matrices.up_bias, groups, self._middle_SH)
         activate = self._module._apply_gate if self._module.has_gate else self._module.act_fn
+        if self._places is not None:
+            self._run_one_token(rows_SD, matrices, groups, activate)
+            return
+        _multiply(rows_SD, matrices.up, matrices.up_bias, groups, self._middle_SH)
         active_SH = activate(self._middle_SH).to(matrices.dtype)
         _multiply(active_SH, matrices.down, matrices.down_bias, groups, self._out_SD)
+
+    def _run_one_token(
+        self,
+        rows_SD: Tensor,
+        matrices: Matrices,
+        groups: list[tuple[int, int, int]],
+        activate: Callable[[Tensor], Tensor],
+    ) -> None:
+        """As for many tokens, with fewer kernels: each row is an expert's whole part.
+
+        Sorted rows matter to the activation alone. What comes out is put where the token's choice
+        has it: products and weights do not depend on the place.
+        """
+        assert self._middle_SH is not None and self._out_SD is not None and self._places
+        row_1D, middle, out = (
+            rows_SD[:1],
+            torch.split(self._middle_SH, 1),
+            torch.split(self._out_SD, 1),
+        )
+        up, up_bias = matrices.up, matrices.up_bias
+        down, down_bias = matrices.down, matrices.down_bias
+        for slot, row, _ in groups:
+            torch.mm(row_1D, up[slot], out=middle[row])
+            if up_bias is not None:
+                middle[row].add_(up_bias[slot])
+        active = torch.split(activate(self._middle_SH).to(matrices.dtype), 1)
+        for slot, row, _ in groups:
+            place = out[self._places[row]]
+            torch.mm(active[row], down[slot], out=place)
+            if down_bias is not None:
+                place.add_(down_bias[slot])
 
     def reserve(self, matrices: Matrices, fills: bool = False) -> None:
         """Make the buffers that all parts write their rows into; `fills`: the first writes all."""
@@ -101,7 +141,7 @@ class GroupedCall:
     def unweighted(self) -> Tensor:
         """Return what the experts gave [S, D] in the order of the tokens' choices."""
         assert self._out_SD is not None, "nothing was run"
-        return self._out_SD[self._back()]
+        return self._out_SD if self._places is not None else self._out_SD[self._back()]
 
     def result(self) -> Tensor:
         """Return the module's output [T, D]."""
@@ -110,9 +150,13 @@ class GroupedCall:
         out_SD = self._out_SD
         if self._module.has_post_expert_norm:
             out_SD = self._module.post_expert_norm(out_SD)
-        weighted_SD = out_SD * self._w_TK.reshape(-1)[self._order_S].unsqueeze(-1)
         tokens = len(self._hidden_TD)
-        weighted_TKD = weighted_SD[self._back()].view(tokens, self._top_k, -1)
+        if self._places is not None:
+            weighted_SD = out_SD * self._w_TK.reshape(-1, 1)
+        else:
+            weighted_SD = out_SD * self._w_TK.reshape(-1)[self._order_S].unsqueeze(-1)
+            weighted_SD = weighted_SD[self._back()]
+        weighted_TKD = weighted_SD.view(tokens, self._top_k, -1)
         return weighted_TKD.sum(dim=1).to(self._hidden_TD.dtype)
 
     def _back(self) -> Tensor:
@@ -128,7 +172,7 @@ class GroupedCall:
             chosen: list[int] = index_S.tolist()
             if len(set(chosen)) == len(chosen):
                 order = sorted(range(len(chosen)), key=chosen.__getitem__)
-                self._order_S = torch.tensor(order, device=index_S.device)
+                self._places = order
                 bounds = {chosen[k]: (row, row + 1) for row, k in enumerate(order)}
                 return {e: own for e, own in bounds.items() if e < self._num_experts}
         # The sort of transformers' kernel: rows of one expert meet in the same order.
