@@ -1,7 +1,7 @@
 """What the wall clock's benchmarks share: random models of a size that matters, and timed runs.
 
-Shapes: `cpu` has experts of 3 MB and fits any machine; `olmoe2` is two layers of
-OLMoE-1B-7B (1.6 GB); `olmoe` (the whole of it) and `mixtral`
+Shapes: `nano` is for tests of these scripts; `cpu` has experts of 3 MB and fits any machine;
+`olmoe2` and `olmoe4` are so many layers of OLMoE-1B-7B (0.8 GB each); `olmoe` (all) and `mixtral`
 (Mixtral-8x7B with half its layers) are for a GPU. Weights are random: nothing is downloaded.
 """
 
@@ -49,6 +49,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_experts": 64,
         "num_experts_per_tok": 8,
+    },
+    "olmoe4": {
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "nano": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
     },
     "mixtral": {
         "hidden_size": 4096,

@@ -1,0 +1,195 @@
+"""One command for owners of a GPU: does the wall clock do there what it says, and how fast?
+
+    python benchmarks/gpu_check.py [--device auto] [--shape olmoe4] [--out gpu_check.json]
+
+In under ten minutes on one GPU and without network, on a random model that it makes: the tests
+marked `gpu` (slots, fences, pinned copies, codecs, equality bit for bit under random delays);
+use of the link against one large pinned copy; prefill and decode against plain transformers at
+100% capacity, and against accelerate's offloading to host memory at 25%; the virtual clock's
+prediction against the wall. One JSON and one table. Without a GPU all of it runs on the CPU, with
+the store of a CPU, to show that the script itself works: its figures say nothing of a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {"cuda": "olmoe4", "cpu": "cpu"}
+CHECKS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]] = {
+    "link": (
+        "link.py",
+        ("--rounds", "5"),
+        {
+            "link, share of one large copy": r"link as it is: share .* median ([\d.]+)",
+            "link at 1GB/s, share of it": r"link throttled to .*: share .* median ([\d.]+)",
+        },
+    ),
+    "vs_hf": (
+        "vs_hf.py",
+        ("--rounds", "11"),
+        {
+            "prefill / transformers at 100%": r"plain, prefill: +median ([\d.]+)",
+            "decode / transformers at 100%": r"plain, decode: +median ([\d.]+)",
+        },
+    ),
+    "vs_accelerate": (
+        "vs_accelerate.py",
+        ("--rounds", "3", "--policy", "on_demand"),
+        {
+            "prefill / accelerate at 25%": r"accelerate, prefill: +median ([\d.]+)",
+            "decode / accelerate at 25%": r"accelerate, decode: +median ([\d.]+)",
+            "bytes a step, accelerate / ours": r"by moecache: ([\d.]+) times fewer",
+        },
+    ),
+    "clock": (
+        "clock_fidelity.py",
+        ("--rounds", "2"),
+        {
+            "TTFT virtual / wall": r"TTFT [\d.]+ / [\d.]+ = ([\d.]+)",
+            "TPOT virtual / wall": r"TPOT [\d.]+ / [\d.]+ = ([\d.]+)",
+        },
+    ),
+}
+"""Name -> script, its arguments, and what its output says: words -> where the figure stands."""
+QUICK: Mapping[str, tuple[str, ...]] = {
+    "link": ("--rounds", "1", "--tokens", "2"),
+    "vs_hf": ("--rounds", "1", "--tokens", "2", "--prompt", "8"),
+    "vs_accelerate": ("--rounds", "1", "--tokens", "2", "--prompt", "8"),
+    "clock": (
+        *("--rounds", "1", "--tokens", "2", "--prompt", "8"),
+        *("--policies", "on_demand", "--capacities", "25%"),
+    ),
+}
+"""Arguments with which the figures say nothing, and the script is tried in a minute."""
+TARGETS: Mapping[str, tuple[float, float]] = {
+    "link, share of one large copy": (0.9, 9e9),
+    "link at 1GB/s, share of it": (0.9, 9e9),
+    "prefill / transformers at 100%": (0.97, 9e9),
+    "decode / transformers at 100%": (1.0, 9e9),
+    "decode / accelerate at 25%": (3.0, 9e9),
+    "TTFT virtual / wall": (0.85, 1.15),
+    "TPOT virtual / wall": (0.85, 1.15),
+}
+"""Words -> the least and the most; of several figures, all have to be there."""
+
+
+def run_tests(device: str, limit_s: float) -> dict[str, Any]:
+    """Run the tests of a device; on a CPU the same ones with the store of a CPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    environment = {**os.environ, "MOECACHE_TEST_DEVICE": device}
+    result = _run([*command, "tests/model/wall/test_gpu.py"], limit_s, environment)
+    last = result["output"].strip().splitlines()[-1:] or [""]
+    return {**result, "found": {}, "said": last[0], "passed": result["code"] == 0}
+
+
+def run_script(name: str, device: str, shape: str, limit_s: float, quick: bool) -> dict[str, Any]:
+    """Run one benchmark and read its figures."""
+    script, given, patterns = CHECKS[name]
+    arguments = [sys.executable, str(ROOT / "benchmarks" / script), "--device", device]
+    result = _run([*arguments, "--shape", shape, *given, *(QUICK[name] if quick else ())], limit_s)
+    found = {w: [float(x) for x in re.findall(p, result["output"])] for w, p in patterns.items()}
+    passed = result["code"] == 0 and all(found.values())
+    return {**result, "found": found, "said": "", "passed": passed}
+
+
+def _run(
+    command: list[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            text=True,
+            timeout=limit_s,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        code, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        code, output = 124, str(error.stdout or "") + f"\nstopped after {limit_s:.0f} s"
+    return {"code": code, "output": output, "seconds": time.perf_counter() - start}
+
+
+def check(
+    device: str, shape: str, checks: Sequence[str], limit_s: float, quick: bool
+) -> dict[str, Any]:
+    """Run all checks, one after another; return what they found."""
+    results = {}
+    for name in checks:
+        if name == "tests":
+            results[name] = run_tests(device, limit_s)
+        else:
+            results[name] = run_script(name, device, shape, limit_s, quick)
+        state = "passed" if results[name]["passed"] else f"FAILED ({results[name]['code']})"
+        print(f"{name}: {state}, {results[name]['seconds']:.0f} s", flush=True)
+    cuda = device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "on_a_gpu": cuda,
+        "shape": shape,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "checks": results,
+    }
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Return a Markdown table of what was found, with the targets."""
+    lines = [f"{report['device']}, torch {report['torch']}, model {report['shape']}", ""]
+    if not report["on_a_gpu"]:
+        lines[0] += " (no GPU: the store of a CPU, and no figure is a device's)"
+    lines += ["| what | found | target | |", "|---|---|---|---|"]
+    for name, result in report["checks"].items():
+        state = "passed" if result["passed"] else f"failed: exit {result['code']}"
+        lines.append(f"| {name} | {state} {result['said']} | | {result['seconds']:.0f} s |")
+        for words, values in result["found"].items():
+            shown = ", ".join(f"{value:.3g}" for value in values) or "not said"
+            bound, met = "", ""
+            if words in TARGETS:
+                least, most = TARGETS[words]
+                bound = f"at least {least}" if most > 1e9 else f"{least} to {most}"
+                right = bool(values) and all(least <= value <= most for value in values)
+                met = "met" if right else "missed"
+            lines.append(f"| {words} | {shown} | {bound} | {met} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--shape", help="of benchmarks/setup.py (default: olmoe4, on a CPU cpu)")
+    parser.add_argument("--checks", default=",".join(("tests", *CHECKS)))
+    parser.add_argument("--limit_s", type=float, default=240, help="for each check")
+    parser.add_argument("--quick", action="store_true", help="to try the script, not the device")
+    parser.add_argument("--out", default="gpu_check.json")
+    options = parser.parse_args()
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = options.shape or SHAPES[device]
+    report = check(device, shape, options.checks.split(","), options.limit_s, options.quick)
+    Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{table(report)}\n\nAll output: {options.out}")
+    if not all(result["passed"] for result in report["checks"].values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
