@@ -8,6 +8,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.algorithms.pairings import check_pairs
 from lm_eval_moecache.algorithms.registry import (
     AXES,
     find_algorithm,
@@ -132,30 +133,8 @@ def load_policy(
         **choices,
     )
     _check_phases(policy, overrides or {})
-    _check_pairs(policy)
+    check_pairs(choices, policy.is_lossless)
     return policy
-
-
-def _check_pairs(policy: Policy) -> None:
-    """Refuse pairings that make no sense, by what the algorithms say of themselves."""
-    choices: dict[str, Choice] = {axis: getattr(policy, axis) for axis in AXES}
-    for axis, choice in choices.items():
-        for other, allowed in choice.algorithm.pairs_with.items():
-            name = choices[other].name
-            # An outside algorithm, given by its class_path, is its author's responsibility.
-            if name not in allowed and "." not in name:
-                raise ValueError(
-                    f"{other}={name!r} does not go with {axis}={choice.name!r}: "
-                    f"{choice.algorithm.pairs_because}. Allowed: {', '.join(allowed)}."
-                )
-    for choice in (policy.prefetch, policy.eviction):
-        if choice.algorithm.is_offline and not policy.is_lossless:
-            lossy = policy.miss if policy.routing.algorithm.is_lossless else policy.routing
-            raise ValueError(
-                f"{lossy.axis}={lossy.name!r} does not go with {choice.axis}={choice.name!r}, "
-                "which knows the future of the router's own choices; lossy algorithms change them. "
-                "Allowed: routing=standard with miss=fetch."
-            )
 
 
 def check_cache_form(policy: Policy, per_layer: bool) -> None:

@@ -120,17 +120,19 @@ def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
     wanted = _not_good_enough(resident, event.keys) if rules.ladder else absent
     at_best = rules.at_best
     demands = [at_best[key] for key in wanted]
-    late, collisions, token_misses = _lookup(event, absent, rules, cache, link)
-    return Plan(event, demands, absent, event, None, late, collisions, token_misses)
+    found = _counts(event, absent, _not_late(absent, rules, link), rules, cache)
+    return Plan(event, demands, absent, event, None, *found)
 
 
-def _lookup(
-    event: Event, absent: Sequence[int], rules: Rules, cache: ExpertCache, link: Link
+def _not_late(absent: Sequence[int], rules: Rules, link: Link) -> Sequence[int]:
+    """Return the absent keys that no prefetch has under way."""
+    return link.without_pending(absent) if rules.prefetches and link.active else absent
+
+
+def _counts(
+    event: Event, absent: Sequence[int], missed: Sequence[int], rules: Rules, cache: ExpertCache
 ) -> tuple[int, int, int]:
     """Return how many absent keys are late and were evicted in this pass, and whom they miss."""
-    missed = absent
-    if rules.prefetches and link.active:
-        missed = link.without_pending(absent)
     return (
         len(absent) - len(missed),
         cache.count_evicted_in_this_pass(missed),
@@ -147,15 +149,17 @@ def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) ->
         if selection is not None:
             looked_up = changed(asked, selection, rules.num_experts)
     absent = [key for key in looked_up.keys if key not in resident]
-    found = _lookup(looked_up, absent, rules, cache, link)
+    missed = _not_late(absent, rules, link)
+    found = _counts(looked_up, absent, missed, rules, cache)
     executed, demands, substituted = looked_up, None, 0
     miss = rules.lossy_miss(asked)
     if miss is None:
         wanted = _not_good_enough(resident, looked_up.keys) if rules.ladder else absent
     else:
         wanted = absent
-        if absent or (rules.ladder and miss.upgrade):
-            resolution = miss.resolve(looked_up, absent, resident)
+        unclear = missed if miss.awaits_late else absent
+        if unclear or (rules.ladder and miss.upgrade):
+            resolution = miss.resolve(looked_up, unclear, resident)
             if resolution is not None:
                 demands, change = resolution.fetch, resolution.selection
                 if change is not None:
@@ -163,10 +167,29 @@ def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) ->
                     substituted = int(moved.sum())
                     selection = change if selection is None else change.after(selection)
                     executed = changed(looked_up, selection, rules.num_experts)
+                if len(unclear) < len(absent):
+                    demands = _with_late(demands, absent, missed, executed, rules)
     if demands is None:
         demands = [rules.at_best[key] for key in wanted]
     judged = (0, 0) if selection is None else _judge(asked.experts, selection)
     return Plan(executed, demands, absent, looked_up, selection, *found, substituted, *judged)
+
+
+def _with_late(
+    fetches: Sequence[Fetch],
+    absent: Sequence[int],
+    missed: Sequence[int],
+    executed: Event,
+    rules: Rules,
+) -> list[Fetch]:
+    """Return, in order of need, what an algorithm fetches and the late keys that it left as asked.
+
+    Those are executed once they are there: on demand if they have not begun to move.
+    """
+    late = set(absent).difference(missed).intersection(executed.keys)
+    place = {key: index for index, key in enumerate(absent)}
+    wanted = [*fetches, *(rules.at_best[key] for key in late)]
+    return sorted(wanted, key=lambda fetch: place.get(fetch.key, len(place)))
 
 
 def _not_good_enough(resident: Mapping[int, int], keys: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lm_eval_moecache.algorithms.policy import check_cache_form
+from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
 from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 
@@ -81,3 +81,9 @@ def test_other_evictions_run_with_a_cache_per_layer(name: str) -> None:
     if not policy.eviction.algorithm.compares_layers:
         check_cache_form(policy, per_layer=True)
         run(policy, GEOMETRY, "3/layer", **SMALL)
+
+
+def test_awaiting_late_experts_where_nothing_is_prefetched_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"miss.late='await' has no effect with prefetch='none'"):
+        load_policy("buddymoe", {"prefetch": "none", "miss.late": "await"})
+    load_policy("buddymoe", {"miss.late": "await"})

@@ -45,6 +45,10 @@ BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
     ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
     ("miss", "buddy", "partitions"): {"miss.kappa": 0.5, "miss.partitions": 2},
     ("miss", "buddy", "kappa"): {"miss.kappa": 0.1, "miss.partitions": 2},
+    **{
+        ("miss", name, "late"): {"prefetch": "next_gate"}
+        for name in ("buddy", "substitute_random", "substitute_score")
+    },
 }
 # Streams and short prompts have fewer duels than any memory forgets: test_hazard_memory.py has it.
 ELSEWHERE = {("eviction", "hazard", "memory")}

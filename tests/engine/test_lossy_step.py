@@ -6,8 +6,10 @@ from collections.abc import Container, Sequence
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.records.event import (
@@ -153,3 +155,36 @@ def test_a_selection_shared_by_all_tokens_shares_its_fetches() -> None:
         5,
         5,
     )
+
+
+@pytest.mark.parametrize(
+    ("late", "script", "end_s", "stall_s", "substituted", "resident"),
+    [
+        # Key 4 is on its way until 29 and key 5 waits: 6 and 7 stand in at once, 27-29; what
+        # has begun to move still lands.
+        ("replace", [4, 5], 29.0, 0.0, 2, {0, 4, 6, 7}),
+        # Key 4 lands at 29, key 5 follows as a demand until 34: 34-36.
+        ("await", [4, 5], 36.0, 7.0, 0, {0, 4, 5, 6, 7}),
+        # Key 5 is on no way: it is replaced, and key 4 awaited: 29-31.
+        ("await", [4], 31.0, 2.0, 1, {0, 4, 6, 7}),
+        ("replace", [4], 29.0, 0.0, 2, {0, 4, 6, 7}),
+    ],
+)
+def test_what_a_prefetch_has_under_way_is_replaced_or_awaited(
+    late: str, script: list[int], end_s: float, stall_s: float, substituted: int, resident: set[int]
+) -> None:
+    """BuddyMoE algorithm 1 asks what is resident; what it says of a prefetch under way is open."""
+    random = find_algorithm("miss", "substitute_random")
+    policy = ScriptedPolicy(
+        prefetch=Always(lambda geometry: FixedPrefetch(geometry, {(1, 0): script})),
+        miss=Always(lambda geometry: random(geometry, late=late)),
+    )
+    engine = make_engine(policy, capacity=8)
+    # dense 0-2; 0 moves 2-7; expert 7-8; dense 8-10; 6 and 7 move 10-20; experts 20-22.
+    assert decode(engine, [0], [6, 7]).end_s == 22.0
+    # dense 22-24; expert 0 24-25, while 4 moves 24-29; dense 25-27.
+    record = decode(engine, [0], [4, 5])
+    assert (record.end_s, record.stall_s) == (end_s, stall_s)
+    assert (record.late, record.misses) == (len(script), 2 - len(script))
+    assert record.substituted == substituted
+    assert set(engine.pools[0].resident) == resident

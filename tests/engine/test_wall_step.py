@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.engine.wall.worker import Transfer
@@ -19,6 +20,7 @@ from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
 from tests.engine.scripted import (
+    Always,
     ScriptedPolicy,
     decode,
     make_engine,
@@ -253,4 +255,32 @@ def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool
     assert (record.prefetch_hits, record.late, record.misses) == (
         (1, 0, 0) if in_time else (0, 1, 0)
     )
+    engine.close()
+
+
+@pytest.mark.parametrize("late", ["replace", "await"])
+def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
+    random = find_algorithm("miss", "substitute_random")
+    policy = prefetching({(1, 0): [4]})
+    policy.miss = Always(lambda geometry: random(geometry, late=late))
+    engine, slots = wall_engine(policy, 12, mover=Gated)
+    assert isinstance(slots, Gated)
+    slots.open.set()
+    serve(engine, slots, [[[0], [5], [8]]])
+    slots.open.clear()
+    record = engine.begin_pass(DECODE, 1)
+    executed = []
+    for layer, keys in enumerate([[0], [4], [8]]):
+        engine.enter(layer, 1)
+        engine.run(Event(record.index, layer, DECODE, 1, keys))
+        if late == "await" and layer == 1:
+            slots.open.set()
+        # Where it is replaced, nothing waits for the gate, which is still closed.
+        run = execute(engine, slots, layer)
+        assert finish(engine, run)
+        executed += run.seen
+    slots.open.set()
+    engine.end_pass()
+    assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
+    assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
     engine.close()

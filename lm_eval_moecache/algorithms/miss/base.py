@@ -56,6 +56,8 @@ class MissAlgorithm(ABC):
     """Whether it loads at lower levels of the store's precision, of which there must be some."""
     upgrade: bool = False
     """Whether it is asked also where nothing is absent, to better residents of a lower level."""
+    awaits_late: bool = False
+    """Whether what a prefetch has under way is waited for, and nothing decided about it."""
     artifact_kind: ClassVar[str | None] = None
     """The kind of artifact (`buddies`, `predictor`) that its parameter `profile` names, if any."""
     artifact: Artifact | None = None
@@ -80,7 +82,9 @@ class MissAlgorithm(ABC):
     ) -> Resolution | None:
         """Say what becomes of the `absent` keys (in order of need), or None to load them all.
 
-        Every absent key is either in `fetch` or no longer in the selection. `resident` holds the
+        Every absent key is either in `fetch` or no longer in the selection. Keys that a prefetch
+        has under way are absent, too, unless `awaits_late`: then the engine waits for those that
+        are still in the selection, and they are neither here nor resident. `resident` holds the
         keys that are resident now, and their levels: one that is fetched at a better level is
         loaded again. A selection returned has DROPPED where the event has it.
         """
@@ -162,6 +166,7 @@ def still_needed(
 
 def substitute(
     experts: IntArray,
+    missing: BoolArray,
     is_resident: BoolArray,
     cost: Cost,
     budget: IntArray,
@@ -170,18 +175,17 @@ def substitute(
 ) -> tuple[IntArray, BoolArray]:
     """Replace absent experts by resident ones: BuddyMoE algorithm 1 for any order of preference.
 
-    A token's absent experts choose in turn, the heaviest (or lightest) first and until `budget`
-    [tokens] of them are replaced, the cheapest resident expert that the token has not; infinity
-    forbids, ties go to the smaller index. A substitute chosen before costs `reuse` times as much
-    (costs are negative where that is above 0), or is out. Returns [tokens, top_k] experts and where
-    one was sought.
+    A token's `missing` experts [tokens, top_k] choose in turn, the heaviest (or lightest) first and
+    until `budget` [tokens] of them are replaced, the cheapest resident expert that the token has
+    not; infinity forbids, ties go to the smaller index. A substitute chosen before costs `reuse`
+    times as much (costs are negative where that is above 0), or is out. Returns [tokens, top_k]
+    experts and where one was sought.
     """
     chosen: IntArray = experts.copy()
     free = np.broadcast_to(is_resident, (len(experts), len(is_resident))).copy()
     rows, columns = (experts != DROPPED).nonzero()
     free[rows, experts[rows, columns]] = False
     factor, left = np.ones(free.shape), budget.copy()
-    missing = absent_entries(experts, is_resident)
     sought = np.zeros_like(missing)
     columns_in_turn = range(experts.shape[1])
     for column in columns_in_turn if order == "heaviest" else reversed(columns_in_turn):
@@ -230,8 +234,11 @@ def resolve_substitution(
     """
     if budget is None:
         budget = np.full(len(event.experts), event.experts.shape[1])
-    chosen, sought = substitute(event.experts, is_resident, cost, budget, reuse, order)
-    lost = sought & absent_entries(chosen, is_resident)
+    gone = np.zeros_like(is_resident)
+    gone[[key % len(gone) for key in absent]] = True
+    missing = absent_entries(event.experts, ~gone)
+    chosen, sought = substitute(event.experts, missing, is_resident, cost, budget, reuse, order)
+    lost = sought & (chosen == event.experts)
     keep = ~lost if fallback == "drop" and lost.any() else None
     if keep is None and np.array_equal(chosen, event.experts):
         return None

@@ -44,13 +44,15 @@ class Buddy(MissAlgorithm):
     was given already is out (algorithm 1) or, with `reuse` > 0, has its Psi multiplied by that
     (section 3.1). The normalised logit of eta lies between 0 (the token's smallest) and 1. With
     `partitions` devices, each holding as many consecutive experts, hop counts the devices between
-    missing and substitute. Cost: O(E) per absent expert of a token.
+    missing and substitute. An expert that a prefetch has under way is not "GPU-resident" (algorithm
+    1), so it is replaced like a missed one; `late=await` waits for it instead, and the gates and
+    the budget are about missed ones alone. Cost: O(E) per absent expert of a token.
 
     Parameters: profile, file of `moecache profile buddies` (`tiny` has one); alpha (one number or
     one a layer) and k_max, the profile's own where not given; H, all of the list; rho, no budget;
     measure, what ranks buddies: counts, counts times weight, or how alike outputs are; tau_scale,
     of tau; temperature, of the probabilities in TAE; kappa, what a hop takes off Psi; fallback, for
-    an expert without a buddy.
+    an expert without a buddy; late, whether what a prefetch has under way is replaced or awaited.
     """
 
     source: ClassVar[str] = "BuddyMoE sections 3.1 to 3.3 and algorithm 1"
@@ -80,8 +82,10 @@ class Buddy(MissAlgorithm):
         reuse: float = 0.0,
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["missing", "own"] = "missing",
+        late: Literal["replace", "await"] = "replace",
     ) -> None:
         super().__init__(geometry, seed=seed)
+        self.awaits_late = late == "await"
         self.beta, self.gamma, self.temperature = beta, gamma, temperature
         self.eta, self.reuse = eta, reuse
         self.budget = check_budget(rho, geometry.top_k)

@@ -31,7 +31,7 @@ class SubstituteRandom(MissAlgorithm):
     Cost: O(E) per absent expert of a token.
 
     Parameters: rho, replacements of a token in a layer, heaviest first (no limit); the rest is
-    loaded.
+    loaded; late, whether an expert that a prefetch has under way is replaced as well or awaited.
     """
 
     source: ClassVar[str] = "BuddyMoE Tables 2-4 (random)"
@@ -45,8 +45,10 @@ class SubstituteRandom(MissAlgorithm):
         rho: int | None = None,
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["own", "missing"] = "own",
+        late: Literal["replace", "await"] = "replace",
     ) -> None:
         super().__init__(geometry, seed=seed)
+        self.awaits_late = late == "await"
         self.budget = check_budget(rho, geometry.top_k)
         self.fallback: Literal["fetch", "drop"] = fallback
         self.weight: Literal["own", "missing"] = weight

@@ -23,7 +23,8 @@ class SubstituteScore(MissAlgorithm):
     weighted by its own score (SpecMD appendix A.1); `weight=missing` gives it the other's.
     Cost: O(E) per absent expert of a token.
 
-    Parameters: tolerance, in softmax score (0.1) or as a share of it.
+    Parameters: tolerance, in softmax score (0.1) or as a share of it; late, whether an expert that
+    a prefetch has under way is replaced as well or awaited.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.2 (substitution); Zhu et al. 2025"
@@ -38,8 +39,10 @@ class SubstituteScore(MissAlgorithm):
         scale: Literal["absolute", "relative"] = "absolute",
         fallback: Literal["fetch", "drop"] = "fetch",
         weight: Literal["own", "missing"] = "own",
+        late: Literal["replace", "await"] = "replace",
     ) -> None:
         super().__init__(geometry, seed=seed)
+        self.awaits_late = late == "await"
         if not 0 < tolerance <= 1:
             raise ValueError(f"miss.tolerance={tolerance} must be above 0 and at most 1.")
         self.tolerance = tolerance
