@@ -6,12 +6,14 @@ DEMO_OUTPUT ?= output/demo
 
 .PHONY: demo test lint docs families soak clean
 
-# One thread: tiny is too small for a second to help, and threads that wait for each other are slow.
+# One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
 	$(PYTHON) -m venv --clear $(DEMO_VENV)
-	$(DEMO_VENV)/bin/python -m pip install --quiet -c constraints.txt .
-	OMP_NUM_THREADS=1 $(DEMO_VENV)/bin/lm_eval run --model moecache --model_args policy=specmd,capacity=25% \
-		--tasks moecache_offline --include_path task_configs --limit 40 --output_path $(DEMO_OUTPUT)
+	$(DEMO_VENV)/bin/python -m pip install --quiet -c constraints.txt '.[plots]'
+	mkdir -p $(DEMO_OUTPUT) && cp results/demo/sweep.yaml results/demo/table.yaml $(DEMO_OUTPUT)
+	OMP_NUM_THREADS=1 $(DEMO_VENV)/bin/moecache sweep $(DEMO_OUTPUT)/sweep.yaml
+	$(DEMO_VENV)/bin/moecache plot $(DEMO_OUTPUT)
+	$(DEMO_VENV)/bin/moecache table $(DEMO_OUTPUT)
 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -q

@@ -35,8 +35,13 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put files of the repository where a page names them: `--8<-- "path"`."""
-    return re.sub(r'--8<-- "([^"]+)"', lambda m: (ROOT / m[1]).read_text().rstrip(), markdown)
+    """Put files of the repository where a line of a page names them: `--8<-- "path"`."""
+    return re.sub(r'^--8<-- "([^"]+)"$', lambda m: _fenced(ROOT / m[1]), markdown, flags=re.M)
+
+
+def _fenced(path: Path) -> str:
+    """Fenced here: in a page, a formatter of code would take the line for some."""
+    return f"```{path.suffix.removeprefix('.')}\n{path.read_text().rstrip()}\n```"
 
 
 def keys_page() -> str:

@@ -25,6 +25,12 @@ def test_the_readmes_table_is_the_one_of_the_first_run() -> None:
         assert float(cells[4]) == round(report["tasks"][task]["hit_rate"], 4)
 
 
+def test_the_readmes_first_table_is_that_of_the_demo() -> None:
+    rows = re.findall(r"^\|.*\|$", (ROOT / "results/demo/table.md").read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    assert "\n".join(rows) in README[: README.index("## One run")]
+
+
 def test_the_readme_lists_every_key_and_command() -> None:
     for key in KEYS:
         assert f"`{key}`" in README, key

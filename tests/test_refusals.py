@@ -137,3 +137,10 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ArgumentsError, match="Permission denied"):
         run("moecache", output=str(tmp_path / "out"))
+
+
+def test_model_args_may_name_the_device_and_the_batch_size(checkpoint: Any) -> None:
+    options = {"device": "cuda:0", "batch_size": 1, "max_batch_size": None}
+    text = f"pretrained={checkpoint('olmoe')},device=cpu,batch_size=3"
+    lm = MoECacheLM.create_from_arg_string(text, options)
+    assert (str(lm.device), lm.batch_size) == ("cpu", 3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import simple_parse_args_string
 from torch import nn
 
 from lm_eval_moecache.engine.engine import Engine
@@ -96,6 +97,23 @@ class LoadingLM(HFLM):
     """HFLM whose model a `Loading` loads; it has to be there before HFLM begins."""
 
     loading: Loading
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> LoadingLM:
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> LoadingLM:
+        """Make the model; what `--model_args` says goes before lm-eval's options of that name.
+
+        lm-eval always passes `device` and `batch_size`, and ends in a TypeError where both are.
+        """
+        options = {k: v for k, v in (additional_config or {}).items() if v is not None}
+        return cls(**{**options, **arg_dict})
 
     def _get_accelerate_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         usual: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)

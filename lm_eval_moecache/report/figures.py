@@ -11,10 +11,13 @@ from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import MEGABYTE, Column, Value, setting
 from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, plain, pyplot, save
 from lm_eval_moecache.report.results import Run
-from lm_eval_moecache.report.tables import ACCURACY, reader, sort_key
+from lm_eval_moecache.report.tables import ACCURACY, Reader, reader, sort_key
 from lm_eval_moecache.report.views import selected
 
 _FIELDS = ("title", "name", "panels", "group", "where", "line")
+Point = tuple[float, float, float, float]
+"""x, half of its interval, y, half of its interval."""
+Z_95 = 1.96
 _PANEL = ("x", "y", "title", "where")
 
 
@@ -52,7 +55,9 @@ def _draw(runs: Sequence[Run], figure: Mapping[str, Any]) -> dict[str, Any]:
                 _panel(place, runs, figure, panel)
             handles, labels = axes[0].get_legend_handles_labels()
             if labels:
-                picture.legend(handles, labels, loc="outside lower center", ncols=4)
+                bars = any(c.has_xerr or c.has_yerr for place in axes for c in place.containers)
+                title = "bars: 95% intervals" if bars else None
+                picture.legend(handles, labels, loc="outside lower center", ncols=4, title=title)
             # One line of a picture this wide holds about so many letters; more would be cut off.
             picture.suptitle("\n".join(wrap(plain(figure.get("title", "")), 55 * len(panels))))
         found[suffix] = picture
@@ -68,30 +73,40 @@ def _panel(
     x, y = (reader(runs, str(panel[key])) for key in ("x", "y"))
     where = {**figure.get("where", {}), **panel.get("where", {})}
     names = figure.get("group", "policy")
-    groups: dict[str, list[tuple[float, float]]] = {}
+    groups: dict[str, list[Point]] = {}
     chosen = [run for run in runs if selected(run, where)]
     for run in chosen:
-        point = _number(x.read(run)), _number(y.read(run))
-        if point[0] is not None and point[1] is not None:
-            point = point[0] / _scale(x.column), point[1] / _scale(y.column)
-            groups.setdefault(_name(run, names), []).append((point[0], point[1]))
+        across, up = _scaled(x, run), _scaled(y, run)
+        if across is not None and up is not None:
+            groups.setdefault(_name(run, names), []).append((*across, *up))
     if not groups:
         raise ValueError(f"figures: {figure['name']!r}: no run has where={where!r} and figures.")
     for index, (name, points) in enumerate(sorted(groups.items())):
         ordered = sorted(points)
-        axes.plot(
-            [a for a, _ in ordered],
-            [b for _, b in ordered],
+        across, wide, up, high = zip(*ordered, strict=True)
+        axes.errorbar(
+            across,
+            up,
+            xerr=wide if any(wide) else None,
+            yerr=high if any(high) else None,
+            elinewidth=0.8,
             linestyle="-" if figure.get("line") else "none",
             label=plain(name),
             **look(index),
         )
-    values = [b for points in groups.values() for _, b in points]
+    values = [b + end for points in groups.values() for _, _, b, h in points for end in (-h, h)]
     if y.column.name == ACCURACY or y.column.name in {t for run in runs for t in run.results}:
         end_at_one(axes, values)
     axes.set_xlabel(_label(x.column, chosen))
     axes.set_ylabel(_label(y.column, chosen))
     axes.set_title(plain(panel.get("title", "")))
+
+
+def _scaled(axis: Reader, run: Run) -> tuple[float, float] | None:
+    """Return a figure and half of its 95% interval, 0 where no error was kept."""
+    value, scale = axis.read(run), _scale(axis.column)
+    number = _number(value)
+    return None if number is None else (number / scale, Z_95 * (value.stderr or 0.0) / scale)
 
 
 def _name(run: Run, names: Any) -> str:
