@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[0, 8, 25, 50, 100, 200, 500])
     parser.add_argument("--accuracy", type=float, default=0.8)
     parser.add_argument("--points", type=float, default=2.0)
-    parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument("--alpha", type=float, default=0.01)
     parser.add_argument("--reruns", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

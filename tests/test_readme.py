@@ -40,7 +40,7 @@ def test_the_readme_lists_every_key_and_command() -> None:
 
 def test_the_readmes_first_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"`make (\w+)`", README)
+    commands = re.findall(r"(?:`|^)make (\w+)(?:`|$)", README, re.MULTILINE)
     assert commands[:2] == ["demo", "test"]
     for target in commands:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--alpha",
         type=str,
         default=f"{DEFAULT_ALPHA:g}",
-        help="chance of a false alarm over all tested scores together; default: 0.05",
+        help="chance of a false alarm over all tested scores together; default: 0.01",
     )
     parser.add_argument(
         "--same_machine",

@@ -94,7 +94,8 @@ def _panel(
             label=plain(name),
             **look(index),
         )
-    values = [b + end for points in groups.values() for _, _, b, h in points for end in (-h, h)]
+    heights = [(b, h) for points in groups.values() for _, _, b, h in points]
+    values = [end for b, h in heights for end in (max(b - h, min(b, 0.0)), b)]
     if y.column.name == ACCURACY or y.column.name in {t for run in runs for t in run.results}:
         end_at_one(axes, values)
     axes.set_xlabel(_label(x.column, chosen))
