@@ -11,6 +11,7 @@ from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,
+    DATA_AWARE,
     PREDICTOR,
     SENSITIVITY,
     read_artifact,
@@ -39,16 +40,21 @@ __all__ = [
 def predictor_of(model: Any, policy: Policy) -> dict[str, str]:
     """Give a policy that needs a trained predictor one that belongs to this very model."""
     prefetch = policy.prefetch
-    if not prefetch.algorithm.uses_predictor:
+    if prefetch.algorithm.artifact_kind not in (PREDICTOR, DATA_AWARE):
         return {}
     layers = find_moe_layers(model)
     geometry = describe(model, layers, "any")
-    hidden = next(layers[0].router.parameters()).shape[-1]
-    loss = prefetch.parameters["loss"]
-    drawn = artifact_for(PREDICTOR, geometry, hidden=hidden, loss=loss)
+    if prefetch.algorithm.foresees:
+        hidden, loss = model.get_input_embeddings().weight.shape[-1], ""
+        drawn = artifact_for(DATA_AWARE, geometry, hidden=hidden)
+    else:
+        hidden = next(layers[0].router.parameters()).shape[-1]
+        loss = prefetch.parameters["loss"]
+        drawn = artifact_for(PREDICTOR, geometry, hidden=hidden, loss=loss)
     digest = router_digest(layers)
     # Random routers of two families may be alike, and differ in how many experts they take.
-    path = Path(artifact_folder().name) / f"predictor-{digest}-{geometry.top_k}-{loss}.safetensors"
+    name = f"{drawn.kind}-{digest}-{geometry.top_k}-{loss}.safetensors"
+    path = Path(artifact_folder().name) / name
     if not path.exists():
         write_artifact(path, dataclasses.replace(drawn, router_digest=digest))
     return {"prefetch.profile": str(path)}
@@ -65,6 +71,10 @@ def other_profile(kind: str) -> str:
         for name, array in arrays.items():
             if array.shape[0] == shipped.num_experts:
                 arrays[name] = array[::-1]
+    elif kind == DATA_AWARE:
+        for name in ("heads.weight", "heads.bias"):
+            by_layer = arrays[name].reshape(shipped.num_layers, shipped.num_experts, -1)
+            arrays[name] = by_layer[:, ::-1].reshape(arrays[name].shape)
     elif kind == SENSITIVITY:
         arrays[LAYERS] = arrays[LAYERS][::-1]
     else:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.setting import check_host
+from lm_eval_moecache.profiling import hardware
 from lm_eval_moecache.profiling.hardware import _weights
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 
@@ -36,6 +38,20 @@ def test_a_measured_profile_can_be_loaded(tmp_path: Path) -> None:
     profile = load_hardware(str(out))
     assert profile.name == "here"
     assert isinstance(profile.source, dict) and profile.source.keys() == figures_of(profile)
+    # With them it can serve `miss=host`, which a profile without them refuses.
+    assert {"host_flops", "host_memory_bytes_per_s"} <= profile.source.keys()
+    check_host(profile)
+
+
+def test_a_host_is_measured_as_fast_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 x 64^3 FLOP in 1 ms, and 4 matrices of 4 MiB read once in 2 ms."""
+    times = iter([2e-3, 1e-3])
+    monkeypatch.setattr(hardware, "_typical_s", lambda work, device: (work(), next(times))[1])
+    monkeypatch.setattr(hardware, "_matmul_s", lambda *_: 1e-3)
+    host = hardware._measure_host(16 * 2**20, 64)
+    assert host.flops == pytest.approx(2 * 64**3 / 1e-3)
+    assert host.memory_bytes_per_s == pytest.approx(16 * 2**20 / 2e-3)
+    assert host.num_matrices == 4 and "CPU" in host.how
 
 
 def test_a_product_of_a_device_reads_enough_to_hide_its_launch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
@@ -16,7 +16,8 @@ from lm_eval_moecache.engine.setting import Setting, offline, without_draft
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Mover
-from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import BEFORE, DECODE, NO_PREDICTIONS, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import Ledger, PassRecord
 from lm_eval_moecache.records.predictor import digest_of
@@ -65,6 +66,7 @@ class Engine:
         self.enter = self.executor.enter
         self.run = self.executor.run
         self.waves = self.executor.waves
+        self._foresees = self.algorithms.prefetch.foresees
         self._before: tuple[float, ...] = (0, 0.0, 0, 0)
         self._warm()
         self._scanned: list[PassRecord] = []
@@ -115,10 +117,13 @@ class Engine:
     @property
     def predictor_digest(self) -> str:
         """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
-        prefetch = self.algorithms.prefetch
-        if not prefetch.uses_predictor or prefetch.artifact is None:
-            return ""
-        return digest_of(prefetch.artifact)
+        return self.prefetch_digest if self.algorithms.prefetch.uses_predictor else ""
+
+    @property
+    def prefetch_digest(self) -> str:
+        """Digest of what the prefetcher was trained to; empty where it has no artifact."""
+        artifact = self.algorithms.prefetch.artifact
+        return "" if artifact is None else digest_of(artifact)
 
     @property
     def peak_cache_bytes(self) -> int:
@@ -140,7 +145,10 @@ class Engine:
             pool.begin_pass(index, 0)
         return self.draft_stage
 
-    def begin_pass(self, phase: str, num_tokens: int) -> PassRecord:
+    def begin_pass(
+        self, phase: str, num_tokens: int, foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS
+    ) -> PassRecord:
+        """Begin a pass; `foreseen` are its layers' logits, for prefetchers that ask for them."""
         self.executor.recover()
         stage = self.draft_stage
         if stage is not None and stage.is_open:
@@ -156,6 +164,10 @@ class Engine:
                 pool.begin_pass(record.index, num_tokens)
         self.executor.begin_pass(record)
         self.record = record
+        if self._foresees:
+            self.executor.foresee(
+                Event(record.index, BEFORE, phase, num_tokens, (), predicted=foreseen)
+            )
         return record
 
     def observe(self, observer: Callable[[Event], None]) -> None:

@@ -55,6 +55,10 @@ class Executor(ABC):
         self.rules.algorithms.prefetch.on_pass(record.index)
 
     @abstractmethod
+    def foresee(self, event: Event) -> None:
+        """Prefetch by what is foreseen of the pass that begins: an event of layer `BEFORE`."""
+
+    @abstractmethod
     def enter(self, layer: int, num_tokens: int) -> None:
         """Note that the layer's router has decided, at this moment."""
 

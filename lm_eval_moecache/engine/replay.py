@@ -12,7 +12,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.redraft import Redraft
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.sights import Sights, events_of, proposals
-from lm_eval_moecache.records.event import PREFILL, UNSEEN_SCORES, Event
+from lm_eval_moecache.records.event import BEFORE, PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
@@ -86,7 +86,13 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
     routing, prefetch = engine.algorithms.routing, engine.algorithms.prefetch
     recorded = None
     if trace.proposed:
-        recorded = trace.proposed.get(identity(choice, setting.seed, digest))
+        recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
+    if recorded is None and prefetch.foresees:
+        raise ValueError(
+            f"trace {trace.name} was not recorded with prefetch={choice.name!r} and this profile, "
+            "which reads the text itself. Record the run again with trace=DIR and this policy, or "
+            "choose one that does without."
+        )
     if recorded is None:
         wants = engine.wants_weights, engine.wants_logits
         asked_ahead = None if routing.depth else prefetch
@@ -106,6 +112,13 @@ def _show(engine: Engine, trace: Trace, needs: Sights, first: int, last: int) ->
     def proposed_at(event: Event) -> Sequence[int]:
         return known[(event.pass_index - begin) * num_layers + event.layer]
 
+    def foreseen_at(event: Event) -> Sequence[int]:
+        # Proposed before the first layer, and kept with it.
+        return known[(event.pass_index - begin) * num_layers] if event.layer == BEFORE else ()
+
+    if engine.algorithms.prefetch.foresees:
+        engine.propose_by(foreseen_at)
+        return events_of(trace, needs, first, last, True)
     engine.propose_by(live if told is None else proposed_at)
     return events_of(trace, needs, first, last, told is not None)
 

@@ -93,6 +93,6 @@ def without_draft(algorithm: object) -> ValueError:
     """Build the error for a prefetcher that needs a draft model where there is none."""
     name = algorithm.__module__.rpartition(".")[2]
     return ValueError(
-        f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: "
-        "--model moecache-spec with draft= a folder, hub id or self:int4, or a replay of its trace."
+        f"prefetch={name!r} works while a draft model drafts, and there is none here. Allowed: a "
+        "live run with draft= a folder, a hub id or self:int4, or a replay of such a run's trace."
     )

@@ -15,7 +15,6 @@ from lm_eval_moecache.engine.setting import (
     Setting,
     check_host,
     offline,
-    without_draft,
 )
 from lm_eval_moecache.harness.clock_checks import check_clock
 from lm_eval_moecache.harness.scan_checks import check_scan
@@ -241,15 +240,14 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
     prefetch = policy.prefetch.algorithm
     needs_draft = getattr(prefetch, "needs_draft", False)
     if not speculative:
-        for key in ("draft", "draft_tokens"):
+        for key in ("draft", "draft_tokens") if not needs_draft else ("draft_tokens",):
             if key in given:
                 raise ValueError(
                     f"{key}={given[key]!r} is for --model moecache-spec; --model moecache decodes "
-                    "without a draft."
+                    "without a draft (with prefetch=draft one reads along, and drafts no tokens)."
                 )
-        if needs_draft:
-            raise without_draft(prefetch)
-        return {}
+        if not needs_draft:
+            return {}
     draft = str(given.get("draft", DEFAULT_DRAFT))
     tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MOST_DRAFTED:
@@ -263,7 +261,7 @@ def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> 
             f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
             "self:int4; or another prefetch."
         )
-    return {"draft": draft, "draft_tokens": tokens}
+    return {"draft": draft, "draft_tokens": tokens} if speculative else {"draft": draft}
 
 
 def _trace_folder(given: Mapping[str, Any]) -> str | None:

@@ -106,8 +106,8 @@ def _check_batch_size(config: Config, batch_size: str) -> None:
         )
     if config.draft is not None and batch_size != "1":
         raise ValueError(
-            f"batch_size={batch_size} does not go with --model moecache-spec: drafts are verified "
-            "for one request at a time. Allowed: 1."
+            f"batch_size={batch_size} does not go with a draft (--model moecache-spec, "
+            "prefetch=draft), which follows one request at a time. Allowed: 1."
         )
     if config.scoring == "scan" and batch_size != "1":
         raise ValueError(

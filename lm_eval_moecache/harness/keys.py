@@ -27,7 +27,7 @@ MEANINGS: Mapping[str, str] = {
     "store": "with clock=wall: far experts lie in ram or on disk (default: ram)",
     "scoring": "parallel, or scan: scored text is routed as if it were decoded (default: parallel)",
     "cache_reset": "never, or request: each request starts as the first one did (default: never)",
-    "draft": "moecache-spec: a model, self:int4 or prompt_lookup (default: self:int4)",
+    "draft": "moecache-spec, prefetch=draft: a model, self:int4, prompt_lookup (self:int4)",
     "draft_tokens": "moecache-spec: tokens drafted for each verify pass (default: 1)",
 }
 

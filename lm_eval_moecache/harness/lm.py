@@ -9,18 +9,19 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint, publish
 from lm_eval_moecache.harness.caller import check_caller, check_generation, check_use_cache
+from lm_eval_moecache.harness.draft_checks import check_draft
 from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
+from lm_eval_moecache.harness.guided import Guided
 from lm_eval_moecache.harness.loaded import model_name
 from lm_eval_moecache.harness.loading import Loading, LoadingLM
 from lm_eval_moecache.harness.preflight import Bare, preflight
@@ -43,7 +44,7 @@ Checked = tuple[Config, dict[str, Any]]
 watch_evaluations()
 
 
-class MoECacheLM(Ranked, Evaluated, LoadingLM):
+class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
     """Any Mixture-of-Experts model of transformers, run inside an expert cache.
 
     Takes the keys of `arguments.KEYS` and all arguments of HFLM; `pretrained` may be a loaded model
@@ -51,8 +52,6 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
     cause is raised before the weights are loaded. Requests, prompts and scores are HFLM's own. Each
     evaluation starts with a cold cache and reports its own requests only.
     """
-
-    is_speculative: ClassVar[bool] = False
 
     def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
         with refusing(pretrained):
@@ -98,12 +97,10 @@ class MoECacheLM(Ranked, Evaluated, LoadingLM):
         parts = self.loading.engine_for(self.model, self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.engine = parts[0]
-        self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers)
+        self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers, self.model)
+        self._follow(self.wrapped, self.engine)
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
-
-    def _setting(self, config: Config) -> Setting:
-        return config.setting(self.geometry)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         check_use_cache(getattr(cache_hook, "dbdict", None))
@@ -290,4 +287,7 @@ def check_arguments(
     `bare` builds the model without weights: who checks many settings need not build it each time.
     """
     host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    return preflight(pretrained, arguments, host_keys, speculative, bare)
+    config, theirs = preflight(pretrained, arguments, host_keys, speculative, bare)
+    if config.draft is not None and not speculative:
+        check_draft(config, pretrained, theirs)
+    return config, theirs

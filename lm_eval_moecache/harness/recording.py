@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.engine import Engine
@@ -14,7 +16,9 @@ from lm_eval_moecache.trace.detail import FULL, Detail, identity, looks_on
 from lm_eval_moecache.trace.recorder import Recorder
 
 
-def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> Recorder | None:
+def recorder_of(
+    config: Config, engine: Engine, layers: Sequence[MoELayer], model: Any
+) -> Recorder | None:
     """Return what records the run into the folder of `trace=`, or None where nothing does."""
     if config.trace is None:
         return None
@@ -27,7 +31,7 @@ def recorder_of(config: Config, engine: Engine, layers: Sequence[MoELayer]) -> R
         depth=engine.algorithms.prefetch.depth,
         predicted_by=engine.predictor_digest,
         detail=detail,
-        onlookers=onlookers_of(detail, engine.geometry, layers),
+        onlookers=onlookers_of(detail, engine.geometry, layers, model.get_input_embeddings()),
         draft=engine.setting.draft,
     )
     if engine.draft_stage is not None:
@@ -45,9 +49,11 @@ def detail_of(config: Config) -> Detail:
         return config.detail
     if config.trace_keep == ROUTING:
         return Detail(weights=False, logits=False, predictions=False, criticals=())
-    if config.trace_keep == ALL or not config.policy.is_lossless:
-        return FULL
     own = config.policy.prefetch
+    if config.trace_keep == ALL or not config.policy.is_lossless:
+        # No column has what one that foresees saw of the text: a replay needs what it proposed.
+        mine = ((own, config.seed),) if own.algorithm.foresees else ()
+        return dataclasses.replace(FULL, onlookers=mine)
     shown = {identity(choice, config.seed, ""): choice for choice in _asking_gates()}
     if looks_on(own):
         shown[identity(own, config.seed, "")] = own
@@ -67,5 +73,9 @@ def _asking_gates() -> tuple[Choice, ...]:
         choice
         for choice in choices
         if looks_on(choice)
-        and not (choice.algorithm.uses_predictor or choice.algorithm.uses_logits)
+        and not (
+            choice.algorithm.uses_predictor
+            or choice.algorithm.foresees
+            or choice.algorithm.uses_logits
+        )
     )

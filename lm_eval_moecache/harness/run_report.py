@@ -95,7 +95,8 @@ def _draft(engine: Engine, config: Config) -> dict[str, Any]:
     """Return what drafted, and the memory that it takes beside the cache (`moecache-spec`)."""
     if config.draft is None:
         return {}
-    found: dict[str, Any] = {"name": config.draft, "tokens": config.draft_tokens, "bytes": 0}
+    # A draft that only reads along drafts no token.
+    found: dict[str, Any] = {"name": config.draft, "tokens": config.draft_tokens or 0, "bytes": 0}
     draft, stage = engine.setting.draft, engine.draft_stage
     if draft is not None and stage is not None:
         found["bytes"] = draft.nbytes

@@ -19,6 +19,7 @@ from lm_eval_moecache.model.experts import (
     register_experts_function,
 )
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.model.predictor.data_aware import foresight_of
 from lm_eval_moecache.model.predictor.network import network_of
 from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Store, implementation_of
 from lm_eval_moecache.model.weighting.base import WeightingRule
@@ -50,6 +51,8 @@ class WrappedModel:
         """Told the tokens [rows, 1] of each decode step of a batch, says which rows have ended."""
         self.scan_scoring = False
         """Whether the next passes route their tokens one after another (`scoring=scan`)."""
+        self.reads_first: Callable[[Tensor, int], None] | None = None
+        """Shown each pass's tokens [rows, tokens] and how many came before, before it begins."""
         self.recorder: Recorder | None = None
         """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
         self._scanning = False
@@ -60,6 +63,7 @@ class WrappedModel:
         self._num_tokens = 0
         self._depth = engine.depth
         self._predictor = network_of(engine.algorithms.prefetch, layers[0].gate.hidden_size)
+        self._foresight = foresight_of(engine.algorithms.prefetch, model.get_input_embeddings())
         self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
         self._wants_weights = engine.wants_weights
         self._wants_logits = engine.wants_logits
@@ -130,18 +134,22 @@ class WrappedModel:
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
         self._scanning = self.scan_scoring and phase == PREFILL
         index = len(self.engine.ledger.passes)
+        past_length = 0 if past is None else past.get_seq_length()
+        if self.reads_first is not None:
+            self.reads_first(input_ids, past_length)
         if self._scanning:
             self.engine.begin_scan(self._num_tokens)
-        else:
+        elif self._foresight is None:
             self.engine.begin_pass(phase, self._num_tokens)
+        else:
+            foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
+            self.engine.begin_pass(phase, self._num_tokens, foreseen)
         if self.recorder is None:
             return
         if self._scanning:
             self.recorder.begin_scan(index, input_ids, self._valid)
         else:
-            mask, past_length = kwargs.get("attention_mask"), 0
-            if past is not None:
-                past_length = past.get_seq_length()
+            mask = kwargs.get("attention_mask")
             self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:

@@ -1,4 +1,7 @@
-"""Measure the machine this runs on and write it down as a hardware profile."""
+"""Measure the machine this runs on and write it down as a hardware profile.
+
+The host is the processor that this runs on: what `miss=host` computes absent experts with.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ _REPEATS = 7
 _SMALL_BYTES = 4096
 _LAYERS = 8
 _TOP_K = 2
+_CPU_EDGE = 1024
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -77,6 +81,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     large_s, small_s = (_typical_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
     layer_s = _launches_s(device, dtype, memory)
     overhead_s = layer_s / (DENSE_KERNELS + EXPERT_KERNELS)
+    host = _measure_host(nbytes, edge)
     how = f"measured on {where} with torch {torch.__version__}: "
     return Hardware(
         name=name,
@@ -86,6 +91,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         link_latency_s=small_s,
         kernel_overhead_s=overhead_s,
         memory_bytes=float(_memory_bytes(device)),
+        host_flops=host.flops,
+        host_memory_bytes_per_s=host.memory_bytes_per_s,
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
             "memory_bytes_per_s": (
@@ -99,7 +106,40 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
                 f"over the {DENSE_KERNELS + EXPERT_KERNELS} kernels that the clock counts"
             ),
             "memory_bytes": f"reported by {where}",
+            "host_flops": f"{host.how}{edge} x {edge} x {edge} product in float32",
+            "host_memory_bytes_per_s": (
+                f"{host.how}products of one row with {host.num_matrices} float32 matrices of "
+                f"{_CPU_EDGE} x {_CPU_EDGE}, each read once"
+            ),
         },
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Host:
+    """What the host reaches at an expert's work."""
+
+    flops: float
+    memory_bytes_per_s: float
+    num_matrices: int
+    how: str
+
+
+def _measure_host(nbytes: int, edge: int) -> _Host:
+    """Measure the processor with all its threads, at what it multiplies fastest: float32.
+
+    Half precisions are products of float32 on most processors, at a fraction of the speed that
+    engines with kernels of their own reach.
+    """
+    import torch
+
+    cpu = torch.device("cpu")
+    weights = _weights(cpu, torch.float32, nbytes)
+    return _Host(
+        flops=2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
+        memory_bytes_per_s=weights.nbytes / _typical_s(_products_with(weights), cpu),
+        num_matrices=len(weights),
+        how=f"measured on {_describe(cpu)} with torch {torch.__version__}: ",
     )
 
 
@@ -153,7 +193,7 @@ def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Ten
     import torch
 
     # On a GPU, one row's product with a matrix has to take longer than its launch.
-    edge = 1024 if device.type == "cpu" else 8192
+    edge = _CPU_EDGE if device.type == "cpu" else 8192
     count = max(1, nbytes // (edge * edge * dtype.itemsize))
     return torch.full((count, edge, edge), 0.01, device=device, dtype=dtype)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.profiling._texts import check_prompt_options, collect_prompts
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.predictor import LOSSES
@@ -51,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Record, train layer after layer, judge on the held-out prompts, write."""
     _check(arguments)
-    prompts, data = _collect(arguments)
+    prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.model.predictor.make import make
     from lm_eval_moecache.model.predictor.train import Recipe
@@ -74,61 +74,9 @@ def run(arguments: Namespace) -> int:
 
 
 def _check(arguments: Namespace) -> None:
-    if Path(arguments.out).suffix != ".safetensors":
-        raise ValueError(f"out={arguments.out!r} must end in .safetensors.")
+    check_prompt_options(arguments, _COUNTS)
     if arguments.loss not in LOSSES:
         raise unknown("loss", arguments.loss, LOSSES)
-    for name in _COUNTS:
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)} must be 1 or more.")
-    if arguments.seed < 0:
-        raise ValueError(f"seed={arguments.seed} must be 0 or more.")
-    if not arguments.learning_rate > 0:
-        raise ValueError(f"learning_rate={arguments.learning_rate} must be above 0.")
-    if not (arguments.tasks or arguments.data) and arguments.pretrained != TINY:
-        raise ValueError(
-            "tasks, data: give --tasks, --data or both: only tiny has its own prompts."
-        )
-
-
-def _collect(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return the prompts, each once, and what to write down of where they come from."""
-    tasks = [name for name in (arguments.tasks or "").split(",") if name]
-    files = [name for name in (arguments.data or "").split(",") if name]
-    prompts: list[str] = []
-    if tasks:
-        examples = task_examples(tasks, arguments.limit, arguments.include_path)
-        prompts += [example.prompt for example in examples]
-    for name in files:
-        prompts += _read_prompts(name)
-    if not (tasks or files):
-        from lm_eval_moecache.tiny.prompts import training_prompts
-
-        prompts = training_prompts(arguments.limit, arguments.seed)
-    prompts = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
-    if len(prompts) < 2:
-        raise ValueError(f"tasks, data: {len(prompts)} prompts, but training needs 2 or more.")
-    names = [Path(name).name for name in files]
-    return prompts, {"tasks": tasks, "data": names, "limit": arguments.limit}
-
-
-def _read_prompts(path: str) -> list[str]:
-    lines = read_file("data", path).splitlines()
-    if Path(path).suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data={path!r}: line {number} is not JSON: {error}.") from error
-        prompt = found.get("prompt") if isinstance(found, dict) else found
-        if not isinstance(prompt, str):
-            raise ValueError(
-                f'data={path!r}: line {number} must be a string or {{"prompt": string, ...}}.'
-            )
-        prompts.append(prompt)
-    return prompts
 
 
 def _report(out: str, layers: list[Any], certainty: list[Any], as_json: bool) -> None:

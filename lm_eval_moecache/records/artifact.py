@@ -27,6 +27,7 @@ FORMAT_VERSION = 2
 """2 has a checksum of the content; files of version 1, which have none, are read as they are."""
 _READABLE = (1, 2)
 BUDDIES, PREDICTOR, SENSITIVITY = "buddies", "predictor", "sensitivity"
+DATA_AWARE = "data_aware"
 _METADATA_KEY = "moecache"
 _PACKAGES = ("lm-eval-moecache", "torch", "transformers", "numpy", "safetensors")
 _FIELDS = ("model", "num_layers", "num_experts", "top_k", "router_digest", "made_from", "versions")

@@ -22,6 +22,8 @@ from lm_eval_moecache.records.arrays import (
 
 PREFILL, DECODE, VERIFY = "prefill", "decode", "verify"
 PHASES = (PREFILL, DECODE, VERIFY)
+BEFORE = -1
+"""The layer of an event before the first one: nothing is needed yet, the whole pass is foreseen."""
 DROPPED = -1
 """Stands in `Event.experts` for an expert that is left out."""
 UNSEEN_EXPERTS: IntArray = np.empty((0, 0), dtype=np.int64)

@@ -31,6 +31,9 @@ class PredictorCost:
     num_kernels: int
 
 
+FREE = PredictorCost(num_weights=0, num_bytes=0, num_kernels=0)
+
+
 def num_stages(layer: int, num_layers: int) -> int:
     """One linear stage within a token, two from its last MoE layer to the next token's first."""
     return 2 if layer == num_layers - 1 else 1

@@ -42,18 +42,21 @@ def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
 
 
 def draft_metrics(passes: Sequence[PassRecord]) -> Metrics:
-    """The figures of speculative decoding; nothing where no pass had drafts to verify."""
+    """The figures of drafting; of verifying nothing where no pass had drafts to verify."""
     verifying = [p for p in passes if p.drafted]
-    if not verifying:
+    drafting_s = sum(p.draft_s for p in passes)
+    if not verifying and not drafting_s:
         return {}
+    time_share = share(drafting_s, sum(p.duration_s for p in passes if p.phase != PREFILL))
+    if not verifying:
+        # A draft that only reads along (`prefetch=draft` without speculation).
+        return {"draft_time_share": time_share}
     accepted = sum(p.accepted for p in verifying)
     return {
         **rates([p for p in passes if p.phase == VERIFY], "verify_"),
         "draft_acceptance": accepted / sum(p.drafted for p in verifying),
         "accepted_per_verify": accepted / len(verifying),
-        "draft_time_share": share(
-            sum(p.draft_s for p in passes), sum(p.duration_s for p in passes if p.phase != PREFILL)
-        ),
+        "draft_time_share": time_share,
     }
 
 

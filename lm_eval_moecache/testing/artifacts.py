@@ -15,6 +15,7 @@ from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.artifact import (
     BUDDIES,
+    DATA_AWARE,
     PREDICTOR,
     SENSITIVITY,
     Artifact,
@@ -27,6 +28,7 @@ from lm_eval_moecache.records.coactivation import (
     WEIGHTED,
     Coactivation,
 )
+from lm_eval_moecache.records.data_aware import shapes as data_aware_shapes
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import shapes
 from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS
@@ -70,6 +72,14 @@ def predictor(geometry: Geometry, seed: int = 0, hidden: int = 6, loss: str = "k
     return arrays, {"loss": loss}
 
 
+def data_aware(geometry: Geometry, seed: int = 0, hidden: int = 6) -> Made:
+    """Draw the weights of a network that foresees passes; odd seeds give twice as wide numbers."""
+    rng = np.random.default_rng(seed)
+    wanted = data_aware_shapes(geometry.num_layers, geometry.num_experts, hidden, 4)
+    kind = np.float32 if seed % 2 else np.float16
+    return {name: rng.normal(size=shape).astype(kind) for name, shape in wanted.items()}, {}
+
+
 def sensitivity(geometry: Geometry, seed: int = 0) -> Made:
     """Draw how sensitive each layer is, with thresholds that even random routers get below."""
     layers = np.random.default_rng(seed).uniform(0.2, 3, geometry.num_layers)
@@ -79,6 +89,7 @@ def sensitivity(geometry: Geometry, seed: int = 0) -> Made:
 MAKERS: Mapping[str, Callable[..., Made]] = {
     BUDDIES: buddies,
     PREDICTOR: predictor,
+    DATA_AWARE: data_aware,
     SENSITIVITY: sensitivity,
 }
 

@@ -15,10 +15,10 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import DECODE, DROPPED, Event, resident_mask
+from lm_eval_moecache.records.event import BEFORE, DECODE, DROPPED, Event, resident_mask
 from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract
 from lm_eval_moecache.testing.eviction import EvictionContract
-from lm_eval_moecache.testing.streams import all_events, fresh
+from lm_eval_moecache.testing.streams import all_events, foreseen, fresh
 
 
 class RoutingContract(Contract):
@@ -73,6 +73,9 @@ class PrefetchContract(Contract):
             return [(e, prefetch.propose_draft(e.layer, e.logits[-1:])) for e in all_events(PASSES)]
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
+            if prefetch.foresees:
+                before = events[0]._replace(layer=BEFORE, keys=(), predicted=foreseen(events))
+                found.append((before, prefetch.propose(before)))
             for event in events:
                 found.append(
                     (event, prefetch.propose(fresh(event, prefetch.depth, prefetch.uses_predictor)))
@@ -87,6 +90,10 @@ class PrefetchContract(Contract):
 
     def test_it_proposes_something_unless_it_says_that_it_does_not(self) -> None:
         assert any(keys for _, keys in self.proposals()) == self.algorithm.is_active
+
+    def test_what_foresees_a_pass_says_nothing_once_it_runs(self) -> None:
+        if self.algorithm.foresees:
+            assert not any(keys for event, keys in self.proposals() if event.layer != BEFORE)
 
     def test_proposals_repeat_themselves(self) -> None:
         first, again = ([list(keys) for _, keys in self.proposals()] for _ in range(2))

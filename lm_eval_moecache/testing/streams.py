@@ -19,7 +19,7 @@ import numpy.typing as npt
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
@@ -190,7 +190,7 @@ def run(
     for events in passes:
         if setting.draft is not None and events[0].phase != PREFILL:
             draft(engine, events)
-        engine.begin_pass(events[0].phase, events[0].num_tokens)
+        engine.begin_pass(events[0].phase, events[0].num_tokens, foreseen(events))
         for event in events:
             engine.enter(event.layer, event.num_tokens)
             outputs.append(weigh(event, engine.run(fresh(event, depth, wraps)).selection))
@@ -198,6 +198,15 @@ def run(
         engine.end_pass()
         engine.check_integrity()
     return Run(engine, outputs)
+
+
+def foreseen(events: Pass) -> dict[int, FloatArray]:
+    """Return nearly the logits that each layer of a pass will have: what its tokens tell."""
+    rng = np.random.default_rng(events[0].pass_index)
+    return {
+        event.layer: (event.logits + 0.5 * rng.normal(size=event.logits.shape)).astype(np.float32)
+        for event in events
+    }
 
 
 def draft(engine: Engine, events: Sequence[Event]) -> None:

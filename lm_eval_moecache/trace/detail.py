@@ -75,7 +75,7 @@ def looks_on(choice: Onlooker) -> bool:
         return False
     # An instance may look further ahead than its class says. Of an outside class nothing is known.
     depth = algorithm.depth or choice.parameters.get("depth", 0)
-    sees_more = depth or algorithm.uses_predictor or algorithm.uses_logits
+    sees_more = depth or algorithm.uses_predictor or algorithm.foresees or algorithm.uses_logits
     return bool(sees_more or "." in choice.name)
 
 

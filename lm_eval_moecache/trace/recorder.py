@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,8 +31,21 @@ if TYPE_CHECKING:
 
 Rows = Callable[[Any], Any]
 Predict = Callable[[int], FloatArray]
-Propose = Callable[[Event, Any, Rows, Predict], Sequence[int]]
-"""(event with logits, hidden states, picks the valid tokens, a later gate's prediction) -> keys."""
+
+
+class Propose(Protocol):
+    """A prefetcher that looks on."""
+
+    def begin_pass(self, input_ids: Tensor, past_length: int, valid: Any) -> None:
+        """See the tokens of a pass [rows, length], before its first event."""
+
+    def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> Sequence[int]:
+        """Return the keys it proposes at an event that has logits.
+
+        `rows` picks the valid tokens of hidden states, `predict` asks a later layer's gate.
+        """
+
+
 _NONE: Mapping[str, Propose] = MappingProxyType({})
 
 
@@ -91,6 +104,8 @@ class Recorder:
         valid: Any,
     ) -> None:
         """Note whose the tokens of this pass are and where they stand; `valid` drops padding."""
+        for onlooker in self._onlookers:
+            onlooker.begin_pass(input_ids, past_length, valid)
         rows, length = input_ids.shape
         positions = np.arange(past_length, past_length + length)[None, :].repeat(rows, axis=0)
         if mask is not None and mask.dim() == 2:

@@ -16,6 +16,7 @@ from lm_eval_moecache.algorithms.miss.host import Host
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.host import RULES, Work, share_out
 from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.engine.scripted import (
     Always,
@@ -89,6 +90,53 @@ def test_prefetches_use_the_links_gaps_while_the_host_computes() -> None:
     # out 2-3; prefetches 3-8 and 8-13; the host is done at 13: back 13-14, as without them.
     assert (seconds, record.host_wait_s, record.bytes_moved) == (14.0, 10.0, 200)
     assert {4, 5} <= set(engine.pools[0].resident)
+
+
+def test_first_computes_on_the_host_while_prefetches_use_the_link() -> None:
+    engine = machine("first", 2.0, ahead=(4, 5))
+    seconds, record = second_pass(engine)
+    # As without prefetches: out 2-3, host 3-7. The first prefetch moves 3-8, and the outputs, ready
+    # at 7, follow it: back 8-9. The second one moves from then on.
+    assert (seconds, record.host_executed, record.host_wait_s) == (9.0, 2, 5.0)
+    assert record.bytes_moved == 100 and 4 in engine.pools[0].resident
+
+
+def test_first_loads_before_prefetches_where_the_link_is_sooner() -> None:
+    engine = machine("first", 5.0, ahead=(4,))
+    seconds, record = second_pass(engine)
+    # The demands have the link 2-12, the prefetch has it from then on; the four run 12-16 ...
+    # but the cached two have run 2-4 already, so the loaded two 12-14.
+    assert (seconds, record.host_executed, record.stall_s) == (14.0, 0, 8.0)
+
+
+def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
+    """Mixtral's experts on an RTX 4090: 352,321,536 bytes, 2 absent, top-4 of 8 experts."""
+    size, dense, hidden = 352_321_536, 100_000_000, 4096
+    real = load_hardware("rtx-4090")
+    policy = ScriptedPolicy(miss=Always(lambda geometry: Host(geometry, rule="balanced")))
+    geometry = dataclasses.replace(
+        make_geometry(num_layers=1, num_experts=8, top_k=4),
+        expert_bytes=((size,),),
+        dense_bytes=(dense,),
+        hidden_size=hidden,
+    )
+    engine = make_engine(policy, 8, geometry, real)
+    for key in CACHED:
+        engine.pools[0].insert(key, 0)
+    record = engine.begin_pass(DECODE, 1)
+    engine.enter(0, 1)
+    engine.run(Event(0, 0, DECODE, 1, [*CACHED, *ABSENT]))
+    # Bytes over bytes a second: weights are what takes time for one token, there as here.
+    dense_s = dense / 1.008e12 + 30 * 5e-6
+    load_s = 10e-6 + size / 32e9
+    host_s = size / 307.2e9
+    way_s = 10e-6 + hidden * 2 / 32e9
+    # The link would end its first at load_s, the host its first and second long before that.
+    assert way_s + 2 * host_s + way_s < load_s
+    cached_s = 2 * size / 1.008e12 + 15 * 5e-6
+    expected_s = dense_s + max(way_s + 2 * host_s + way_s, cached_s)
+    assert record.host_executed == 2 and record.bytes_moved == 0
+    assert round(engine.clock.now * 1e9) == round(expected_s * 1e9)
 
 
 def test_outputs_wait_for_the_prefetch_in_flight() -> None:

@@ -27,6 +27,9 @@ class DraftPrefetch(DraftStagePrefetch):
     layer for what that layer asked for. With `io=batched` the experts of a layer move under one
     latency. The paper's queue is first in, first out; here the earliest layer goes first, as all
     prefetches on this link do, and what its event finds still queued is loaded on demand.
+    Under `--model moecache` the draft reads each token before the model does and drafts nothing:
+    any trained draft as a predictor of experts, whose words are not asked. MTP heads would serve,
+    too, but transformers leaves them out when it loads a model.
 
     Parameters: cutoff, 0 to the number of MoE layers or auto; critical, experts per layer and
     token (default: the top-k, 1 where an expert is larger than 240 MB); io; trigger.

@@ -15,10 +15,11 @@ from lm_eval_moecache.engine.virtual.host import HostStage
 from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.virtual.traffic import Traffic
+from lm_eval_moecache.records.data_aware import cost_of
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.predictor import PredictorCost, costs
+from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -43,9 +44,14 @@ class VirtualExecutor(Executor):
         self._num_layers, self._num_experts = geometry.num_layers, geometry.num_experts
         self._cached_first = algorithms.miss.cached_first
         self._predictor: Sequence[PredictorCost] = ()
+        self._foreseeing: PredictorCost | None = None
+        artifact = algorithms.prefetch.artifact
         if algorithms.prefetch.uses_predictor:
-            assert algorithms.prefetch.artifact is not None, "a predictor without its artifact"
-            self._predictor = costs(algorithms.prefetch.artifact)
+            assert artifact is not None, "a predictor without its artifact"
+            self._predictor = costs(artifact)
+        elif algorithms.prefetch.foresees:
+            # Of a prefetcher from outside, without an artifact, nothing is known.
+            self._foreseeing = FREE if artifact is None else cost_of(artifact)
         self.traffic = Traffic(self.caches, self.link, self.prefetches, geometry.num_experts)
         self._host: HostStage | None = None
         if algorithms.miss.host_rule:
@@ -71,6 +77,16 @@ class VirtualExecutor(Executor):
         )
         stage.plan(self._geometry, setting.capacity.bytes_by_partition)
         return stage
+
+    def foresee(self, event: Event) -> None:
+        cost = self._foreseeing
+        assert cost is not None, "nobody asked for foresight"
+        ready_s = self.clock.now + self.clock.network(
+            cost.num_weights, cost.num_bytes, cost.num_kernels, event.num_tokens
+        )
+        self.prefetches.submit(event, ready_s)
+        # The tokens are read before the first layer's dense part may have the compute.
+        self.clock.wait_until(ready_s)
 
     def enter(self, layer: int, num_tokens: int) -> None:
         """Bring the time to the moment at which the layer's router has decided."""

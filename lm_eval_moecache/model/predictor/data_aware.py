@@ -1,0 +1,145 @@
+"""The data-aware network: tokens of a text in, the logits of every layer's router out.
+
+Shapes: B texts, T tokens, L layers, E experts, D embedding, W width of the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray
+from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.data_aware import NUM_LSTMS, sizes_of
+
+State = tuple[Tensor, Tensor]
+Embed = Callable[[Tensor], Tensor]
+
+
+class DataAwareNetwork(nn.Module):
+    """Compression, LSTM stages, sparse causal attention, a residual, heads. Computes in float32."""
+
+    def __init__(self, hidden: int, width: int, num_layers: int, num_experts: int) -> None:
+        super().__init__()
+        self.compress = nn.Linear(hidden, width)
+        self.lstm = nn.LSTM(width, width, NUM_LSTMS, batch_first=True)
+        self.residual = nn.Linear(width, width)
+        self.heads = nn.Linear(width, num_layers * num_experts)
+        self.per_layer: tuple[int, int] = (num_layers, num_experts)
+
+    def forward(
+        self, embedded_BTD: Tensor, read_BSW: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, Tensor, State]:
+        """Return logits [B, T, L, E], the LSTM's outputs with those read before, and its state.
+
+        `read_BSW` and `state` are what a call on the S tokens before returned.
+        """
+        compressed = self.compress(embedded_BTD.float()).relu()
+        output, state = self.lstm(compressed, state)
+        read = output if read_BSW is None else torch.cat([read_BSW, output], dim=1)
+        scores = output @ read.mT / output.shape[-1] ** 0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        hidden = hidden.triu(1 + read.shape[1] - output.shape[1])
+        context = sparsemax(scores.masked_fill(hidden, -1e9)) @ read
+        logits = self.heads(context + self.residual(compressed).relu())
+        assert state is not None
+        return logits.unflatten(-1, self.per_layer), read, state
+
+
+def sparsemax(scores: Tensor) -> Tensor:
+    """Project each row onto the simplex (Martins & Astudillo 2016): like softmax, with zeros."""
+    ordered = scores.sort(dim=-1, descending=True).values
+    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    beyond = ordered.cumsum(-1) - 1
+    size = (count * ordered > beyond).sum(-1, keepdim=True)
+    return (scores - beyond.gather(-1, size - 1) / size).clamp_min(0)
+
+
+def network_from(artifact: Artifact) -> DataAwareNetwork:
+    """Return the network of an artifact, ready to be applied."""
+    network = DataAwareNetwork(*sizes_of(artifact), artifact.num_layers, artifact.num_experts)
+    arrays = {name: torch.from_numpy(np.array(a)).float() for name, a in artifact.arrays.items()}
+    network.load_state_dict(arrays)
+    return network.eval()
+
+
+@dataclass(slots=True)
+class _Text:
+    """One row's tokens so far, by their place in the pass's cache, and what was made of them."""
+
+    ids: list[int]
+    is_real: list[bool]
+    num_read: int = 0
+    """Places that `read` and `state` cover."""
+    read: Tensor | None = None
+    state: State | None = None
+
+
+class Foresight:
+    """Foretells each pass from the text so far: kept by row, as the model's own cache is.
+
+    Tokens that the model's cache lost again (rejected drafts) are forgotten here, too. Rows whose
+    past is not known (their number has changed) are read from this pass on. Beams that change
+    places are not followed.
+    """
+
+    def __init__(self, artifact: Artifact, embed: Embed) -> None:
+        self._network = network_from(artifact)
+        self._embed = embed
+        self._texts: list[_Text] = []
+
+    @torch.no_grad()
+    def begin_pass(
+        self, input_ids: Tensor, past_length: int, valid: BoolArray | None
+    ) -> dict[int, FloatArray]:
+        """Return for each layer the logits [tokens, E] of the pass's valid tokens, row by row."""
+        rows, length = input_ids.shape
+        real = np.ones((rows, length), dtype=bool) if valid is None else valid.reshape(rows, length)
+        if past_length == 0 or len(self._texts) != rows:
+            self._texts = [_Text([0] * past_length, [False] * past_length) for _ in range(rows)]
+        self._network.to(input_ids.device)
+        found = [
+            self._read(text, ids, own, past_length)
+            for text, ids, own in zip(self._texts, input_ids.tolist(), real.tolist(), strict=True)
+        ]
+        logits_TLE = torch.cat(found).cpu().numpy()
+        return {layer: logits_TLE[:, layer] for layer in range(logits_TLE.shape[1])}
+
+    def _read(self, text: _Text, ids: list[int], real: list[bool], past_length: int) -> Tensor:
+        """Return the logits of a row's real tokens among `ids`: [t, L, E]."""
+        if len(text.ids) > past_length and text.num_read > past_length:
+            text.num_read, text.read, text.state = 0, None, None
+        text.ids[past_length:], text.is_real[past_length:] = ids, real
+        new = range(text.num_read, len(text.ids))
+        wanted = [text.ids[place] for place in new if text.is_real[place]]
+        text.num_read = len(text.ids)
+        if not wanted:
+            return self._network.heads.weight.new_zeros((0, *self._network.per_layer))
+        device = self._network.heads.weight.device
+        embedded = self._embed(torch.tensor([wanted], device=device))
+        logits, text.read, text.state = self._network(embedded, text.read, text.state)
+        own: Tensor = logits[0][len(wanted) - sum(real) :]
+        return own
+
+
+def foresight_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Foresight | None:
+    """Make the foresight of a prefetcher that asks for one, by the model's embedding of tokens.
+
+    ValueError where the network takes embeddings of another length.
+    """
+    artifact = prefetch.artifact
+    if not prefetch.foresees or artifact is None:
+        return None
+    found, wanted = next(embedding.parameters()).shape[-1], sizes_of(artifact)[0]
+    if found != wanted:
+        raise ValueError(
+            f"prefetch.profile={artifact.path!r} takes embeddings of {wanted} numbers, but those "
+            f"of {prefetch.geometry.model!r} have {found}. Make one for this model with `moecache "
+            "profile data_aware`."
+        )
+    return Foresight(artifact, embedding)
