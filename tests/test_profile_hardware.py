@@ -49,9 +49,9 @@ def test_a_host_is_measured_as_fast_as_it_works(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "_typical_s", lambda work, device: (work(), next(times))[1])
     monkeypatch.setattr(hardware, "_matmul_s", lambda *_: 1e-3)
     host = hardware._measure_host(16 * 2**20, 64)
-    assert host.flops == pytest.approx(2 * 64**3 / 1e-3)
-    assert host.memory_bytes_per_s == pytest.approx(16 * 2**20 / 2e-3)
-    assert host.num_matrices == 4 and "CPU" in host.how
+    assert host.figures["host_flops"] == pytest.approx(2 * 64**3 / 1e-3)
+    assert host.figures["host_memory_bytes_per_s"] == pytest.approx(16 * 2**20 / 2e-3)
+    assert "with 4 float32 matrices" in host.source["host_memory_bytes_per_s"]
 
 
 def test_a_product_of_a_device_reads_enough_to_hide_its_launch() -> None:

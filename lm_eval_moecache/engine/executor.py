@@ -54,9 +54,9 @@ class Executor(ABC):
         self.rules.algorithms.routing.on_pass(record.index)
         self.rules.algorithms.prefetch.on_pass(record.index)
 
-    @abstractmethod
     def foresee(self, event: Event) -> None:
         """Prefetch by what is foreseen of the pass that begins: an event of layer `BEFORE`."""
+        self.prefetches.submit(event, self.clock.now)
 
     @abstractmethod
     def enter(self, layer: int, num_tokens: int) -> None:

@@ -76,13 +76,17 @@ class WrappedModel:
         model.set_experts_implementation(IMPLEMENTATION)
         for index, layer in enumerate(layers):
             setattr(layer.experts, STORE_ATTRIBUTE, store.at(index, engine.waves))
-        self._handles = [
+        self._handles = self._hooks(model)
+
+    def _hooks(self, model: Any) -> list[Any]:
+        """Register what is called around each pass, and after each router."""
+        handles = [
             model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             model.register_forward_hook(self._end_pass),
         ]
-        for index, layer in enumerate(layers):
-            hook = self._router_hook(index)
-            self._handles.append(layer.router.register_forward_hook(hook))
+        for index, layer in enumerate(self._layers):
+            handles.append(layer.router.register_forward_hook(self._router_hook(index)))
+        return handles
 
     def unwrap(self) -> None:
         """Restore the model to what it was. Safe to call twice."""

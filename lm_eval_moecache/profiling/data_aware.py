@@ -18,7 +18,8 @@ from lm_eval_moecache.records.artifact import DATA_AWARE, Artifact, write_artifa
 from lm_eval_moecache.records.paths import TINY
 
 _COUNTS = ("limit", "tokens", "prompts_per_batch", "width", "truncate", "batch_size", "max_epochs")
-_RECIPE = ("width", "truncate", "hard_weight", "learning_rate", "batch_size", "max_epochs")
+_SCHEDULE = ("learning_rate", "batch_size", "max_epochs", "patience", "seed")
+_RECIPE = ("width", "truncate", "hard_weight", *_SCHEDULE)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -48,6 +49,13 @@ def run(arguments: Namespace) -> int:
     if not arguments.hard_weight >= 0:
         raise ValueError(f"hard_weight={arguments.hard_weight} must be 0 or more.")
     prompts, data = collect_prompts(arguments)
+    artifact = _make(arguments, prompts, data)
+    write_artifact(arguments.out, artifact)
+    _report(arguments, artifact.made_from["layers"])
+    return 0
+
+
+def _make(arguments: Namespace, prompts: list[str], data: dict[str, Any]) -> Artifact:
     # Imported late: they bring torch, and a wrong option should not wait for it.
     import transformers
 
@@ -56,16 +64,13 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.model.predictor.learn_data_aware import Recipe, record_texts, train
 
     path = model_path(arguments.pretrained)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     layers = find_moe_layers(model)
     geometry = describe(model, layers, arguments.pretrained)
-    recipe = Recipe(
-        **{name: getattr(arguments, name) for name in (*_RECIPE, "patience", "seed")},
-    )
+    recipe = Recipe(**{name: getattr(arguments, name) for name in _RECIPE})
     texts = record_texts(
         model,
-        tokenizer,
+        transformers.AutoTokenizer.from_pretrained(path),
         layers,
         prompts,
         num_tokens=arguments.tokens,
@@ -73,25 +78,17 @@ def run(arguments: Namespace) -> int:
         truncate=max(recipe.truncate, geometry.top_k),
     )
     found = train(texts, model.get_input_embeddings(), geometry, recipe)
-    rows = [
-        {"layer": layer, "data_aware": own, "frequency": most}
-        for layer, (own, most) in enumerate(zip(found.recall, found.frequency, strict=True))
-    ]
     counts = {"prompts": len(prompts), "tokens": sum(len(text.ids) for text in texts)}
-    how = {"epochs": found.epochs, "held_out_loss": found.held_out_loss}
-    artifact = Artifact(
+    return Artifact(
         kind=DATA_AWARE,
         model=geometry.model,
         num_layers=geometry.num_layers,
         num_experts=geometry.num_experts,
         top_k=geometry.top_k,
         router_digest=router_digest(layers),
-        made_from=data | dataclasses.asdict(recipe) | counts | how | {"layers": rows},
+        made_from=data | dataclasses.asdict(recipe) | counts | found.told(),
         arrays={name: value.half().numpy() for name, value in found.network.state_dict().items()},
     )
-    write_artifact(arguments.out, artifact)
-    _report(arguments, rows)
-    return 0
 
 
 def _report(arguments: Namespace, rows: list[dict[str, Any]]) -> None:

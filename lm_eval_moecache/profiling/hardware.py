@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -83,6 +83,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     overhead_s = layer_s / (DENSE_KERNELS + EXPERT_KERNELS)
     host = _measure_host(nbytes, edge)
     how = f"measured on {where} with torch {torch.__version__}: "
+    kernels = f"over the {DENSE_KERNELS + EXPERT_KERNELS} kernels that the clock counts"
+    matrices = f"{len(weights)} matrices of {' x '.join(map(str, weights[0].shape))}"
     return Hardware(
         name=name,
         peak_flops=flops,
@@ -91,38 +93,24 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         link_latency_s=small_s,
         kernel_overhead_s=overhead_s,
         memory_bytes=float(_memory_bytes(device)),
-        host_flops=host.flops,
-        host_memory_bytes_per_s=host.memory_bytes_per_s,
+        **host.figures,
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
-            "memory_bytes_per_s": (
-                f"{how}products of one row with {len(weights)} matrices of "
-                + " x ".join(map(str, weights[0].shape))
-            ),
+            "memory_bytes_per_s": f"{how}products of one row with {matrices}",
             "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
             "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
-            "kernel_overhead_s": (
-                f"{how}{layer_s:.3g} s per layer of a decode step beyond reading its weights, "
-                f"over the {DENSE_KERNELS + EXPERT_KERNELS} kernels that the clock counts"
-            ),
+            "kernel_overhead_s": f"{how}{layer_s:.3g} s a layer beyond reading, {kernels}",
             "memory_bytes": f"reported by {where}",
-            "host_flops": f"{host.how}{edge} x {edge} x {edge} product in float32",
-            "host_memory_bytes_per_s": (
-                f"{host.how}products of one row with {host.num_matrices} float32 matrices of "
-                f"{_CPU_EDGE} x {_CPU_EDGE}, each read once"
-            ),
+            **host.source,
         },
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Host:
-    """What the host reaches at an expert's work."""
+class _Host(NamedTuple):
+    """What the host reaches at an expert's work, and where each figure comes from."""
 
-    flops: float
-    memory_bytes_per_s: float
-    num_matrices: int
-    how: str
+    figures: dict[str, float]
+    source: dict[str, str]
 
 
 def _measure_host(nbytes: int, edge: int) -> _Host:
@@ -135,11 +123,18 @@ def _measure_host(nbytes: int, edge: int) -> _Host:
 
     cpu = torch.device("cpu")
     weights = _weights(cpu, torch.float32, nbytes)
+    read_s = _typical_s(_products_with(weights), cpu)
+    how = f"measured on {_describe(cpu)} with torch {torch.__version__}: "
+    rows = f"products of one row with {len(weights)} float32 matrices"
     return _Host(
-        flops=2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
-        memory_bytes_per_s=weights.nbytes / _typical_s(_products_with(weights), cpu),
-        num_matrices=len(weights),
-        how=f"measured on {_describe(cpu)} with torch {torch.__version__}: ",
+        {
+            "host_flops": 2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
+            "host_memory_bytes_per_s": weights.nbytes / read_s,
+        },
+        {
+            "host_flops": f"{how}{edge} x {edge} x {edge} product in float32",
+            "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
+        },
     )
 
 

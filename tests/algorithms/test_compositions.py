@@ -47,6 +47,7 @@ PAPERS = {
     "llama_cpp_cpu_moe": ("standard", "none", "lru", "host"),
     "hybrimoe": ("standard", "next_gate", "score", "host"),
     "finemoe": ("standard", "expert_map", "lfu", "fetch"),
+    "sida": ("standard", "data_aware", "fifo", "fetch"),
     "swapmoe": ("cumsum", "importance", "lfu", "fetch"),
     "fate": ("standard", "next_gate", "shallow_first", "fetch"),
     "edgemoe": ("standard", "none", "frequency_layer", "fetch"),

@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
-from lm_eval_moecache.records.artifact import BUDDIES, PREDICTOR, SENSITIVITY
+from lm_eval_moecache.records.artifact import BUDDIES, DATA_AWARE, PREDICTOR, SENSITIVITY
 from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 from tests.artifacts import other_profile, profile_for
 
@@ -38,6 +38,10 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("prefetch", "predictor", "profile"): (
         profile_for(PREDICTOR, GEOMETRY, 1),
         other_profile(PREDICTOR),
+    ),
+    ("prefetch", "data_aware", "profile"): (
+        profile_for(DATA_AWARE, GEOMETRY, 1),
+        other_profile(DATA_AWARE),
     ),
 }
 # Settings without which a parameter has no effect, or its other value is refused.

@@ -79,10 +79,6 @@ class WallExecutor(Executor):
         self._pending: _Pending | None = None
         self._script: ScanScript | None = None
 
-    def foresee(self, event: Event) -> None:
-        self.prefetches.submit(event, self.clock.now)
-        self.traffic.drain(frozenset(), 0)
-
     def enter(self, layer: int, num_tokens: int) -> None:
         if self.rules.prefetches and self.link.active:
             self.link.launched()

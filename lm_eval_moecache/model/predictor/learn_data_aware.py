@@ -60,6 +60,12 @@ class Trained:
     frequency: list[float]
     """The same for the most used experts of the texts trained on."""
 
+    def told(self) -> dict[str, Any]:
+        """Return what an artifact says of the training, with one row a layer."""
+        shares = enumerate(zip(self.recall, self.frequency, strict=True))
+        rows = [{"layer": n, "data_aware": own, "frequency": most} for n, (own, most) in shares]
+        return {"epochs": self.epochs, "held_out_loss": self.held_out_loss, "layers": rows}
+
 
 @torch.no_grad()
 def record_texts(

@@ -80,11 +80,17 @@ def test_a_codec_that_cannot_store_the_experts_is_refused(draft: str, tmp_path: 
     says(refusal(pretrained=folder, draft=draft), f"draft={draft!r}", "group")
 
 
-@pytest.mark.parametrize("arguments", [{"draft": "tiny"}, {"draft_tokens": 2}, {}])
-def test_without_a_draft_model_the_keys_and_the_prefetch_are_refused(
-    arguments: dict[str, Any],
-) -> None:
-    says(refusal(MoECacheLM, **arguments), *arguments, "--model moecache-spec")
+@pytest.mark.parametrize("arguments", [{"draft": "tiny"}, {"draft_tokens": 2}])
+def test_without_a_draft_its_keys_are_refused(arguments: dict[str, Any]) -> None:
+    says(refusal(MoECacheLM, policy="on_demand", **arguments), *arguments, "--model moecache-spec")
+
+
+def test_a_draft_that_reads_along_has_no_number_of_tokens(tmp_path: Path) -> None:
+    says(refusal(MoECacheLM, draft_tokens=2), "draft_tokens=2", "drafts no tokens")
+    with pytest.raises(AssertionError, match="the weights were loaded"):
+        MoECacheLM(device="cpu", policy="sp_moe", draft="tiny")
+    bad = shape_of(tmp_path / "wide", hidden_size=64)
+    says(refusal(MoECacheLM, draft=bad), "hidden_size=64", "prefetch='draft'")
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -129,7 +135,7 @@ def test_a_replay_of_a_plain_run_has_no_draft(
     trace, _ = record(tmp_path)
     assert main(["replay", str(trace), "--policy", "sp_moe"]) != 0
     said = capsys.readouterr().err
-    says(said, "prefetch='draft'", "--model moecache-spec", "or a replay of its trace")
+    says(said, "prefetch='draft'", "a live run with draft=", "a replay of such a run")
 
 
 def test_a_dense_draft_is_one_expert_a_layer() -> None:

@@ -1,0 +1,57 @@
+"""Data-aware prefetch: what a pass will need of all its layers, known from its tokens alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
+from lm_eval_moecache.records.artifact import DATA_AWARE
+from lm_eval_moecache.records.data_aware import load_data_aware
+from lm_eval_moecache.records.event import BEFORE, Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class DataAware(PrefetchAlgorithm):
+    """Proposes each token's k likeliest experts of every layer before the pass begins.
+
+    SiDA (Du et al., MLSys 2024): a network trained offline on a router's choices reads the tokens'
+    embeddings and makes a hash table of all layers' experts, by which they are loaded ahead. The
+    text could not be had; the network follows its abstract and its public repository: compression,
+    two LSTM stages, sparse attention (sparsemax), a residual of the compressed embedding, heads for
+    each MoE layer, trained by distillation of the router's largest logits.
+    Deviations: the network is causal, as ours decodes, where SiDA reads whole inputs of an encoder;
+    it runs before the pass and not beside the one before, as a decoded token is not known sooner;
+    and what is executed are the router's own choices, so that a wrong prediction costs a load where
+    SiDA, which leaves its routers away, loses accuracy (`routing=commit` prices that).
+    Cost: the network's weights and kernels, charged before the first layer.
+
+    Parameters: profile, a file of `moecache profile data_aware` (default: the one that ships for
+    the model); overfetch, experts asked for per token and layer over top_k (1.0), rounded up.
+    """
+
+    source: ClassVar[str] = "Du et al. 2024 (SiDA), by its abstract and public repository"
+    foresees: ClassVar[bool] = True
+    artifact_kind: ClassVar[str | None] = DATA_AWARE
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        profile: str | None = None,
+        overfetch: float = 1.0,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if overfetch <= 0:
+            raise ValueError(f"prefetch.overfetch={overfetch} must be above 0.")
+        self.artifact = load_data_aware(profile, geometry)
+        self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
+
+    def propose(self, event: Event) -> Sequence[int]:
+        keys: list[int] = []
+        if event.layer == BEFORE:
+            for layer, logits in sorted(event.predicted.items()):
+                keys += most_likely(layer, logits, self._count)
+        return keys
