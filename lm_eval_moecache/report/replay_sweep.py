@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -16,14 +15,13 @@ from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import PRIORITY, Setting
 from lm_eval_moecache.records.emulation import RealModel
-from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.stream import StreamedTrace, open_trace
+from lm_eval_moecache.trace.stream import StreamedTrace, open_any
 from lm_eval_moecache.trace.trace import Trace
 
 LRU, BELADY = "lru", "belady"
@@ -111,12 +109,12 @@ def run_sweep(
 
 def _trace(file: str, setting: SweepSetting, foresees: bool) -> Trace | StreamedTrace:
     """Read a trace; a large one of our own is streamed, unless something has to know its future."""
-    logits = any(map(_uses_logits, setting.policies))
-    predicted = any(map(_uses_predictions, setting.policies))
-    path = Path(file)
-    if path.suffix == ".parquet" and is_file(path) and not (foresees or setting.expert_bytes):
-        return open_trace(path, logits=logits, predicted=predicted)
-    return load_trace(file, logits=logits, predicted=predicted, expert_bytes=setting.expert_bytes)
+    return (load_trace if foresees else open_any)(
+        file,
+        logits=any(map(_uses_logits, setting.policies)),
+        predicted=any(map(_uses_predictions, setting.policies)),
+        expert_bytes=setting.expert_bytes,
+    )
 
 
 def closeness(lru: float, policy: float, belady: float) -> float | None:

@@ -22,6 +22,7 @@ from lm_eval_moecache.sweep.sharing import is_offline
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.stream import StreamedTrace, open_any
 from lm_eval_moecache.trace.trace import Trace
 
 KEYS = (
@@ -52,13 +53,13 @@ def check_trace_cell(cell: Cell) -> Planned:
 def replayed_trace(planned: Planned) -> dict[str, Any]:
     """Return what the record of a cell keeps: the figures of speed, and no scores."""
     config, given = planned.config, _arguments(planned.cell)
-    trace = _load(planned.cell.pretrained, given.get("expert_bytes"))
-    engine = replay(
-        trace,
-        config.setting(trace.geometry),
-        future=Future(trace) if is_offline(planned) else None,
-        cache_reset=config.cache_reset,
-    )
+    trace, future = _load(planned.cell.pretrained, given.get("expert_bytes")), None
+    if is_offline(planned):
+        if not isinstance(trace, Trace):
+            trace = load_trace(planned.cell.pretrained, logits=True, predicted=True)
+        future = Future(trace)
+    setting = config.setting(trace.geometry)
+    engine = replay(trace, setting, future=future, cache_reset=config.cache_reset)
     engine.check_integrity()
     requests = engine.ledger.requests
     report = run_report(engine, config, requests, engine.peak_cache_bytes)
@@ -73,15 +74,15 @@ def _arguments(cell: Cell) -> dict[str, Any]:
     return {"policy": "on_demand", **cell.arguments}
 
 
-def _load(file: str, expert_bytes: object) -> Trace:
+def _load(file: str, expert_bytes: object) -> Trace | StreamedTrace:
     size = None if expert_bytes is None else parse_bytes(str(expert_bytes), "expert_bytes")
     return _read(file, size, _state(file))
 
 
 @lru_cache(maxsize=1)
-def _read(file: str, expert_bytes: int | None, state: tuple[int, int]) -> Trace:
+def _read(file: str, expert_bytes: int | None, state: tuple[int, int]) -> Trace | StreamedTrace:
     """Keep the last trace read: cells of one trace follow each other."""
-    return load_trace(file, logits=True, predicted=True, expert_bytes=expert_bytes)
+    return open_any(file, logits=True, predicted=True, expert_bytes=expert_bytes)
 
 
 def _state(file: str) -> tuple[int, int]:

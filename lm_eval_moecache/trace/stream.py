@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.drafting import Drafted
 from lm_eval_moecache.trace.file import read_trace
@@ -23,6 +24,7 @@ from lm_eval_moecache.trace.header import (
     read_requests,
     read_scans,
 )
+from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.rows import check_schema, columns_of, trace_of, unreadable
 from lm_eval_moecache.trace.trace import Trace, TracedRequest
 
@@ -97,6 +99,16 @@ class StreamedTrace:
         if place >= 0 and begin < sum(self.scans[place]):
             begin = self.scans[place][0]
         return int(np.searchsorted(passes, begin))
+
+
+def open_any(
+    file: str, *, logits: bool = False, predicted: bool = False, expert_bytes: int | None = None
+) -> Trace | StreamedTrace:
+    """As `load_trace`, for any known format; a large file of our own is opened instead."""
+    path = Path(file)
+    if path.suffix == ".parquet" and is_file(path) and expert_bytes is None:
+        return open_trace(path, logits=logits, predicted=predicted)
+    return load_trace(file, logits=logits, predicted=predicted, expert_bytes=expert_bytes)
 
 
 def open_trace(
