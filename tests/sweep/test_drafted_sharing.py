@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.sweep import worker
 from tests.conftest import Checkpoint
-from tests.sweep.toy import both_ways, made_by
+from tests.sweep.toy import both_ways, made_by, records, write_sweep
 
 
 @pytest.fixture
@@ -59,3 +60,22 @@ def test_another_draft_or_length_is_another_run(tmp_path: Path, base: dict[str, 
         limit=1,
     )
     assert made_by(found) == ["replay_of"] * 6 + ["run"] * 6
+
+
+def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, Any]) -> None:
+    path = write_sweep(
+        tmp_path / "x",
+        model="moecache-spec",
+        base={**base, "policy": "on_demand"},
+        grid={"eviction": ["lru", "lfu"]},
+        tasks=["toy_answer"],
+        limit=2,
+        bounds=["belady", "oracle"],
+    )
+    assert main(["sweep", str(path)]) == 0
+    found = records(path.parent)
+    totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in found.values()}
+    fewest = totals.pop("bound: belady")["miss_rate"]
+    assert len(totals) == 3 and all(each["draft_acceptance"] > 0 for each in totals.values())
+    plain = [each for name, each in totals.items() if not name.startswith("bound")]
+    assert all(fewest <= each["miss_rate"] for each in plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
+from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
@@ -93,6 +95,19 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
     assert_same(again, live)
     stages = [engine.draft_stage for engine in (again, live)]
     assert [s and s.solution for s in stages] == [stages[1] and stages[1].solution] * 2
+
+
+def test_the_command_replays_a_drafted_run(
+    lm: MoECacheSpecLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(lm, policy="sp_moe", trace=str(tmp_path))
+    path = lm.finish_trace()
+    words = ["--policy=sp_moe,on_demand", "--capacity=40%", "--json"]
+    assert main(["replay", str(path), *words]) == 0
+    drafted, plain = json.loads(capsys.readouterr().out)["runs"]
+    assert drafted["metrics"] == json.loads(json.dumps(lm.report()["totals"]))
+    assert drafted["metrics"]["draft_acceptance"] == plain["metrics"]["draft_acceptance"]
+    assert drafted["metrics"]["prefetch_precision"] is not None
 
 
 def test_recording_leaves_the_run_alone(lm: MoECacheSpecLM, tmp_path: Path) -> None:
