@@ -17,6 +17,8 @@ from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 from unittest import mock
 
+from tqdm import tqdm
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -80,6 +82,8 @@ def _unheard() -> Iterator[None]:
 
 def _start_worker(alive: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A bar's own lock is a semaphore of the system, which Python warns of where a worker is ended.
+    tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
 
 
