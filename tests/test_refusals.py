@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from typing import Any
 
 import lm_eval
 import pytest
+import yaml
 
 from lm_eval_moecache.harness.caller import check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.refusal import ArgumentsError
 from lm_eval_moecache.records.paths import task_configs_dir
-from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.sweep.spec import Cell, read_sweep
 from lm_eval_moecache.sweep.validation import check_cell
 from tests.harness import generations, make_instance
 
@@ -59,7 +61,12 @@ def test_an_error_of_ours_is_a_value_error_and_others_keep_their_traceback(
     assert "Traceback" in capsys.readouterr().err
 
 
-def run(model: str, output: str | None = None, **options: Any) -> None:
+def run(
+    model: str,
+    output: str | None = None,
+    model_args: str = "pretrained=no/such",
+    **options: Any,
+) -> None:
     register()
     tracker = None
     if output is not None:
@@ -68,7 +75,7 @@ def run(model: str, output: str | None = None, **options: Any) -> None:
         tracker = EvaluationTracker(output_path=output)
     lm_eval.simple_evaluate(
         model=model,
-        model_args="pretrained=no/such",
+        model_args=model_args,
         tasks=["tiny_gsm8k"],
         evaluation_tracker=tracker,
         **options,
@@ -100,6 +107,41 @@ def test_sampling_and_another_draft_are_refused_before_loading(options: Any, sai
     )
     with pytest.raises(ArgumentsError, match=next(iter(given))):
         check_cell(cell)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"limit": -1}, "limit=-1 must be a whole number of documents above 0, or a share below 1"),
+        ({"limit": math.nan}, "limit=nan must be"),
+        ({"limit": 0}, "limit=0 must be"),
+        ({"limit": 2.5}, "limit=2.5 must be"),
+        ({"num_fewshot": -1}, "num_fewshot=-1 must be a whole number"),
+        ({"num_fewshot": 100_000}, "num_fewshot=100000 must be"),
+    ],
+    ids=str,
+)
+def test_options_of_the_evaluation_are_refused_in_the_same_words_alone_and_in_a_sweep(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentsError) as alone:
+        run("moecache", **options)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"tasks": "tiny_arc", "base": options}))
+    with pytest.raises(ValueError, match="evaluation options") as in_sweep:
+        read_sweep(path).cells()
+    assert str(alone.value) == str(in_sweep.value)
+    assert said in str(alone.value)
+
+
+def test_a_batch_size_among_the_models_arguments_is_checked_like_the_option() -> None:
+    asked = "pretrained=no/such,batch_size="
+    with pytest.raises(ArgumentsError, match="batch_size='x' must be a whole number"):
+        run("moecache", model_args=asked + "x")
+    with pytest.raises(ArgumentsError, match="pretrained='no/such' cannot be read"):
+        run("moecache", model_args=asked + "4", batch_size=2)
+    with pytest.raises(ArgumentsError, match="batch_size='x' must be a whole number"):
+        run("moecache", batch_size="x")
 
 
 def test_plain_decoding_may_sample_but_not_draft() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from lm_eval_moecache.harness.refusal import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.sweep import Options
 
 # Of transformers' generation: what makes a draft, or changes the one that was asked for.
 _DRAFTING = (
@@ -38,9 +40,17 @@ _GREEDY: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_caller(speculative: bool) -> None:
-    """Refuse what the run would fail on after loading: see the checks for which options."""
+    """Refuse what the run would fail on after loading: see the checks for which options.
+
+    Or would not fail on: lm-eval runs all documents with `num_fewshot=-1`.
+    """
     asked = _asked()
     check_use_cache(asked.get("use_cache"))
+    given = {key: asked[key] for key in Options.model_fields if asked.get(key) is not None}
+    try:
+        check(Options, given, "evaluation options")
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from None
     generation = asked.get("gen_kwargs")
     if isinstance(generation, Mapping):
         check_generation(generation, speculative)

@@ -40,8 +40,9 @@ def check_fit(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_laye
     try:
         model = skeleton(draft, {})
     except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"draft={draft!r} is not a model that can be read: {error} Allowed: a folder, a hub "
+            f"draft={draft!r} is not a model that can be read: {reason} Allowed: a folder, a hub "
             f"id, {SELF}int4 or {PROMPT_LOOKUP}."
         ) from error
     _check_vocabulary(draft, pretrained, model, target)
