@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import check_writable, read_yaml
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_number
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -105,7 +105,10 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         # Looked at before jsonargparse reads it, to whom a file with exploding aliases is a file.
         file = after if word == "--config" else word.partition("--config=")[2]
         if file and not file.startswith("-"):
-            read_yaml(file, f"config={file!r}")
+            what = f"config={file!r}"
+            found = read_yaml(file, what)
+            if not isinstance(found, dict):
+                raise ValueError(f"{what} must hold a mapping of options; it holds {shown(found)}.")
     arguments = parser.parse_args(list(argv))
     for key in WRITTEN:
         if getattr(arguments, key, None):

@@ -32,6 +32,8 @@ _SMALL_BYTES = 4096
 _LAYERS = 8
 _TOP_K = 2
 _CPU_EDGE = 1024
+MOST_EDGE = 65536
+"""Of the measured product: beyond it one takes minutes on any device."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,15 +49,16 @@ def run(arguments: Namespace) -> int:
     path = Path(arguments.out)
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"out={arguments.out!r} must end in .yaml.")
-    if arguments.matmul < 1:
-        raise ValueError(f"matmul={arguments.matmul} must be 1 or more.")
-    profile = measure(
-        path.stem,
-        arguments.device,
-        arguments.dtype,
-        parse_bytes(arguments.size, "size"),
-        arguments.matmul,
-    )
+    if not 1 <= arguments.matmul <= MOST_EDGE:
+        raise ValueError(f"matmul={arguments.matmul} must be 1 or more and at most {MOST_EDGE}.")
+    nbytes = parse_bytes(arguments.size, "size")
+    try:
+        profile = measure(path.stem, arguments.device, arguments.dtype, nbytes, arguments.matmul)
+    except RuntimeError as error:  # torch's word for memory that is not there, among others
+        reason = str(error).split("\n")[0]
+        raise ValueError(
+            f"size={arguments.size!r}, matmul={arguments.matmul}: cannot be measured here: {reason}"
+        ) from error
     fields = dataclasses.asdict(profile)
     write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100).encode())
     if arguments.json:
@@ -74,6 +77,9 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     device = _device(device_name)
     if nbytes < 16 * _SMALL_BYTES:
         raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
+    there = _memory_bytes(device)
+    if nbytes > there:
+        raise ValueError(f"size={nbytes} bytes is more than the {there} bytes of {device}.")
     where = _describe(device)
     flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
     weights = _weights(device, dtype, nbytes)
@@ -92,7 +98,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         link_bytes_per_s=(nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
         link_latency_s=small_s,
         kernel_overhead_s=overhead_s,
-        memory_bytes=float(_memory_bytes(device)),
+        memory_bytes=float(there),
         **host.figures,
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",

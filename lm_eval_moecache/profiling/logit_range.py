@@ -73,6 +73,8 @@ def _texts(arguments: Namespace) -> list[str]:
         )
     if arguments.data is not None:
         return [read_file("data", path.strip()) for path in arguments.data.split(",")]
+    if arguments.limit < 1:
+        raise ValueError(f"limit={arguments.limit} must be 1 or more.")
     names = [name.strip() for name in arguments.tasks.split(",")]
     examples = task_examples(names, arguments.limit, arguments.include_path)
     return [example.text for example in examples]

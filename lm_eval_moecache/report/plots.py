@@ -22,7 +22,7 @@ from lm_eval_moecache.report.columns import (
 from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, plain, pyplot, save
 from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
-from lm_eval_moecache.report.series import Panel, check_one_run_a_place, panels_of
+from lm_eval_moecache.report.series import Panel, check_group, check_one_run_a_place, panels_of
 
 _CAPACITY = "capacity"
 
@@ -50,6 +50,7 @@ def write_plots(
     gives a run its colour and its curve. Settings that vary beside it make series of their own,
     or panels where these are many. Raises ValueError where they are too many for a picture.
     """
+    check_group(runs, group)
     plt = pyplot()
     quality = _quality(runs, task)
     written: list[Path] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import AXES, setting
 from lm_eval_moecache.report.results import Run
 
@@ -40,6 +41,14 @@ def varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
             kept.append(name)
             seen = places
     return kept
+
+
+def check_group(runs: Sequence[Run], group: str) -> None:
+    """Raise ValueError where no run has this setting: all would have one colour, and no name."""
+    if any(setting(run, group).raw is not None for run in runs):
+        return
+    given = {key for run in runs for key in (*run.model_args, *run.options)}
+    raise unknown("group", group, {*AXES, *given, "policy", "model", "experiment", "hardware"})
 
 
 def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Panel]:

@@ -1,9 +1,10 @@
-"""Whether the tasks asked about can answer: found before the first run of the model."""
+"""Whether a search can be made, and its tasks can answer: found before the first run."""
 
 from __future__ import annotations
 
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
 from lm_eval_moecache.sweep.evaluation import check_task_names, loadable, quiet
+from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.tune.measure import Objective
 
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
@@ -12,10 +13,15 @@ _GENERATES = "generate_until"
 
 
 def check_objective(objective: Objective) -> None:
-    """Raise ValueError where no task has a score for which more is better, or the metric asked."""
+    """Raise ValueError where no run of it could begin, or its tasks have not what is asked.
+
+    That is the metric, and a score for which more is better.
+    """
     if not objective.tasks:
         raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
     check_task_names(objective.tasks, ())
+    # Before a folder is made, which would then be a search with these options.
+    check_cell(objective.cell({"policy": "on_demand"}))
     with quiet():
         tasks = loadable(objective.tasks, ()).load(list(objective.tasks))["tasks"]
     named = f"tasks={','.join(objective.tasks)}"

@@ -120,7 +120,6 @@ DRAFTED: list[tuple[str, Any, str]] = [
     ("draft_tokens", 2.5, "draft_tokens=2.5"),
     ("draft_tokens", math.inf, "draft_tokens=inf"),
     ("draft_tokens", True, "draft_tokens=True"),
-    ("trace", "somewhere", "trace="),
 ]
 HOST: list[tuple[str, Any, str]] = [
     *(("batch_size", value, f"batch_size={value!r} must be a whole number") for value in ("x", 0, -1, 2.5, True, "1_0", [2], 10**12)),
@@ -270,6 +269,14 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["polices"], "Did you mean 'policies'"),
     (["profile", "hardwar"], "Did you mean 'hardware'"),
     (["policies", "--config=none.yaml"], "there is no such file"),
+    (["policies", "--config=/dev/null"], "config='/dev/null' must hold a mapping of options"),
+    (["plot", "{results}", "--group=polcy"], "group='polcy' is not known. Did you mean 'policy'"),
+    (["profile", "hardware", "--out={folder}/x.yaml", "--matmul=10000000"], "matmul=10000000 must"),
+    (["profile", "hardware", "--out={folder}/x.yaml", "--size=9000TB"], "bytes is more than"),
+    (["profile", "logit_range", "--tasks=tiny_arc", "--limit=0"], "limit=0 must be 1 or more"),
+    (["profile", "use", "{trace}", "--out=/proc/x.json"], "/proc/x.json: No such file"),
+    (["tune", "--out=/dev/null/x"], "/dev/null/x: Not a directory"),
+    (["analyze", "locality", "--layer=99", "--out={trace}/x"], "Not a directory"),
 ]
 NASTY: tuple[Any, ...] = (
     math.inf,

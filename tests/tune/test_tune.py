@@ -246,6 +246,12 @@ def test_a_missing_optuna_is_named(
         ("--model_args=eviction=lru", "'eviction' is searched"),
         ("--model_args=scoring=scan", "'scoring' is searched"),
         ("--model_args=device", "'device' is not of the form"),
+        ("--model_args=batch_size=x", "batch_size='x' must be a whole number"),
+        ("--pretrained=./none", "pretrained='./none': there is no such folder"),
+        ("--capacity=x", "capacity='x' is not a capacity"),
+        ("--capacity=1B", "too small for one expert"),
+        ("--hardware=x", "hardware='x' is not known"),
+        ("--bandwidth=x", "bandwidth='x'"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_runs(
