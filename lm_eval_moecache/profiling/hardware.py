@@ -75,11 +75,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
 
     dtype = _dtype(dtype_name)
     device = _device(device_name)
-    if nbytes < 16 * _SMALL_BYTES:
-        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
-    there = _memory_bytes(device)
-    if nbytes > there:
-        raise ValueError(f"size={nbytes} bytes is more than the {there} bytes of {device}.")
+    _check_size(nbytes, device)
     where = _describe(device)
     flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
     weights = _weights(device, dtype, nbytes)
@@ -98,7 +94,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         link_bytes_per_s=(nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
         link_latency_s=small_s,
         kernel_overhead_s=overhead_s,
-        memory_bytes=float(there),
+        memory_bytes=float(_memory_bytes(device)),
         **host.figures,
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
@@ -142,6 +138,14 @@ def _measure_host(nbytes: int, edge: int) -> _Host:
             "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
         },
     )
+
+
+def _check_size(nbytes: int, device: torch.device) -> None:
+    if nbytes < 16 * _SMALL_BYTES:
+        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
+    if nbytes > _memory_bytes(device):
+        there = _memory_bytes(device)
+        raise ValueError(f"size={nbytes} bytes is more than the {there} bytes of {device}.")
 
 
 def _dtype(dtype_name: str) -> torch.dtype:
