@@ -16,6 +16,7 @@ from lm_eval_moecache.report.html import as_html
 from lm_eval_moecache.report.render import as_csv, as_json, as_latex, as_markdown, rows_as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.runs_file import PACKED, RUNS
+from lm_eval_moecache.report.submission import distinct
 from lm_eval_moecache.report.tables import Table, leaderboard
 from lm_eval_moecache.report.views import selected, view_table
 from lm_eval_moecache.sweep.files import write_atomically
@@ -54,7 +55,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--each",
         action="store_true",
         help="with --write: for every sweep's folder below DIR, for every folder with a "
-        "table.yaml (title, where, columns, sort, views: a leaderboard over what lies below it), "
+        "table.yaml (title, where, distinct, columns, sort, views: a leaderboard over what lies "
+        "below it), "
         "and for the JSONs of analyses and searches",
     )
 
@@ -134,7 +136,7 @@ def collect(
     if not chosen:
         raise ValueError(f"{folder / BOARD}: no run has where={board['where']!r}.")
     first = leaderboard(
-        chosen,
+        distinct(chosen) if board.get("distinct") else chosen,
         title=board.get("title", "") if title is None else title,
         columns=columns or board.get("columns"),
         sort=sort or board.get("sort"),

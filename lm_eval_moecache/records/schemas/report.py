@@ -78,6 +78,8 @@ class Board(Schema):
 
     title: str = ""
     where: Settings = Field(default_factory=dict)
+    distinct: bool = False
+    """Show of several runs with one setting the first."""
     columns: Names | None = None
     sort: Names | None = None
     views: list[View] = Field(default_factory=list)

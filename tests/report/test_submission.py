@@ -1,0 +1,60 @@
+"""A leaderboard shows each setting once, and what is handed in keeps to its protocol."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm_eval_moecache.cli.table import collect
+from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.submission import check_submission, distinct
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+BOARD: dict[str, Any] = yaml.safe_load((RESULTS / "table.yaml").read_text())
+SUBMITTED = sorted((RESULTS / "submissions").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return load_runs(RESULTS / "demo")
+
+
+@pytest.mark.parametrize("path", SUBMITTED, ids=lambda path: path.name)
+def test_what_was_handed_in_keeps_to_the_protocol(path: Path) -> None:
+    [run] = load_runs(path)
+    check_submission(run, BOARD["where"])
+
+
+def test_a_record_of_a_sweep_may_be_handed_in(runs: list[Run]) -> None:
+    for run in runs:
+        check_submission(run, {"pretrained": "tiny", "emulate": "OLMoE-1B-7B", "limit": 100})
+
+
+def test_another_setting_a_changed_score_and_lost_documents_are_told(runs: list[Run]) -> None:
+    run = runs[0]
+    with pytest.raises(ValueError, match=r"the protocol has hardware='h200'"):
+        check_submission(run, {"hardware": "h200"})
+    results = copy.deepcopy(dict(run.results))
+    key = next(iter(run.samples["tiny_gsm8k"]))
+    results["tiny_gsm8k"] = {**results["tiny_gsm8k"], key: 0.99}
+    with pytest.raises(ValueError, match=r"is 0\.99, but its documents' mean is 0\.\d"):
+        check_submission(dataclasses.replace(run, results=results), {})
+    with pytest.raises(ValueError, match="task tiny_gsm8k lacks its documents' scores"):
+        check_submission(dataclasses.replace(run, samples={}), {})
+
+
+def test_each_setting_stands_once(runs: list[Run]) -> None:
+    again = [dataclasses.replace(run, run_id=f"{run.run_id}-again", label="x") for run in runs]
+    assert distinct([*runs, *again]) == runs
+
+
+def test_the_boards_in_results_hold_each_setting_once() -> None:
+    [board, *_] = collect(RESULTS)
+    assert BOARD["distinct"] is True
+    runs = load_runs(RESULTS)
+    assert 0 < len(board.rows) <= len(distinct(runs))
