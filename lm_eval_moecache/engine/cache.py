@@ -71,8 +71,9 @@ class ExpertCache:
 
         Evictions made before that was found out stand: what left had been chosen to leave.
         """
-        while self.used_bytes + nbytes > self.capacity_bytes:
-            victim = self.eviction.victim(pinned, layer)
+        most, eviction = self.capacity_bytes - nbytes, self.eviction
+        while self.used_bytes > most:
+            victim = eviction.victim(pinned, layer)
             if victim is None:
                 return False
             assert victim not in pinned, f"eviction chose the pinned key {victim}"
@@ -157,5 +158,6 @@ class ExpertCache:
         level = self.resident.pop(key)
         self.used_bytes -= self._sizes[key // self.num_experts][level]
         del self._loaded_at[key]
-        self.unused_prefetches.discard(key)
+        if self.unused_prefetches:
+            self.unused_prefetches.discard(key)
         self.eviction.on_evict(key)

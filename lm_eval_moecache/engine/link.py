@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Link(ABC):
@@ -84,6 +84,13 @@ class Link(ABC):
         entry = self._queued.pop(key)
         del self._queues[entry[0]][key]
         return entry
+
+    def withdraw_queued(self, keys: Iterable[int]) -> None:
+        """Take those of the keys back that are queued: they are demanded now."""
+        queued, queues = self._queued, self._queues
+        for key in keys:
+            if key in queued:
+                del queues[queued.pop(key)[0]][key]
 
     def cancel_due(self, due: int) -> int:
         """Drop the queued prefetches of events up to `due`; return how many."""

@@ -104,7 +104,8 @@ class LeastStale(EvictionAlgorithm):
                 self._ahead[key] = None
 
     def on_evict(self, key: int) -> None:
-        self._ahead.pop(key, None)
+        if self._ahead:
+            self._ahead.pop(key, None)
         layer = key // self._num_experts
         queue = self._queues[layer]
         del queue[key]
@@ -117,18 +118,18 @@ class LeastStale(EvictionAlgorithm):
             layers = self._stale if is_stale else self._held
             while layers:
                 reached = layers & left
-                place = ((reached & -reached) if reached else layers).bit_length() - 1
-                layers ^= 1 << place
-                key = self._find(place, pinned, is_stale)
+                bit = reached & -reached if reached else 1 << (layers.bit_length() - 1)
+                layers ^= bit
+                key = self._find(bit, pinned, is_stale)
                 if key is not None:
                     return key
         return None
 
-    def _find(self, layer: int, pinned: Container[int], is_stale: bool) -> int | None:
+    def _find(self, bit: int, pinned: Container[int], is_stale: bool) -> int | None:
         """Return who goes first of a layer's stale (or current) keys."""
         current_in, now, seen = self._current_in, self._pass, False
         free = []
-        for key in self._queues[layer]:
+        for key in self._queues[bit.bit_length() - 1]:
             if (current_in[key] != now) is not is_stale:
                 if is_stale:
                     break
@@ -140,5 +141,5 @@ class LeastStale(EvictionAlgorithm):
                 free.append(key)
         if is_stale and not seen:
             # It will have none before the next pass.
-            self._stale &= ~(1 << layer)
+            self._stale &= ~bit
         return min(free, key=self._loads.__getitem__, default=None)

@@ -178,10 +178,9 @@ class VirtualExecutor(Executor):
         remaining = event.keys
         if self._ladder:
             let_worse_go(cache, fetches)
-        is_active = link.active and not link.fifo
+        if (plan.late or self._ladder) and link.active and not link.fifo:
+            link.withdraw_queued([key for key, _ in fetches])
         for key, level in fetches:
-            if is_active and link.is_pending(key):
-                link.withdraw(key)
             nbytes = cache.size_of(key, level)
             if not cache.make_room(nbytes, pinned, event.layer):
                 wave = [k for k in remaining if k in cache.resident]
