@@ -48,6 +48,7 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         leaderboard_of_four(folder)
         traces.record(folder)
         (folder / "sweep.yaml").write_text("tasks: tiny_arc\nlimit: 1\nbase: {seed: 1}\n")
+        (folder / "claims.yaml").write_text(CLAIMS)
         write_packed(folder / "packed" / PACKED, [record("packed")])
         if request.param == "full":
             with pytest.raises(OSError, match="No space"), (folder / "filler").open("wb") as file:
@@ -63,7 +64,16 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 TRACE = "{0}/run-000.parquet"
+CLAIMS = """
+title: x
+about: x
+claims:
+- {id: A1, claim: x, where: x, regime: x, why: x, parts: [
+    {what: x, runs: ., metric: quiz, where: {capacity: 5%, policy: on_demand},
+     form: value, expect: {below: 1}}]}
+"""
 COMMANDS = {
+    "claims": ("claims", "{0}/claims.yaml", "--write"),
     "table": ("table", "{0}", "--write"),
     "table, each": ("table", "{0}", "--write", "--each"),
     "plot": ("plot", "{0}"),
@@ -83,6 +93,7 @@ COMMANDS = {
         "--model_args=clock=wall,policy=on_demand,store=disk,store_dir={0}/new",
     ),
     "profile buddies": ("profile", "buddies", "--out={0}/new/x.safetensors"),
+    "profile data_aware": ("profile", "data_aware", "--out={0}/new/x.safetensors"),
     "profile hardware": ("profile", "hardware", "--out={0}/new/x.yaml"),
     "profile layer_sizes": ("profile", "layer_sizes", TRACE, "--out={0}/sizes.json"),
     "profile logit_range": ("profile", "logit_range", "--out={0}/new/x.json"),
