@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
+from lm_eval_moecache.engine.regime import Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.emulation import RealModel
@@ -110,8 +110,8 @@ def speeds(
             )
             engine = replay(trace, setting, future=future)
             passes = [p for p in engine.ledger.passes if p.phase == "decode"]
-            stall_s = decode_stall_s(engine.ledger.requests, trace.geometry.num_layers) or 0.0
-            stall_s *= model.top_k / trace.geometry.top_k
+            waits = decode_waits(engine.ledger.requests, trace.geometry.num_layers)
+            stall_s = waits.link_s * model.top_k / trace.geometry.top_k if waits else 0.0
             missed = sum(p.misses + p.late for p in passes)
             yield {
                 "capacity": setting.capacity.text,
@@ -120,6 +120,6 @@ def speeds(
                 "policy": name,
                 "decode_miss_rate": missed / sum(p.requests for p in passes),
                 "tok_per_s": 1 / (model.num_layers * (layer_s + stall_s)),
-                "bound": regime.bound(stall_s),
+                "bound": regime.bound(Waits(stall_s)),
                 "transfer_per_layer": regime.transfer_per_layer,
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.records.event import DECODE
@@ -12,7 +12,15 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import RequestRecord
 
-LINK, COMPUTE, LAUNCHES = "link", "compute", "launches"
+LINK, COMPUTE, LAUNCHES, HOST = "link", "compute", "launches", "host"
+
+
+class Waits(NamedTuple):
+    """How long a layer's decode step waits on average, in seconds."""
+
+    link_s: float
+    host_s: float = 0.0
+    """For the outputs of experts that the host executes, and for nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +42,14 @@ class Regime:
         layer_s = self.compute_s + self.launches_s
         return self.transfer_s / layer_s if layer_s else float("inf")
 
-    def bound(self, stall_s: float) -> str:
-        """Name what a layer's step takes longest: `stall_s` is its wait for the link."""
-        parts = {COMPUTE: self.compute_s, LAUNCHES: self.launches_s, LINK: stall_s}
+    def bound(self, waits: Waits) -> str:
+        """Name what a layer's step takes longest."""
+        parts = {COMPUTE: self.compute_s, LAUNCHES: self.launches_s}
+        parts |= {LINK: waits.link_s, HOST: waits.host_s}
         return max(parts, key=lambda name: parts[name])
 
-    def as_dict(self, stall_s: float | None = None) -> dict[str, Any]:
-        """Return the numbers; what bounds the step only where the wait for the link is known."""
+    def as_dict(self, waits: Waits | None = None) -> dict[str, Any]:
+        """Return the numbers; what bounds the step only where its waits are known."""
         ratio = self.transfer_per_layer
         found: dict[str, Any] = {
             "capacity_cycles": self.cycles,
@@ -49,9 +58,11 @@ class Regime:
             "layer_compute_s": self.compute_s,
             "layer_launches_s": self.launches_s,
         }
-        if stall_s is not None:
-            found["layer_stall_s"] = stall_s
-            found["bound"] = self.bound(stall_s)
+        if waits is not None:
+            found["layer_stall_s"] = waits.link_s
+            if waits.host_s:
+                found["layer_host_wait_s"] = waits.host_s
+            found["bound"] = self.bound(waits)
         return found
 
 
@@ -73,12 +84,14 @@ def regime_of(geometry: Geometry, capacity_bytes: int, hardware: Hardware) -> Re
     )
 
 
-def decode_stall_s(requests: Iterable[RequestRecord], num_layers: int) -> float | None:
-    """Return the mean wait of a layer's decode step for the link; None where nothing was decoded.
+def decode_waits(requests: Iterable[RequestRecord], num_layers: int) -> Waits | None:
+    """Return the mean waits of a layer's decode step; None where nothing was decoded.
 
     A pass that served several requests counts once.
     """
     passes = {p.index: p for request in requests for p in request.passes if p.phase == DECODE}
     if not passes:
         return None
-    return sum(p.stall_s for p in passes.values()) / (len(passes) * num_layers)
+    steps = len(passes) * num_layers
+    link_s = sum(p.stall_s for p in passes.values()) / steps
+    return Waits(link_s, sum(p.host_wait_s for p in passes.values()) / steps)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
+from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.setting import FIFO
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -87,8 +87,8 @@ def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -
     geometry = engine.geometry
     regime = regime_of(geometry, engine.setting.capacity.total_bytes, config.hardware)
     emulate = {} if config.emulate is None else {"emulate": dataclasses.asdict(config.emulate)}
-    stall_s = decode_stall_s(requests, geometry.num_layers)
-    return {**emulate, "regime": regime.as_dict(stall_s)}
+    waits = decode_waits(requests, geometry.num_layers)
+    return {**emulate, "regime": regime.as_dict(waits)}
 
 
 def _draft(engine: Engine, config: Config) -> dict[str, Any]:

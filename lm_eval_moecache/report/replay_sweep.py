@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.regime import decode_stall_s, regime_of
+from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import PRIORITY, Setting
 from lm_eval_moecache.records.emulation import RealModel
@@ -175,7 +175,7 @@ class _Replays:
         regime = regime_of(geometry, capacity.total_bytes, hardware)
         found = _Found(
             metrics=task_metrics(requests, engine.peak_cache_bytes),
-            regime=regime.as_dict(decode_stall_s(requests, geometry.num_layers)),
+            regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
             misses=misses,
             proposed=sum(p.predicted for p in engine.ledger.passes),
         )

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.engine.regime import COMPUTE, LAUNCHES, LINK, regime_of
+from lm_eval_moecache.engine.regime import (
+    COMPUTE,
+    HOST,
+    LAUNCHES,
+    LINK,
+    Waits,
+    decode_waits,
+    regime_of,
+)
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.harness.arguments import read_config
@@ -83,10 +91,11 @@ def test_the_numbers_of_a_regime_by_hand() -> None:
     assert regime.compute_s == pytest.approx(0.004 + 0.002)
     assert regime.launches_s == pytest.approx((DENSE_KERNELS + EXPERT_KERNELS) * 1e-5 + 0.003)
     assert regime.transfer_per_layer == pytest.approx(0.012 / (0.006 + regime.launches_s))
-    assert regime.bound(0.0) == COMPUTE
-    assert regime.bound(0.007) == LINK
+    assert regime.bound(Waits(0.0)) == COMPUTE
+    assert regime.bound(Waits(0.007)) == LINK
+    assert regime.bound(Waits(0.007, host_s=0.008)) == HOST
     slow = dataclasses.replace(hardware, layer_overhead_s=0.03)
-    assert regime_of(geometry, 6000, slow).bound(0.007) == LAUNCHES
+    assert regime_of(geometry, 6000, slow).bound(Waits(0.007)) == LAUNCHES
 
 
 def test_layer_overhead_is_paid_once_a_layer_and_pass(tmp_path: Path) -> None:
@@ -123,3 +132,23 @@ def test_replay_prints_the_regime_and_what_it_emulates(
 def test_emulate_is_refused_with_the_machines_own_clock() -> None:
     with pytest.raises(ValueError, match="emulate='OLMoE-1B-7B' does not go with clock='wall'"):
         read_config({"emulate": "OLMoE-1B-7B", "clock": "wall", "policy": "on_demand"})
+
+
+def test_a_slow_host_is_what_bounds_a_run_that_computes_there(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    trace = load_trace(str(path))
+    setting = traces.setting("on_demand", "10%", miss="host", miss__rule="always")
+    for flops, bound in ((1e3, HOST), (1e15, COMPUTE)):
+        hardware = dataclasses.replace(
+            setting.hardware,
+            host_flops=flops,
+            host_memory_bytes_per_s=1e15,
+            link_bytes_per_s=1e15,
+            link_latency_s=0.0,
+        )
+        engine = replay(trace, dataclasses.replace(setting, hardware=hardware))
+        waits = decode_waits(engine.ledger.requests, trace.geometry.num_layers)
+        assert waits is not None and waits.host_s > 0
+        regime = regime_of(trace.geometry, 6000, hardware)
+        found = regime.as_dict(waits)
+        assert (found["bound"], found["layer_host_wait_s"]) == (bound, waits.host_s)
