@@ -85,7 +85,10 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
     choice: Any = setting.policy.prefetch
     routing, prefetch = engine.algorithms.routing, engine.algorithms.prefetch
     recorded = None
-    if trace.proposed:
+    # Some routings execute what was predicted, and some miss algorithms tell from it at which level
+    # to prefetch: for them the predictions themselves are shown.
+    looks_too = routing.depth or engine.algorithms.miss.uses_ladder
+    if trace.proposed and not looks_too:
         recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
     if recorded is None and prefetch.foresees:
         raise ValueError(
@@ -95,7 +98,7 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
         )
     if recorded is None:
         wants = engine.wants_weights, engine.wants_logits
-        asked_ahead = None if routing.depth else prefetch
+        asked_ahead = None if looks_too else prefetch
         return Sights(*wants, engine.depth, digest, asked_ahead=asked_ahead)
     logits = routing.uses_logits or engine.algorithms.miss.uses_logits
     weights = logits or engine.pools[0].eviction.uses_weights

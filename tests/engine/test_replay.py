@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
@@ -20,6 +21,8 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.replay_sweep import closeness
+from lm_eval_moecache.testing.streams import laddered
+from lm_eval_moecache.trace.detail import Proposed, identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
@@ -61,6 +64,30 @@ def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(tmp_path: Path) -> No
     near = traces.setting("mixtral_offloading", "50%")
     with pytest.raises(ValueError, match="no column 'predicted'"):
         replay(load_trace(str(path)), near)
+
+
+def test_a_ladders_prefetches_have_the_levels_of_the_predictions(tmp_path: Path) -> None:
+    """Whose decode steps are proposed for ahead of their turn, where nobody else looks at them."""
+    path, _ = traces.record(tmp_path)
+    trace = load_trace(str(path), logits=True, predicted=True)
+    trace = replace(trace, geometry=laddered(trace.geometry))
+    run = replace(traces.setting("hobbit", "20%"), capacity=parse_capacity("20%", trace.geometry))
+    engine = replay(trace, run)
+    engine.check_integrity()
+    records = engine.ledger.passes
+    assert sum(record.predicted for record in records) > 0
+    assert sum(record.low_precision for record in records) > 0
+
+
+def test_recorded_proposals_do_not_hide_predictions_from_a_routing(tmp_path: Path) -> None:
+    path, _ = traces.record(tmp_path)
+    trace = load_trace(str(path), logits=True, predicted=True)
+    run = traces.setting("pre_gated", "50%")
+    plain = replay(trace, run).ledger.passes
+    events = trace.num_passes * trace.geometry.num_layers
+    nothing = Proposed(keys=np.empty(0, dtype=np.int32), bounds=np.zeros(events + 1, dtype=int))
+    named = identity(load_policy("pre_gated").prefetch, 0, "")
+    assert replay(replace(trace, proposed={named: nothing}), run).ledger.passes == plain
 
 
 def test_cache_reset_begins_every_request_cold(tmp_path: Path) -> None:
