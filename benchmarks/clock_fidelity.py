@@ -40,8 +40,8 @@ class Nothing:
     def begin(self, transfer: Transfer) -> object:
         return None
 
-    def finish(self, token: object) -> None:
-        return
+    def finish(self, token: object) -> float | None:
+        return None
 
     def synchronize(self) -> None:
         return

@@ -18,6 +18,7 @@ import torch
 from setup import device_of, prompts, random_model, run, spread, take, wall
 
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
@@ -50,12 +51,12 @@ class Outstanding:
         self._demand, self._arrivals = self._link.demand, self._link.arrivals
         self._link.demand, self._link.arrivals = self.demand, self.arrivals
 
-    def demand(self, key: int, slot: int, nbytes: int) -> None:
+    def demand(self, transfer: Transfer) -> None:
         record = self._engine.record
         if record is not None and record.phase == DECODE:
             self._since = self._since or time.perf_counter()
-            self.nbytes += nbytes
-        self._demand(key, slot, nbytes)
+            self.nbytes += transfer.nbytes
+        self._demand(transfer)
 
     def arrivals(self) -> list[int]:
         landed: list[int] = self._arrivals()

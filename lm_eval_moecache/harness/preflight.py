@@ -57,7 +57,7 @@ def preflight(
     if config.warm is not None:
         config.warm.check(geometry)
     if config.clock == "wall":
-        check_wall(model, geometry, capacity, theirs)
+        check_wall(model, geometry, capacity, theirs, config.store)
     _check_algorithms(config, geometry, layers)
     if isinstance(pretrained, str):
         check_weights("pretrained", model_path(pretrained), theirs)

@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from lm_eval_moecache.model.experts import (
     STORE_ATTRIBUTE,
     register_experts_function,
 )
+from lm_eval_moecache.model.fetched import fetched
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.data_aware import foresight_of
 from lm_eval_moecache.model.predictor.network import network_of
@@ -198,7 +199,7 @@ class WrappedModel:
                 levels[layer] = executed_at
             if selection is None:
                 return None
-            return self._changed(layer, output, selection)
+            return self._changed(layer, output, selection, event)
 
         return hook
 
@@ -207,27 +208,22 @@ class WrappedModel:
         record, engine = self.engine.record, self.engine
         assert record is not None or self._scanning, "a router was called outside a pass"
         index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
-        num_experts, seen = engine.geometry.num_experts, dict[str, Any]()
-        one = self._num_tokens == 1 and self._valid is None and self.recorder is None
-        if one and not (self._scanning or self._wants_weights):
-            base = layer * num_experts
-            keys = [base + expert for expert in self._experts_of_one_token(layer, output)]
-        else:
-            experts_TK = self._rows(output[2]).astype(np.int64)
-            weights_TK = self._rows(output[1].float())
-            order = np.argsort(-weights_TK, axis=-1, kind="stable")
-            seen["experts"] = np.take_along_axis(experts_TK, order, -1)
-            seen["weights"] = np.take_along_axis(weights_TK, order, -1)
-            keys = unique_in_order(layer, num_experts, seen["experts"])
-        if self._wants_logits:
-            # Where results cannot change, what algorithms see is what a trace keeps, as below.
-            logits = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
-            seen["logits"] = self._rows(logits.float())
+        wants_weights = self._wants_weights or self._scanning or self.recorder is not None
+        wants_weights |= self._num_tokens > 1 or self._valid is not None
+        predicted = self._predictions(layer, phase, hidden)
         weigh = self._weighers[layer]
-        if weigh is not None:
-            seen["weigh"] = weigh
-        if self._depth or self._predictor is not None:
-            seen["predicted"] = self._predictions(layer, phase, hidden)
+        rule = {} if weigh is None else {"weigh": weigh}
+        if not (wants_weights or predicted):
+            return Event(index, layer, phase, 1, self._keys_of_one_token(layer, output), **rule)
+        seen: dict[str, Any] = {**self._seen(layer, output, predicted), **rule}
+        num_experts = engine.geometry.num_experts
+        if self._num_tokens == 1:
+            base = layer * num_experts
+            keys = [base + expert for expert in seen["experts"][0].tolist()]
+        else:
+            keys = unique_in_order(layer, num_experts, seen["experts"])
+        if not wants_weights:
+            del seen["experts"], seen["weights"]
         event = Event(index, layer, phase, self._num_tokens, keys, **seen)
         if self.recorder is not None:
             self.recorder.add(
@@ -235,18 +231,40 @@ class WrappedModel:
             )
         return event
 
-    def _predictions(self, layer: int, phase: str, hidden: Tensor) -> dict[int, FloatArray]:
+    def _seen(self, layer: int, output: Any, predicted: Mapping[int, Tensor]) -> dict[str, Any]:
+        """Return what the event tells the algorithms, brought to the host in one go."""
+        asked = [output[2], output[1].float()]
+        if self._wants_logits:
+            # Where results cannot change, what algorithms see is what a trace keeps, as below.
+            logits = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
+            asked.append(logits.float())
+        found = fetched([*asked, *predicted.values()], self._valid)
+        # Copies: what they come from is the model's.
+        experts_TK, weights_TK = found[0].astype(np.int64), found[1].copy()
+        if not self._is_sorted[layer]:
+            order = np.argsort(-weights_TK, axis=-1, kind="stable")
+            experts_TK = np.take_along_axis(experts_TK, order, -1)
+            weights_TK = np.take_along_axis(weights_TK, order, -1)
+        seen: dict[str, Any] = {"experts": experts_TK, "weights": weights_TK}
+        if self._wants_logits:
+            seen["logits"] = found[2]
+        if predicted:
+            seen["predicted"] = dict(zip(predicted, found[len(asked) :], strict=True))
+        return seen
+
+    def _predictions(self, layer: int, phase: str, hidden: Tensor) -> dict[int, Tensor]:
         """Ask the predictor, or the gates of the next layers, about this layer's input."""
         if self._predictor is not None:
             target = target_of(layer, len(self._layers), phase)
             if target is None:
                 return {}
-            return {target: self._rounded(self._predictor(layer, hidden))}
+            return {target: _rounded(self._predictor(layer, hidden))}
         last = min(layer + 1 + self._depth, len(self._layers))
-        return {ahead: self._predict(ahead, hidden) for ahead in range(layer + 1, last)}
+        gates = ((ahead, self._layers[ahead].gate) for ahead in range(layer + 1, last))
+        return {ahead: _rounded(gate.predict(hidden)) for ahead, gate in gates}
 
-    def _experts_of_one_token(self, layer: int, output: Any) -> list[int]:
-        """Return one token's experts, heaviest first."""
+    def _keys_of_one_token(self, layer: int, output: Any) -> list[int]:
+        """Return one token's keys, heaviest first."""
         experts: list[Any] = output[2].tolist()
         while isinstance(experts[0], list):
             experts = experts[0]
@@ -254,22 +272,25 @@ class WrappedModel:
             weights: list[float] = output[1].flatten().tolist()
             order = sorted(range(len(experts)), key=lambda k: -weights[k])
             experts = [experts[k] for k in order]
-        return experts
+        base = layer * self.engine.geometry.num_experts
+        return [base + expert for expert in experts]
 
     def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
         """Ask a later layer's gate about this layer's input; its own hooks do not fire."""
-        return self._rounded(self._layers[layer].gate.predict(hidden))
+        found: FloatArray = self._rows(_rounded(self._layers[layer].gate.predict(hidden)))
+        return found
 
-    def _changed(self, layer: int, output: Any, selection: Selection) -> Any:
+    def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
         assert rule is not None, "a lossless policy changed a selection"
-        return changed_output(output, choice, selection, rule, self._valid)
-
-    def _rounded(self, logits: Tensor) -> FloatArray:
-        """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
-        rounded: FloatArray = self._rows(logits.to(torch.float16).float())
-        return rounded
+        own = event.experts if len(event.experts) else None
+        return changed_output(output, choice, selection, rule, self._valid, own)
 
     def _rows(self, values: Tensor) -> Any:
         array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
         return array if self._valid is None else array[self._valid]
+
+
+def _rounded(logits: Tensor) -> Tensor:
+    """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
+    return logits.to(torch.float16).float()

@@ -54,8 +54,8 @@ class Slots:
         self.slots[transfer.slot] = transfer.key
         return None
 
-    def finish(self, token: object) -> None:
-        return
+    def finish(self, token: object) -> float | None:
+        return None
 
     def synchronize(self) -> None:
         return

@@ -39,8 +39,8 @@ class Copies:
             raise self.error
         return transfer.key
 
-    def finish(self, token: object) -> None:
-        return
+    def finish(self, token: object) -> float | None:
+        return None
 
     def synchronize(self) -> None:
         return

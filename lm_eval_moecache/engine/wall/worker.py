@@ -55,8 +55,11 @@ class Mover(Protocol):
     def begin(self, transfer: Transfer) -> object:
         """Start the copy (or make it) and return what `finish` waits for."""
 
-    def finish(self, token: object) -> None:
-        """Return once the bytes are in the slot."""
+    def finish(self, token: object) -> float | None:
+        """Return once the bytes are in the slot: the seconds that they moved.
+
+        None where nothing but moving has taken time since `begin`.
+        """
 
     def synchronize(self) -> None:
         """Return once the device has executed all it was given."""
@@ -181,8 +184,11 @@ class Worker:
         return self._closing.is_set() or bool(self._demanded or self._prefetches)
 
     def _finish(self, transfer: Transfer, begun_s: float, token: object) -> None:
-        self._mover.finish(token)
+        moved_s = self._mover.finish(token)
         end_s = time.perf_counter()
+        if moved_s is not None:
+            # Before that it waited for the device to be done with the slot, not for the link.
+            begun_s = max(begun_s, end_s - moved_s)
         if self._bytes_per_s is not None:
             due_s = max(self._free_s, transfer.submitted_s) + transfer.nbytes / self._bytes_per_s
             self._free_s = max(due_s, end_s)

@@ -15,8 +15,10 @@ class HalfQuadratic(Codec):
     """HQQ (Badri and Shaji 2023): `bits` per weight; a float16 scale and zero per group.
 
     Groups run along the rows (`axis=1`), the form that fast kernels take; scale and zero are
-    float16, HQQ's default. Decoded in float32 and then rounded to the compute dtype, which
-    loses less than HQQ's own arithmetic in the compute dtype and is the same on every device.
+    float16, HQQ's default. Encoded on the CPU whatever the device: HQQ optimises in half precision
+    on CUDA and in float32 on a CPU, so that the codes would differ by device. Decoded in float32
+    and then rounded to the compute dtype, which loses less than HQQ's own arithmetic in the compute
+    dtype and is the same on every device.
     """
 
     source: ClassVar[str] = "HQQ Quantizer"
@@ -40,15 +42,16 @@ class HalfQuadratic(Codec):
         from hqq.core.quantize import Quantizer
 
         packed, meta = Quantizer.quantize(
-            matrix,
+            matrix.cpu(),
             nbits=self.bits,
             group_size=self.group_size,
             axis=1,
             # As HQQ's own configurations do.
             round_zero=self.bits == 4,
-            device=matrix.device.type,
+            device="cpu",
         )
-        return packed, meta["scale"].half(), meta["zero"].half()
+        parts = (packed, meta["scale"].half(), meta["zero"].half())
+        return tuple(part.to(matrix.device) for part in parts)
 
     def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         from hqq.core.quantize import Quantizer

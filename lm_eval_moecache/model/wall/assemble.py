@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,11 @@ LOADS_OTHERWISE = (
 
 
 def check_wall(
-    model: Any, geometry: Geometry, capacity: Capacity, theirs: Mapping[str, Any]
+    model: Any,
+    geometry: Geometry,
+    capacity: Capacity,
+    theirs: Mapping[str, Any],
+    store: str = "ram",
 ) -> None:
     """Raise ValueError for what the wall clock cannot do with this model and these arguments."""
     for key in LOADS_OTHERWISE:
@@ -51,6 +57,8 @@ def check_wall(
         for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
             slots_of(size, geometry, layers)
     _check_room(model, geometry, capacity, str(theirs["device"]))
+    if store == "ram":
+        _check_host_room(geometry, str(theirs["device"]))
 
 
 def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str) -> None:
@@ -66,6 +74,29 @@ def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str)
             f"do not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
             f"{max(memory - dense, 0)} bytes."
         )
+
+
+def _check_host_room(geometry: Geometry, device: str) -> None:
+    """Refuse to lock more host memory for a GPU than there is: all experts, at every level."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return
+    needed = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts
+    available = available_host_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"store='ram': {needed} bytes of experts have to lie in locked memory, but the host "
+            f"has {available} bytes to give. Allowed: store=disk, or more memory."
+        )
+
+
+def available_host_bytes() -> int | None:
+    """Return what the host can give without swapping; None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return None if found is None else int(found[1]) * 1024
 
 
 def assemble(

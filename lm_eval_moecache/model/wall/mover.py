@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,9 +58,12 @@ class DeviceMover(ABC):
             return None
         return self._copy_to_device(tier, layer, expert, target, transfer.after)
 
-    def finish(self, token: object) -> None:
-        if isinstance(token, torch.cuda.Event):
-            token.synchronize()
+    def finish(self, token: object) -> float | None:
+        if token is None:
+            return None
+        started, done = cast(tuple[torch.cuda.Event, torch.cuda.Event], token)
+        done.synchronize()
+        return float(started.elapsed_time(done)) / 1000
 
     def synchronize(self) -> None:
         if self._on_cuda:
@@ -72,13 +76,13 @@ class DeviceMover(ABC):
         if source is None:
             source = self._stage(tier, layer, expert, target)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if isinstance(after, torch.cuda.Event):
-                self._stream.wait_event(after)
+            self._stream.wait_event(cast(torch.cuda.Event, after))
+            started, done = _timed_event(), _timed_event()
+            started.record(self._stream)
             for name, tensor in target.items():
                 tensor.copy_(source[name], non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return done
+        return started, done
 
     def _stage(self, tier: Tier, layer: int, expert: int, target: Row) -> Row:
         """Read an expert into pinned memory; a buffer comes round once its copy was finished."""
@@ -92,3 +96,7 @@ class DeviceMover(ABC):
             buffer[name] = held[name, t.shape]
         tier.fill(layer, expert, buffer)
         return buffer
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -14,20 +14,31 @@ from torch import Tensor
 from lm_eval_moecache.model.gate import Choice
 from lm_eval_moecache.model.store import BoolArray
 from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.selection import Selection
 
 
 def changed_output(
-    output: Any, choice: Choice, selection: Selection, rule: WeightingRule, valid: BoolArray | None
+    output: Any,
+    choice: Choice,
+    selection: Selection,
+    rule: WeightingRule,
+    valid: BoolArray | None,
+    own: IntArray | None = None,
 ) -> Any:
     """Return a router's output with this selection for its `valid` tokens (None: for all).
 
-    Tokens whose experts are the router's own keep its weights untouched.
+    Tokens whose experts are the router's own keep its weights untouched. `own` are these, in any
+    order, where the caller has brought them from the device already.
     """
     logits_TE, weights_TK, experts_TK = choice
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
     keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
-    changed = _which_change(selection, _rows(experts_TK, valid), weigh_as, keep)
+    if own is None:
+        own = _rows(experts_TK, valid)
+    changed = _which_change(selection, own, weigh_as, keep)
+    if not changed.any():
+        return output
     served = np.arange(len(keep)) if valid is None else valid.nonzero()[0]
     rows = torch.from_numpy(served[changed]).to(experts_TK.device)
     weighted = rule(
@@ -42,6 +53,10 @@ def changed_output(
     if selection.renormalize:
         # What a token gave to all its experts, the kept ones share; a token may have kept none.
         kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+    if len(keep) == 1 and valid is None:
+        chosen = torch.from_numpy(selection.experts).to(experts_TK)
+        new_weights = kept.to(weights_TK.dtype).reshape(weights_TK.shape)
+        return (output[0], new_weights, chosen.reshape(experts_TK.shape), *output[3:])
     experts, weights = experts_TK.clone(), weights_TK.clone()
     experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
     weights[rows] = kept.to(weights.dtype)

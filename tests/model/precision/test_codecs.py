@@ -172,3 +172,32 @@ def test_a_device_that_cannot_is_an_error_that_says_what_would_do(name: str) -> 
 
 def test_names_are_listed_without_torch_codecs() -> None:
     assert set(registry.ALIASES.values()) <= set(codec_names())
+
+
+def test_hqq_encodes_on_the_cpu_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA it would optimise in half precision: the codes would differ by device."""
+    from hqq.core.quantize import Quantizer
+
+    from lm_eval_moecache.model.precision.registry import codec
+
+    asked: list[tuple[str, str]] = []
+    quantize = Quantizer.quantize
+
+    def noted(matrix: torch.Tensor, **given: object) -> object:
+        asked.append((matrix.device.type, str(given["device"])))
+        return quantize(matrix, **given)
+
+    class OnDevice(torch.Tensor):
+        """Says that it is moved to the CPU before it is encoded."""
+
+        moved = 0
+
+        def cpu(self, *args: object, **kwargs: object) -> torch.Tensor:
+            type(self).moved += 1
+            return self.as_subclass(torch.Tensor)
+
+    monkeypatch.setattr(Quantizer, "quantize", noted)
+    matrix = torch.randn(64, 64).as_subclass(OnDevice)
+    for name in ("hqq2", "hqq3", "hqq4", "hqq8"):
+        codec(name).encode(matrix)
+    assert OnDevice.moved == 4 and asked == [("cpu", "cpu")] * 4

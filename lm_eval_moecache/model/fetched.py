@@ -1,0 +1,32 @@
+"""Numbers of a layer brought to the host together: one wait for the device, not one each.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm_eval_moecache.model.store import BoolArray
+
+
+def fetched(tensors: Sequence[Tensor], valid: BoolArray | None) -> list[Any]:
+    """Return each [..., n] tensor as an array [T, n], of the `valid` tokens where some are not.
+
+    From a device in a single transfer, as float32, which holds whole numbers below 2^24 exactly:
+    experts' numbers, too. In host memory they are looked at where they lie.
+    """
+    rows = [values.detach().reshape(-1, values.shape[-1]) for values in tensors]
+    if all(row.device.type == "cpu" for row in rows):
+        arrays = [row.numpy() for row in rows]
+    else:
+        packed, start = torch.cat([row.float() for row in rows], -1).cpu().numpy(), 0
+        arrays = []
+        for row in rows:
+            arrays.append(packed[:, start : start + row.shape[-1]])
+            start += row.shape[-1]
+    return arrays if valid is None else [array[valid] for array in arrays]
