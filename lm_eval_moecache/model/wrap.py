@@ -212,7 +212,7 @@ class WrappedModel:
         wants_weights |= self._num_tokens > 1 or self._valid is not None
         predicted = self._predictions(layer, phase, hidden)
         weigh = self._weighers[layer]
-        rule = {} if weigh is None else {"weigh": weigh}
+        rule: dict[str, Any] = {} if weigh is None else {"weigh": weigh}
         if not (wants_weights or predicted):
             return Event(index, layer, phase, 1, self._keys_of_one_token(layer, output), **rule)
         seen: dict[str, Any] = {**self._seen(layer, output, predicted), **rule}
