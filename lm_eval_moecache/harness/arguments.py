@@ -17,6 +17,7 @@ from lm_eval_moecache.engine.setting import (
     offline,
 )
 from lm_eval_moecache.harness.clock_checks import check_clock
+from lm_eval_moecache.harness.encoded_dir import read_encoded_dir
 from lm_eval_moecache.harness.scan_checks import check_scan
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.draft import MOST_DRAFTED
@@ -52,7 +53,7 @@ _CHOICES = {
 }
 KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
-    *("trace", "store_dir", "emulate", "warm"),
+    *("trace", "store_dir", "encoded_dir", "emulate", "warm"),
     *_CHOICES,
     *("draft", "draft_tokens"),
 )
@@ -94,6 +95,8 @@ class Config:
     """Tokens drafted for each verify pass."""
     store: str = "ram"
     """Where experts lie that are not resident (wall clock only)."""
+    encoded_dir: str | None = None
+    """Folder in which encoded experts are kept for later loads."""
     store_dir: str | None = None
     """Folder for the files of `store=disk`."""
     throttle_bytes_per_s: float | None = None
@@ -175,15 +178,15 @@ def read_config(
     bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
     wall = choices["clock"] == "wall"
     drafting = _read_draft(given, policy, speculative)
-    precision = _precision(given.get("precision"), choices, policy, drafting.get("draft"))
     return Config(
         policy=policy,
         capacity=capacity,
         hardware=_hardware(given, policy, None if wall else bandwidth),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
         store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
+        encoded_dir=read_encoded_dir(given),
         seed=read_count("seed", given.get("seed", 0), exact=True),
-        precision=precision,
+        precision=_precision(given.get("precision"), choices, policy, drafting.get("draft")),
         emulate=None if given.get("emulate") is None else load_real_model(str(given["emulate"])),
         warm=None if given.get("warm") is None else load_use(str(given["warm"])),
         trace=_trace_folder(given),

@@ -23,6 +23,7 @@ MEANINGS: Mapping[str, str] = {
     "trace": "folder to record a routing trace into, for `moecache replay`",
     "trace_keep": "lossless (default), routing (experts alone) or all (also for lossy replays)",
     "store_dir": "folder for the files of store=disk (default: ~/.cache/lm-eval-moecache)",
+    "encoded_dir": "with precision: keep encoded experts there for later loads (default: nowhere)",
     "clock": "virtual, or wall: real transfers on this machine, measured (default: virtual)",
     "store": "with clock=wall: far experts lie in ram or on disk (default: ram)",
     "scoring": "parallel, or scan: scored text is routed as if it were decoded (default: parallel)",

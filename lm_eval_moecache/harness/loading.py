@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.precision.kept import KeptEncodings
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.loading import encoding, take
 from lm_eval_moecache.model.precision.store import LadderStore
@@ -28,16 +30,24 @@ from lm_eval_moecache.records.geometry import Geometry
 class Loading:
     """Made of the setting that the model is loaded for; `check` says whether another one fits."""
 
-    def __init__(self, config: Config, skeleton: nn.Module) -> None:
+    def __init__(self, config: Config, skeleton: nn.Module, identity: str = "") -> None:
+        """`identity` says which weights these are, as `weights_identity` does."""
         self._loaded_for = (config.clock, config.store, config.store_dir)
         self._ladder = config.ladder
         self._skeleton = skeleton
         self._codecs = None if config.ladder is None else codecs_of(config.ladder)
+        self._kept: KeptEncodings | None = None
+        if config.encoded_dir is not None and self._codecs is not None and identity:
+            dtype = next(find_moe_layers(skeleton)[0].experts.parameters()).dtype
+            folder = Path(config.encoded_dir)
+            self._kept = KeptEncodings(folder, identity, dtype, self._codecs)
         self.stored: list[dict[str, Encoded]] = []
         """Layer -> parameter name -> its levels, where the store has a precision of its own."""
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
-            self._experts = ExpertLoader(config.store, config.store_dir, skeleton, self._codecs)
+            self._experts = ExpertLoader(
+                config.store, config.store_dir, skeleton, self._codecs, self._kept
+            )
 
     def check(self, config: Config) -> None:
         """Raise ValueError where a setting needs the model loaded in another way."""
@@ -64,9 +74,9 @@ class Loading:
             with self._experts.loading():
                 self._experts.take_experts(create(), torch.device(device))
         elif self._codecs is not None:
-            with encoding(find_moe_layers(self._skeleton), self._codecs):
+            with encoding(find_moe_layers(self._skeleton), self._codecs, self._kept):
                 model = create()
-            self.stored = take(find_moe_layers(model), self._codecs)
+            self.stored = take(find_moe_layers(model), self._codecs, self._kept)
         else:
             create()
 

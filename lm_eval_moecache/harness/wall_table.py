@@ -22,7 +22,7 @@ from lm_eval_moecache.model.precision.registry import codec_names
 from lm_eval_moecache.records.paths import traces_dir
 
 LADDER = "int8:int4:int2"
-_FOLDERS = ("trace", "store_dir", "warm")
+_FOLDERS = ("trace", "store_dir", "encoded_dir", "warm")
 _PLAIN: Mapping[str, Sequence[Any]] = {
     "scoring": ("parallel", "scan"),
     "phases": ("all", "decode"),
@@ -81,6 +81,7 @@ def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for value in values:
             yield key, str(value), {key: value, **_BESIDE.get((key, value), {})}
     yield "store_dir", "a folder", {"store_dir": folder, "store": "disk"}
+    yield "encoded_dir", "a folder", {"encoded_dir": folder, "precision": "int8"}
     yield "trace", "a folder", {"trace": folder}
     yield "warm", "a trace or a profile", {"warm": str(traces_dir() / "olmoe-1b-7b.parquet")}
 

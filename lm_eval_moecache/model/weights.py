@@ -7,6 +7,7 @@ first touched, and flipped bytes would be used as they are: both are named here 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -23,6 +24,7 @@ SIDECAR = ".sha256"
 """Ends the name of a file beside a weights file that begins with its checksum (`sha256sum`)."""
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}\b")
 _CHUNK = 1 << 24
+_WEIGHTS = ("*.safetensors", f"*{SAFE_WEIGHTS_INDEX_NAME}", "*.bin", "config.json")
 
 
 def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
@@ -45,6 +47,23 @@ def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
         _check_file(what, single, (), None)
     elif index.is_file():
         _check_shards(what, index, is_folder)
+
+
+def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
+    """Say which weights a model is loaded from: names, sizes and times of files, and revision.
+
+    Empty where there are no files to tell: of a loaded model, or of one not downloaded yet.
+    """
+    if not isinstance(model, str):
+        return ""
+    subfolder = str(theirs.get("subfolder") or "")
+    place = Path(model) / subfolder if Path(model).is_dir() else None
+    folder = place if place is not None else _downloaded(model, theirs, subfolder)
+    if folder is None:
+        return ""
+    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return json.dumps([str(folder.resolve()), str(theirs.get("revision", "main")), stats])
 
 
 def _downloaded(model: str, theirs: Mapping[str, Any], subfolder: str) -> Path | None:

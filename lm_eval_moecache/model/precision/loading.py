@@ -11,6 +11,7 @@ from torch import nn
 
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.kept import KeptEncodings
 from lm_eval_moecache.model.precision.mapped import page_out_checkpoints
 from lm_eval_moecache.model.precision.stored import (
     Encoded,
@@ -20,23 +21,27 @@ from lm_eval_moecache.model.precision.stored import (
     shape_without_memory,
 )
 
-_HELD = "moecache_encoded"
+_HELD, _IS_KEPT = "moecache_encoded", "moecache_is_kept"
 # transformers reads ahead in threads, as fast as the disk is, unless this is set.
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @contextmanager
-def encoding(skeleton: Sequence[MoELayer], codecs: Sequence[Codec]) -> Iterator[None]:
+def encoding(
+    skeleton: Sequence[MoELayer], codecs: Sequence[Codec], kept: KeptEncodings | None = None
+) -> Iterator[None]:
     """Encode expert matrices while `from_pretrained` sets them, each in its turn.
 
     Within the block, setting a matrix on a module of the skeleton's experts classes leaves a shape
-    without memory there. `take` collects what was encoded.
+    without memory there. `take` collects what was encoded. Where all of it is `kept` already,
+    nothing is encoded.
     """
+    is_kept = kept is not None and kept.has_all(len(skeleton))
     classes = {type(layer.experts) for layer in skeleton}
     before = os.environ.get(_IN_ORDER)
     os.environ[_IN_ORDER] = "1"
     for each in classes:
-        each.__setattr__ = _setter(each.__setattr__, codecs)  # type: ignore[assignment]
+        each.__setattr__ = _setter(each.__setattr__, codecs, is_kept)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -47,7 +52,7 @@ def encoding(skeleton: Sequence[MoELayer], codecs: Sequence[Codec]) -> Iterator[
             os.environ[_IN_ORDER] = before
 
 
-def _setter(usual: Any, codecs: Sequence[Codec]) -> Callable[[Any, str, Any], None]:
+def _setter(usual: Any, codecs: Sequence[Codec], is_kept: bool) -> Callable[[Any, str, Any], None]:
     def set_attribute(module: Any, name: str, value: Any) -> None:
         if (
             isinstance(value, nn.Parameter)
@@ -55,7 +60,10 @@ def _setter(usual: Any, codecs: Sequence[Codec]) -> Callable[[Any, str, Any], No
             and not value.is_meta
             and is_matrices(module, value)
         ):
-            module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs)
+            if is_kept:
+                module.__dict__[_IS_KEPT] = True
+            else:
+                module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs)
             page_out_checkpoints()
             shape = shape_without_memory(value)
             # Else transformers would fill what it takes for a parameter that nobody loaded.
@@ -66,14 +74,25 @@ def _setter(usual: Any, codecs: Sequence[Codec]) -> Callable[[Any, str, Any], No
     return set_attribute
 
 
-def take(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> list[dict[str, Encoded]]:
+def take(
+    layers: Sequence[MoELayer], codecs: Sequence[Codec], kept: KeptEncodings | None = None
+) -> list[dict[str, Encoded]]:
     """Return each layer's encoded matrices, and encode those that were set in another way."""
-    found = []
-    for layer in layers:
-        held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
-        for name, stacked in expert_matrices(layer.experts).items():
-            if name not in held:
-                held[name] = encode(layer.experts, stacked, codecs)
-                setattr(layer.experts, name, shape_without_memory(stacked))
-        found.append(held)
-    return found
+    return [take_layer(index, layer, codecs, kept) for index, layer in enumerate(layers)]
+
+
+def take_layer(
+    index: int, layer: MoELayer, codecs: Sequence[Codec], kept: KeptEncodings | None = None
+) -> dict[str, Encoded]:
+    """As `take`, of one layer; what was encoded now is kept for the next load."""
+    held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
+    if vars(layer.experts).pop(_IS_KEPT, False):
+        assert kept is not None, "skipped without a place to read from"
+        return kept.read(index, layer.experts)
+    for name, stacked in expert_matrices(layer.experts).items():
+        if name not in held:
+            held[name] = encode(layer.experts, stacked, codecs)
+            setattr(layer.experts, name, shape_without_memory(stacked))
+    if kept is not None:
+        kept.write(index, held)
+    return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.loading import encoding, take
+from lm_eval_moecache.model.precision.kept import KeptEncodings
+from lm_eval_moecache.model.precision.loading import encoding, take_layer
 from lm_eval_moecache.model.wall.ladder import stored_parameters
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.scratch import scratch
@@ -45,8 +47,9 @@ class ExpertLoader:
         folder: str | None,
         skeleton: nn.Module,
         codecs: Sequence[Codec] | None = None,
+        kept: KeptEncodings | None = None,
     ) -> None:
-        self.codecs = codecs
+        self.codecs, self._kept = codecs, kept
         self._store = store
         self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
         self._skeleton = skeleton
@@ -88,7 +91,9 @@ class ExpertLoader:
         self.figures = {"seconds": time.perf_counter() - start_s}
         if resource is not None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            # Pages of mapped files count there, which the system takes back when it needs them.
             self.figures["peak_host_bytes"] = peak
+            self.figures["own_host_bytes"] = own_bytes()
         if torch.cuda.is_available():
             self.figures["peak_device_bytes"] = torch.cuda.max_memory_allocated()
 
@@ -119,7 +124,7 @@ class ExpertLoader:
     def _encoding(self) -> AbstractContextManager[None]:
         if self.codecs is None:
             return nullcontext()
-        return encoding(find_moe_layers(self._skeleton), self.codecs)
+        return encoding(find_moe_layers(self._skeleton), self.codecs, self._kept)
 
     def _take_encoded(self, model: nn.Module, layers: Sequence[MoELayer], device: Any) -> None:
         """Put what was encoded while it was loaded into a tier for each level."""
@@ -127,7 +132,7 @@ class ExpertLoader:
         levels: list[list[dict[str, Tensor]]] = [[] for _ in self.codecs]
         files: list[list[dict[str, Stored]]] = [[] for _ in self.codecs]
         for index, layer in enumerate(layers):
-            (stored,) = take([layer], self.codecs)
+            stored = take_layer(index, layer, self.codecs, self._kept)
             for level in range(len(self.codecs)):
                 held = stored_parameters(layer.experts, stored, level)
                 if self._scratch is None:
@@ -189,6 +194,16 @@ class ExpertLoader:
         path = os.path.join(self._scratch, f"{name}.{dtype}.safetensors")
         save_file({name: tensor.contiguous()}, path)
         return find_stored(path, name)
+
+
+def own_bytes() -> int | None:
+    """Return the memory that is this process' alone, without maps of files; None if not told."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"RssAnon:\s+(\d+) kB", text)
+    return None if found is None else int(found[1]) * 1024
 
 
 def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, str]:

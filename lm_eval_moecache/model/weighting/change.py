@@ -46,13 +46,7 @@ def changed_output(
         torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
         torch.float32,
     )
-    if selection.weights is not None:
-        given = torch.from_numpy(selection.weights[changed]).to(weighted)
-        weighted = torch.where(given.isnan(), weighted, given)
-    kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
-    if selection.renormalize:
-        # What a token gave to all its experts, the kept ones share; a token may have kept none.
-        kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+    kept = _kept(selection, weighted, changed, keep)
     if len(keep) == 1 and valid is None:
         chosen = torch.from_numpy(selection.experts).to(experts_TK)
         new_weights = kept.to(weights_TK.dtype).reshape(weights_TK.shape)
@@ -61,6 +55,18 @@ def changed_output(
     experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
     weights[rows] = kept.to(weights.dtype)
     return (output[0], weights, experts, *output[3:])
+
+
+def _kept(selection: Selection, weighted: Tensor, changed: BoolArray, keep: BoolArray) -> Tensor:
+    """Return the weights of the changed tokens' experts, 0 where one is dropped."""
+    if selection.weights is not None:
+        given = torch.from_numpy(selection.weights[changed]).to(weighted)
+        weighted = torch.where(given.isnan(), weighted, given)
+    kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
+    if selection.renormalize:
+        # What a token gave to all its experts, the kept ones share; a token may have kept none.
+        kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+    return kept
 
 
 def _which_change(selection: Selection, own: Any, weigh_as: Any, keep: Any) -> BoolArray:
