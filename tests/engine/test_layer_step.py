@@ -10,9 +10,13 @@ import numpy as np
 
 from lm_eval_moecache.records.event import PREFILL, Event
 from tests.engine.scripted import (
+    Always,
+    FixedPrefetch,
     OldestFirst,
+    ScriptedPolicy,
     decode,
     make_engine,
+    make_geometry,
     make_hardware,
     on_wave,
     prefetching,
@@ -292,3 +296,24 @@ def test_a_cold_start_empties_the_cache_and_lets_the_flight_land() -> None:
     assert record.misses == 1
     assert record.collisions == 0
     engine.check_integrity()
+
+
+def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> None:
+    """SP-MoE section 3.3, of AdapMoE: the prefetch begins when the layer that foretold it is over.
+
+    Four experts of layer 0 take 4 s, the dense part of layer 1 takes 2 s, a transfer 5 s.
+    """
+    ends = {}
+    for is_delayed in (False, True):
+        prefetch = FixedPrefetch(make_geometry(), {(1, 0): [4]})
+        prefetch.after_layer = is_delayed
+        policy = ScriptedPolicy(prefetch=Always(lambda _, made=prefetch: made))
+        engine = make_engine(policy, capacity=12)
+        # dense 0-2; four transfers 2-22; experts 22-26.
+        assert decode(engine, [0, 1, 2, 3]).end_s == 26.0
+        # dense 26-28; experts 28-32 while 4 moves from 28 on, or not; dense 32-34; 4 is needed.
+        record = decode(engine, [0, 1, 2, 3], [4])
+        assert (record.late, record.misses) == ((1, 0) if is_delayed else (0, 0))
+        ends[is_delayed] = (record.end_s, record.stall_s)
+    # Landed at 33: expert 34-35. Begun at 32, there at 37: a wait of 3 s, expert 37-38.
+    assert ends == {False: (35.0, 0.0), True: (38.0, 3.0)}

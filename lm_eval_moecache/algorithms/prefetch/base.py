@@ -40,6 +40,8 @@ class PrefetchAlgorithm(ABC):
     """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach; each layer's gate costs time."""
+    after_layer: bool = False
+    """Whether the link hears of proposals only when the experts of their event are executed."""
     uses_predictor: ClassVar[bool] = False
     """Whether `Event.predicted` come from the predictor that is its artifact, not from gates."""
     artifact_kind: ClassVar[str | None] = None

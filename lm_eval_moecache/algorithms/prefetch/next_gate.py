@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
 from lm_eval_moecache.records.arrays import FloatArray
@@ -20,12 +20,23 @@ class NextGate(PrefetchAlgorithm):
     up). In a pass of several tokens the union over the tokens is proposed, the experts with the
     largest summed gate probability first: the papers give no order. Cost: one gate per layer
     ahead, charged to the clock.
+
+    The transfers begin as soon as the gates have spoken; with `issue=after_layer` when this layer's
+    experts are executed, so that only the next layer's attention hides them: AdapMoE, which "delays
+    the actual prefetch until just before the next layer's experts are required" (SP-MoE section
+    3.3). HOBBIT prefetches "multiple layers ahead" (SpecMD section 2), which is `depth`.
     """
 
     source: ClassVar[str] = "SpecMD section 3.1.4; Eliseev & Mazur 2023"
 
     def __init__(
-        self, geometry: Geometry, *, seed: int = 0, overfetch: float = 1.0, depth: int = 1
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        overfetch: float = 1.0,
+        depth: int = 1,
+        issue: Literal["at_once", "after_layer"] = "at_once",
     ) -> None:
         super().__init__(geometry, seed=seed)
         if overfetch <= 0:
@@ -39,6 +50,7 @@ class NextGate(PrefetchAlgorithm):
                 f"layers of this model. Allowed: 1 to {geometry.num_layers - 1}."
             )
         self.depth = depth
+        self.after_layer = issue == "after_layer"
         self._count = min(geometry.num_experts, math.ceil(geometry.top_k * overfetch))
 
     def propose(self, event: Event) -> Sequence[int]:

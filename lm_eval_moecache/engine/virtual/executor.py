@@ -43,6 +43,7 @@ class VirtualExecutor(Executor):
         self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
         self._num_layers, self._num_experts = geometry.num_layers, geometry.num_experts
         self._cached_first = algorithms.miss.cached_first
+        self._after_layer = self._prefetching and algorithms.prefetch.after_layer
         self._predictor: Sequence[PredictorCost] = ()
         self._foreseeing: PredictorCost | None = None
         artifact = algorithms.prefetch.artifact
@@ -136,11 +137,14 @@ class VirtualExecutor(Executor):
             self.record.stall_s += clock.wait_until(ready_s)
         if prefetches:
             ready_s = gate_s + self._predicting_s(event)
-            self.prefetches.submit(event, ready_s)
+            if not self._after_layer:
+                self.prefetches.submit(event, ready_s)
             clock.wait_until(ready_s)
         self._execute(on_device, remaining)
         if self._host is not None and self._host.is_open:
             self._await_host(self._host, pinned, event.layer)
+        if self._after_layer:
+            self.prefetches.submit(event, clock.now)
         if prefetches and link.active:
             self.traffic.drain(clock.now, pinned, event.layer)
 

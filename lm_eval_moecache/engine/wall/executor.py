@@ -101,7 +101,8 @@ class WallExecutor(Executor):
         self._pending = pending = _Pending(event, list(plan.demands), event.keys, levels)
         self._begin(pending)
         if prefetches:
-            self.prefetches.submit(event, self.clock.now)
+            if not self.rules.algorithms.prefetch.after_layer:
+                self.prefetches.submit(event, self.clock.now)
             if not pending.demands:
                 traffic.drain(set(event.keys), event.layer)
         return plan
@@ -127,6 +128,8 @@ class WallExecutor(Executor):
             assert len(pending.demands) < given, "no room for one expert after its wave"
         if self.rules.prefetches:
             self.link.launched()
+            if self.rules.algorithms.prefetch.after_layer:
+                self.prefetches.submit(event, self.clock.now)
             self.traffic.drain(set(event.keys), event.layer)
         eviction = self._placed[event.layer].eviction
         if pending.levels is None:
