@@ -8,7 +8,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
-from lm_eval_moecache.harness.arguments import _CHOICES, KEYS
+from lm_eval_moecache.harness.arguments import CHOICES, KEYS
 from lm_eval_moecache.harness.wall_table import Cell, page, wall_table
 from lm_eval_moecache.model.precision.registry import codec_names
 
@@ -27,7 +27,7 @@ def test_every_key_and_every_value_has_a_cell(cells: list[Cell]) -> None:
     expected = {(axis, name) for axis in AXES for name in algorithm_names(axis)}
     expected |= {("policy", name) for name in policy_names()}
     expected |= {("precision", name) for name in codec_names()}
-    expected |= {(k, v) for k, values in _CHOICES.items() for v in values if k != "clock"}
+    expected |= {(k, v) for k, values in CHOICES.items() for v in values if k != "clock"}
     assert expected <= found
     assert len(found) == len(cells)
 

@@ -43,7 +43,7 @@ DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
 """What a trace keeps: what lossless policies ask for, with the prefetchers of the compositions;
 what any replay may ask for; or the experts alone."""
-_CHOICES = {
+CHOICES = {
     "clock": ("virtual", "wall"),
     "store": ("ram", "disk"),
     "scoring": ("parallel", "scan"),
@@ -54,7 +54,7 @@ _CHOICES = {
 KEYS = (
     *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
     *("trace", "store_dir", "encoded_dir", "emulate", "warm"),
-    *_CHOICES,
+    *CHOICES,
     *("draft", "draft_tokens"),
 )
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
@@ -211,7 +211,7 @@ def _hardware(given: Mapping[str, Any], policy: Policy, bandwidth: str | None) -
 
 def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
     choices = {}
-    for key, allowed in _CHOICES.items():
+    for key, allowed in CHOICES.items():
         choices[key] = str(given.get(key, allowed[0]))
         if choices[key] not in allowed:
             raise unknown(key, choices[key], allowed)

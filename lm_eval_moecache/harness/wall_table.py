@@ -16,19 +16,14 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
-from lm_eval_moecache.engine.setting import LINKS
-from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.harness.arguments import CHOICES, read_config
 from lm_eval_moecache.model.precision.registry import codec_names
 from lm_eval_moecache.records.paths import traces_dir
 
 LADDER = "int8:int4:int2"
 _FOLDERS = ("trace", "store_dir", "encoded_dir", "warm")
 _PLAIN: Mapping[str, Sequence[Any]] = {
-    "scoring": ("parallel", "scan"),
     "phases": ("all", "decode"),
-    "cache_reset": ("never", "request"),
-    "link": LINKS,
-    "store": ("ram", "disk"),
     "bandwidth": ("5GB/s",),
     "seed": (1,),
     "hardware": ("h200",),
@@ -77,9 +72,11 @@ def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for level in codec_names():
         yield "precision", level, {"precision": level}
     yield "precision", LADDER, {"precision": LADDER, "miss": "fetch_priority"}
-    for key, values in _PLAIN.items():
+    chosen = {key: values for key, values in CHOICES.items() if key != "clock"}
+    for key, values in {**chosen, **_PLAIN}.items():
         for value in values:
-            yield key, str(value), {key: value, **_BESIDE.get((key, value), {})}
+            beside = {"trace": folder} if key == "trace_keep" else _BESIDE.get((key, value), {})
+            yield key, str(value), {key: value, **beside}
     yield "store_dir", "a folder", {"store_dir": folder, "store": "disk"}
     yield "encoded_dir", "a folder", {"encoded_dir": folder, "precision": "int8"}
     yield "trace", "a folder", {"trace": folder}
