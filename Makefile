@@ -4,7 +4,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test lint docs families soak clean
+.PHONY: demo test lint docs families soak kills clean
 
 # One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
@@ -41,6 +41,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard startup/*)
 SECONDS ?= 600
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS)
+
+# Whole commands killed at random moments and run again: TIMES by each signal, about a minute each on a busy machine.
+TIMES ?= 10
+kills: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak.kills --times $(TIMES)
 
 clean:
 	rm -rf $(DEMO_VENV) output/demo

@@ -1,6 +1,6 @@
 """Whole commands killed at random moments: nothing lost, nothing doubled, no process left.
 
-    python -m tests.soak.kills --times 10
+    make kills TIMES=10
 
 SIGKILL goes to the command alone, whose workers have to end by themselves; SIGINT goes to its whole
 process group, as a terminal sends it. Each command then runs again to its end, as it says.

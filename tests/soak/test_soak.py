@@ -10,8 +10,8 @@ from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.engine.engine import Engine
 from tests.soak.__main__ import damages, try_damaged, try_table
 from tests.soak.judge import CLEAR, Tally
-from tests.soak.kills import kills
 from tests.soak.shadow import Shadow, Violation, draw, run_case
+from tests.soak.victims import Ended, Fault, Sweep
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -67,8 +67,19 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
                 run_case(each)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_a_killed_sweep_loses_nothing_doubles_nothing_and_leaves_no_process() -> None:
-    """Once by each signal; `python -m tests.soak.kills --times 10` kills the other commands too."""
-    assert kills(1, seed=0, only="sweep") == 0
+def test_the_kills_see_what_is_lost_doubled_or_left(tmp_path: Path) -> None:
+    """The kills themselves take minutes: `make kills`."""
+    sweep, runs = Sweep(), tmp_path / Sweep.out / "runs"
+    runs.mkdir(parents=True)
+    (runs / "a.json").write_text('{"configuration_hash": "1"}')
+    ended = Ended(0, "{}", "", True, 1.0, 0.1)
+    kept = sweep.check_killed(tmp_path, ended)
+    (runs / "b.json").write_text('{"configuration_hash": "1"}')
+    with pytest.raises(Fault, match="twice"):
+        sweep.check_killed(tmp_path, ended)
+    (runs / ".b.json.1.part").touch()
+    with pytest.raises(Fault, match="litter"):
+        sweep.check_rerun(tmp_path, ended, kept)
+    (runs / "a.json").unlink()
+    with pytest.raises(Fault, match="lost or ran again"):
+        sweep.check_rerun(tmp_path, ended, kept)
