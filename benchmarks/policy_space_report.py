@@ -22,7 +22,6 @@ CAPACITIES = ("5%", "10%", "25%", "50%")
 BASE = "on_demand"
 PLACED = ", placed"
 LOSSLESS = ("fetch", "host, always", "host, first", "host, balanced")
-LETTERS = dict(zip(LOSSLESS, "FAIB", strict=True))
 HOST_GB = 100
 """Where all answers are drawn over the link."""
 
@@ -93,6 +92,8 @@ def draw_space(runs: Sequence[Run], folder: Path) -> None:
     """One map a device: speed over on_demand's, by policy and capacity."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = [p for p in ranked(runs) if any(g for h, _ in devices(runs) for g in gains(runs, h, p))]
+    lossy = {r["cell"]["policy"] for r in runs if r.get("open_loop")}
+    labels = [f"{policy} *" if policy in lossy else policy for policy in shown]
     figure, panels = new_figure(1, len(devices(runs)))
     figure.set_size_inches(4 + 3.2 * len(panels), 1.2 + 0.24 * len(shown))
     for place, ((hardware, model), axes) in enumerate(zip(devices(runs), panels, strict=True)):
@@ -101,7 +102,7 @@ def draw_space(runs: Sequence[Run], folder: Path) -> None:
         image = axes.imshow(values, cmap="RdBu", vmin=-2, vmax=2, aspect="auto")
         axes.set_title(f"{hardware}\n{model}")
         axes.set_xticks(range(len(CAPACITIES)), CAPACITIES)
-        axes.set_yticks(range(len(shown)), shown if not place else [""] * len(shown))
+        axes.set_yticks(range(len(shown)), labels if not place else [""] * len(shown))
         axes.grid(False)
         for y, row in enumerate(rows):
             for x, gain in enumerate(row):
@@ -205,22 +206,22 @@ def draw_map(axes: Any, best: dict[tuple[float, float], tuple[str, float]]) -> N
 
 
 def costs(file: Path) -> dict[str, str]:
-    """Return what each lossy answer costs, from the runs of accuracy/."""
+    """Return what each lossy answer costs in perplexity, from the runs of accuracy/."""
     if not file.is_file():
         return {}
-    found = {}
-    names = {"int4": "int4", "drop 4": "drop, 4 kept", "drop 2": "drop, 2 kept", "buddy": "buddy"}
+    words: dict[str, float] = {}
     for line in gzip.decompress(file.read_bytes()).decode().splitlines():
         run = json.loads(line)
-        policy, results = run["config"]["moecache"]["policy"], run["results"]
-        miss = policy["miss"]
-        key = miss["name"] + (f" {miss['h']}" if "h" in miss else "")
-        if miss["name"] == "fetch":
-            key = "int4" if "int4" in str(run["config"]["moecache"].get("precision")) else "fetch"
-        gsm8k = results["tiny_gsm8k"]["exact_match,strict-match"]
-        words = results["tiny_wikitext"]["word_perplexity,none"]
-        found[names.get(key, key)] = f" ({gsm8k:.2f}; ppl {words:.0f})"
-    return found
+        miss = run["config"]["moecache"]["policy"]["miss"]
+        name = f"drop, {miss['h']} kept" if "h" in miss else str(miss["name"])
+        if run["config"]["moecache"]["model"]["precision"] == ["int4"]:
+            name = "int4"
+        words[name] = run["results"]["tiny_wikitext"]["word_perplexity,none"]
+    return {
+        name: f" (perplexity {100 * (value / words['fetch'] - 1):+.1f}%)"
+        for name, value in words.items()
+        if name != "fetch"
+    }
 
 
 def main() -> None:
