@@ -41,7 +41,7 @@ def lossless_policies(with_predictor: bool) -> list[str]:
         for policy in policies
         if policy.is_lossless
         and not policy.prefetch.algorithm.needs_draft
-        and bool(policy.prefetch.algorithm.uses_predictor) is with_predictor
+        and bool(policy.prefetch.algorithm.artifact_kind) is with_predictor
     ]
 
 
