@@ -67,8 +67,8 @@ class Engine:
         self.run = self.executor.run
         self.waves = self.executor.waves
         self._foresees = self.algorithms.prefetch.foresees
-        self._before: tuple[float, ...] = (0, 0.0, 0, 0)
         self._warm()
+        self._before: tuple[float, ...] = self._totals()
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
 
@@ -84,15 +84,15 @@ class Engine:
             raise without_draft(self.algorithms.prefetch)
 
     def _warm(self) -> None:
-        """Fill the caches with the most used experts: at no time, and no bytes are counted."""
+        """Fill the caches with the most used experts: no pass has that time, nor those bytes."""
         profile = self.setting.warm
         if profile is None:
             return
-        assert not self.slots, "warmed slots without weights in them"
         profile.check(self.own_geometry)
         caches, num_experts = self.executor.caches, self.geometry.num_experts
         for pool in self.pools:
             pool.warm(key for key in profile.hottest if caches[key // num_experts] is pool)
+        self.executor.fill()
 
     def close(self) -> None:
         """End what runs beside the caller (the wall clock's worker). Safe to call twice."""

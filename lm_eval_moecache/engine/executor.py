@@ -90,10 +90,14 @@ class Executor(ABC):
         """Note that all layers of these tokens have been executed."""
         return
 
+    def fill(self) -> None:
+        """Bring what the caches say is resident there, uncounted: they have been warmed."""
+        return
+
     def time_load(self, count: int) -> float:
         """Return the seconds that loading so many experts of the first layer takes, measured.
 
-        Only where the clock is the machine's, and while the caches are empty, as they stay.
+        Only where the clock is the machine's, and before the first pass; caches stay as they are.
         """
         raise NotImplementedError
 

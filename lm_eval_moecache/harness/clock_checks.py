@@ -10,7 +10,6 @@ from lm_eval_moecache.engine.setting import FIFO
 
 _OF_VIRTUAL_TIME = {
     "emulate": "which moves and times the model's own experts",
-    "warm": "where a cache is filled by real transfers only, which are measured",
 }
 """Key -> why the wall clock cannot do it."""
 

@@ -208,12 +208,6 @@ def test_a_profile_that_is_not_there_is_refused(name: str) -> None:
         read_config({"warm": name})
 
 
-def test_the_machines_own_clock_has_no_free_transfers(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    with pytest.raises(ValueError, match=r"warm=.* does not go with clock='wall'"):
-        read_config({"warm": str(path), "clock": "wall", "policy": "on_demand"})
-
-
 def test_a_cell_is_named_by_what_warms_it(tmp_path: Path) -> None:
     path, _ = traces.record(tmp_path)
     copy = tmp_path / "copy.parquet"

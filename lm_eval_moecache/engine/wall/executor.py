@@ -21,7 +21,7 @@ from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.scan import ScanScript
 from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
 from lm_eval_moecache.engine.wall.traffic import Traffic, transfer_of
-from lm_eval_moecache.engine.wall.trial import time_load
+from lm_eval_moecache.engine.wall.trial import bring, time_load
 from lm_eval_moecache.engine.wall.worker import Mover
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
@@ -157,6 +157,11 @@ class WallExecutor(Executor):
         rest_s = self.clock.now - records[0].start_s - spent_s
         for record in records:
             record.end_s += rest_s / len(records)
+
+    def fill(self) -> None:
+        for cache in self.pools:
+            assert isinstance(cache, PlacedCache)
+            bring(cache, self.link, list(cache.slots.items()))
 
     def time_load(self, count: int) -> float:
         return time_load(self._placed[0], self.link, count)
