@@ -18,7 +18,7 @@ from lm_eval_moecache.engine.wall.clock import WallClock
 from lm_eval_moecache.engine.wall.draft_stage import WallDraftStage
 from lm_eval_moecache.engine.wall.host import HOST, HostShare
 from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.scan import ScanScript
+from lm_eval_moecache.engine.wall.scan import ScanScript, share_rest
 from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
 from lm_eval_moecache.engine.wall.traffic import Traffic, transfer_of
 from lm_eval_moecache.engine.wall.trial import bring, time_load
@@ -151,12 +151,7 @@ class WallExecutor(Executor):
         self._script = ScanScript(self.link)
 
     def end_scan(self, records: Sequence[PassRecord]) -> None:
-        """Share what the text took beside its tokens' own experts among these."""
-        self.clock.synchronize()
-        spent_s = sum(record.duration_s for record in records)
-        rest_s = self.clock.now - records[0].start_s - spent_s
-        for record in records:
-            record.end_s += rest_s / len(records)
+        share_rest(records, self.clock)
 
     def fill(self) -> None:
         for cache in self.pools:
