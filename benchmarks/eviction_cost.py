@@ -123,16 +123,15 @@ def main() -> None:
     out = parser.parse_args().out
     traces = {path.stem: load_trace(str(path)) for path in sorted(TRACES.glob("*.parquet"))}
     futures = {name: Future(trace) for name, trace in traces.items()}
-    rows = []
+    rows: list[tuple[float, list[str]]] = []
     for eviction, overrides in EVICTIONS.items():
         found = [cost(traces[name], futures[name], overrides) for name in traces]
         costs = [f"{microseconds:.2f} ({victims:.2f})" for microseconds, victims in found]
-        rows.append([eviction, *costs, sum(own for own, _ in found) / len(found)])
+        mean = sum(own for own, _ in found) / len(found)
+        rows.append((mean, [eviction, *costs, f"{mean:.2f}"]))
     writer = MarkdownTableWriter()
     writer.headers = ["Eviction", *traces, "mean"]
-    writer.value_matrix = [
-        [*row[:-1], f"{row[-1]:.2f}"] for row in sorted(rows, key=lambda r: r[-1])
-    ]
+    writer.value_matrix = [row for _, row in sorted(rows)]
     title = f"## Bookkeeping at {CAPACITY}, microseconds a request (victims a request)\n\n"
     (out / "cost.md").write_text(title + str(writer.dumps()))
 

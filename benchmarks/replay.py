@@ -30,7 +30,7 @@ CASES = (
     ("LRU, on demand", "on_demand", {}, 500_000),
     ("Belady, on demand", "on_demand", {"eviction": "belady"}, 150_000),
     ("Least-Stale, next-gate prefetch", "mixtral_offloading", {"eviction": "least_stale"}, 150_000),
-    ("Least-Stale, score prefetch (specmd)", "specmd", {}, 150_000),
+    ("Least-Stale, score prefetch (specmd)", "specmd", {}, 300_000),
 )
 
 

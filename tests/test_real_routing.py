@@ -8,12 +8,23 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = runpy.run_path(str(ROOT / "benchmarks" / "real_routing_report.py"))
+CLAIMS = runpy.run_path(str(ROOT / "benchmarks" / "routing_claims_report.py"))
 FOLDER = ROOT / "results" / "real_routing"
 CELLS = REPORT["load"](FOLDER)
 
 
 def test_its_table_comes_from_its_cells_to_the_byte() -> None:
     assert (FOLDER / "table.md").read_text() == REPORT["render"](CELLS)
+
+
+def test_the_answers_to_the_claims_come_from_their_cells_to_the_byte() -> None:
+    assert (FOLDER / "claims.md").read_text() == CLAIMS["render"](CLAIMS["load"](FOLDER))
+
+
+def test_the_cost_of_every_eviction_stands_beside_it() -> None:
+    table = (FOLDER / "cost.md").read_text()
+    listed = {line.split("|")[1].strip() for line in table.splitlines() if "|" in line}
+    assert {run["cell"]["eviction"] for run in CELLS} <= listed
 
 
 def test_the_bars_of_hazard() -> None:
