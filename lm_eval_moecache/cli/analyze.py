@@ -14,13 +14,17 @@ from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import is_per_layer
 from lm_eval_moecache.report.render import rows_as_markdown
 
-ANALYSES = ("coactivation", "drafting", "locality", "predictability", "sensitivity")
+ANALYSES = (
+    *("coactivation", "drafting", "locality", "optimal_expert", "predictability"),
+    "sensitivity",
+)
 _TEXT = {"text": None, "max_tokens": 4096}
 # The options that not every analysis looks at, and their defaults.
 _OWN: dict[str, dict[str, Any]] = {
     "coactivation": {**_TEXT, "layer": 1, "alpha": 0.95, "k_max": 16, "sample_tokens": 256},
     "drafting": {**_TEXT, "draft": "self:int4"},
     "locality": {**_TEXT, "capacity": "8/layer", "layer": 0, "lambda_": 0.5},
+    "optimal_expert": {"text": None, "max_tokens": 256, "rank": 2},
     "predictability": {"tasks": None, "limit": 100, "profile": None},
     "sensitivity": {**_TEXT, "seeds": 3},
 }
@@ -47,6 +51,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def _add_own(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=int | None, help="sensitivity: draws per swapped rank (default: 3)"
+    )
+    parser.add_argument(
+        "--rank", type=int | None, help="optimal_expert: whose choices are tried (default: 2)"
     )
     parser.add_argument(
         "--capacity", type=str | None, help="locality: the cache of each layer (default: 8/layer)"
@@ -203,6 +210,18 @@ def _coactivation(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _optimal_expert(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
+    from lm_eval_moecache.analysis import optimal_expert
+
+    rows = optimal_expert.analyze(analyzed, arguments.rank)
+    if arguments.out:
+        for suffix in ("svg", "png"):
+            path = f"{arguments.out}/optimal_expert.{suffix}"
+            title = f"{optimal_expert.TITLE} ({analyzed.name}, rank {arguments.rank})"
+            optimal_expert.draw(rows, title, path)
+    return rows
+
+
 def _drafting(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     from lm_eval_moecache.analysis import drafting
 
@@ -218,6 +237,7 @@ _RUN = {
     "coactivation": _coactivation,
     "drafting": _drafting,
     "locality": _locality,
+    "optimal_expert": _optimal_expert,
     "sensitivity": _sensitivity,
 }
 

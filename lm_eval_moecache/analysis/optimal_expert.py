@@ -1,0 +1,158 @@
+"""How often a router's choice is the best one (cache-conditional experts, appendix A, Figure 10).
+
+Shapes: T tokens that are predicted, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
+from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.records.sizes import parse_capacity
+
+TITLE = "Share of tokens whose router chose the expert with which they are predicted best"
+
+
+class ForcedExpert(RoutingAlgorithm):
+    """Puts a given expert in the place of one rank, at one layer: the oracle of a search.
+
+    Where a token has the expert at another rank already, its own choice stays.
+    """
+
+    source: ClassVar[str] = "Cache-conditional experts, appendix A"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, rank: int = 2) -> None:
+        super().__init__(geometry, seed=seed)
+        self.rank, self.layer = rank, -1
+        self.wanted: IntArray = np.zeros(1, dtype=np.int64)
+        """The expert of each token of the pass, or one for all."""
+        self.own: dict[int, IntArray] = {}
+        """Layer -> the router's choice [tokens, K] in the last pass."""
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        self.own[event.layer] = event.experts
+        if event.layer != self.layer:
+            return None
+        experts, wanted = event.experts.copy(), np.broadcast_to(self.wanted, len(event.experts))
+        free = ~(experts == wanted[:, None]).any(axis=-1)
+        experts[free, self.rank - 1] = wanted[free]
+        return Selection(experts)
+
+
+def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
+    """Return one row a layer: agreement, what chance would agree, and perplexities.
+
+    The experts of all ranks but one are fixed and every choice for that one is tried, at one layer
+    at a time; best is the one with which the token's successor is likeliest (ties go to the
+    router's). A trial changes all tokens of the text at once, as one for each token alone would
+    take as many readings as there are tokens: a token's loss holds the change of those before it.
+    `oracle` is the perplexity when every token gets its best expert there.
+    """
+    geometry = analyzed.geometry
+    if not 1 <= rank <= geometry.top_k:
+        raise ValueError(f"rank={rank} must lie between 1 and the router's top_k={geometry.top_k}.")
+    rows = []
+    with _forced(analyzed, rank) as (model, routing):
+        for layer in tqdm(range(geometry.num_layers), desc="layers"):
+            own, oracle, agreed = 0.0, 0.0, 0
+            for window in analyzed.windows:
+                found = _search(model, routing, window, layer, geometry)
+                own, oracle, agreed = own + found[0], oracle + found[1], agreed + found[2]
+            count = sum(len(window) - 1 for window in analyzed.windows)
+            rows.append(
+                {
+                    "layer": layer,
+                    "agreement": agreed / count,
+                    "chance": 1 / (geometry.num_experts - geometry.top_k + 1),
+                    "perplexity": float(np.exp(own / count)),
+                    "oracle": float(np.exp(oracle / count)),
+                }
+            )
+    return rows
+
+
+@contextmanager
+def _forced(analyzed: AnalyzedModel, rank: int) -> Iterator[tuple[Any, ForcedExpert]]:
+    """Run the model under a routing that can be told what to choose; all experts are resident."""
+    path = f"{__name__}.{ForcedExpert.__name__}"
+    setting = Setting(
+        policy=load_policy("on_demand", {"routing": path, "routing.rank": rank}),
+        capacity=parse_capacity("100%", analyzed.geometry),
+        hardware=load_hardware(DEFAULT_PROFILE),
+    )
+    engine = Engine(analyzed.geometry, setting)
+    wrapped = WrappedModel(analyzed.model, analyzed.layers, engine)
+    routing = engine.algorithms.routing
+    assert isinstance(routing, ForcedExpert)
+    try:
+        yield analyzed.model, routing
+    finally:
+        wrapped.unwrap()
+
+
+def _search(
+    model: Any, routing: ForcedExpert, window: torch.Tensor, layer: int, geometry: Geometry
+) -> tuple[float, float, int]:
+    """Return the summed loss with the router's choice, with the best one, and their agreements."""
+    routing.layer = -1
+    own_T = _losses(model, window)
+    # The last token predicts nothing.
+    chosen_TK = routing.own[layer][:-1]
+    routing.layer = layer
+    tried_TE = np.full((len(own_T), geometry.num_experts), np.inf, dtype=np.float32)
+    for expert in range(geometry.num_experts):
+        routing.wanted = np.asarray([expert])
+        tried_TE[:, expert] = _losses(model, window)
+    # A token whose choice has this expert at another rank has tried nothing with it.
+    np.put_along_axis(tried_TE, chosen_TK, np.float32(np.inf), axis=-1)
+    best_T = tried_TE.argmin(axis=-1)
+    router_T = chosen_TK[:, routing.rank - 1]
+    agrees_T = own_T <= tried_TE.min(axis=-1)
+    best_T = np.where(agrees_T, router_T, best_T)
+    routing.wanted = np.append(best_T, routing.own[layer][-1, routing.rank - 1])
+    oracle_T = _losses(model, window)
+    return float(own_T.sum()), float(oracle_T.sum()), int(agrees_T.sum())
+
+
+@torch.no_grad()
+def _losses(model: Any, window: torch.Tensor) -> FloatArray:
+    """Return the loss of each token's successor [T], in nats."""
+    logits = model(window[None].to(model.device)).logits[0, :-1].float()
+    losses: FloatArray = (
+        torch.nn.functional.cross_entropy(logits, window[1:].to(logits.device), reduction="none")
+        .cpu()
+        .numpy()
+    )
+    return losses
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
+    """Draw Figure 10: agreement over the layers, beside chance."""
+    from lm_eval_moecache.report.figure import new_figure, save
+
+    figure, (axes,) = new_figure()
+    layers = [row["layer"] for row in rows]
+    axes.plot(layers, [row["agreement"] for row in rows], marker="o", label="router")
+    axes.plot(layers, [row["chance"] for row in rows], linestyle="--", label="chance")
+    axes.set_xlabel("MoE layer")
+    axes.set_ylabel("choice is the best")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.set_title(title, fontsize=9)
+    save(figure, path)
