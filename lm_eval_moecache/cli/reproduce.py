@@ -16,7 +16,7 @@ from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.runs_file import RUNS
 from lm_eval_moecache.report.said import said_table
 from lm_eval_moecache.sweep.files import write_atomically
-from lm_eval_moecache.sweep.recipes import Found, fit, load_recipe, recipe_names
+from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
 
 SAID = "paper.md"
 
@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> int:
     if code or arguments.dry_run:
         return code
     runs = load_runs(folder / RUNS) if recipe.sweep else []
-    text = _paper(found, recipe, runs)
+    text = paper_page(found.name, recipe, runs)
     write_atomically(folder / SAID, text)
     sys.stdout.write(text + f"\nwritten: {folder}\n")
     return 0
@@ -86,9 +86,9 @@ def _analyze(recipe: Recipe, folder: Path) -> int:
     return moecache(["analyze", recipe.analyze.analysis, *given, f"--out={folder}"])
 
 
-def _paper(found: Found, recipe: Recipe, runs: list[Run]) -> str:
+def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
     """Return the page of the paper's numbers beside ours."""
-    head = [f"# {found.name}: {recipe.title}", "", f"{recipe.paper}, {recipe.where}."]
+    head = [f"# {name}: {recipe.title}", "", f"{recipe.paper}, {recipe.where}."]
     if recipe.claims:
         head.append(f"Claims: {', '.join(recipe.claims)}.")
     if recipe.notes:

@@ -63,11 +63,14 @@ def _judged(claim: Claim, alpha: float, root: Path) -> Verdict:
             raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
     # Two questions a part: does it lie where the claim says, or surely outside?
     chances = [_chances(each, part.expect) for each, part in zip(shown, claim.parts, strict=True)]
-    tested = [at for at, part in enumerate(claim.parts) if part.cells is None]
     inside, outside = ([pair[side] for pair in chances] for side in (0, 1))
-    for side in (inside, outside):
-        for at, p in zip(tested, holm([side[at] for at in tested]), strict=True):
-            side[at] = p
+    # What is told beside the verdict is a family of its own, and traces are not tested.
+    tested = [at for at, part in enumerate(claim.parts) if part.cells is None]
+    for family in (False, True):
+        places = [at for at in tested if claim.parts[at].aside == family]
+        for side in (inside, outside):
+            for at, p in zip(places, holm([side[at] for at in places]), strict=True):
+                side[at] = p
     answers = tuple(
         _answered(part, each, i, o, alpha)
         for part, each, i, o in zip(claim.parts, shown, inside, outside, strict=True)
@@ -91,6 +94,8 @@ def _chances(shown: Shown, expect: Bounds) -> tuple[float, float]:
 def _answered(part: Part, shown: Shown, inside: float, outside: float, alpha: float) -> Answer:
     above = -math.inf if part.expect.above is None else part.expect.above
     below = math.inf if part.expect.below is None else part.expect.below
+    if shown.nothing_changed and not above < shown.figure < below:
+        return Answer(part=part, shown=shown, p=1.0, verdict=FAILS)
     if inside <= alpha and above < shown.low and shown.high < below:
         return Answer(part=part, shown=shown, p=inside, verdict=HOLDS)
     if outside <= alpha and (shown.high < above or shown.low > below):

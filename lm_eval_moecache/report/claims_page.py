@@ -49,8 +49,11 @@ def _summary(found: Verdict) -> str:
 
 
 def _figures(found: Verdict) -> list[str]:
+    heading = f"### {found.claim.id}: {found.verdict}"
+    if not found.answers:
+        return [heading, "", f"No figures: {found.told}."]
     return [
-        f"### {found.claim.id}: {found.verdict}",
+        heading,
         "",
         "| compared | figure | 95% interval | claimed | p | test | verdict | runs |",
         "|---|--:|--:|---|--:|---|---|---|",
@@ -66,7 +69,7 @@ def _row(found: Answer) -> str:
         number(shown.figure),
         f"{number(shown.low)} to {number(shown.high)}",
         f"{_measure(part)} {_bounds(part.expect)}",
-        "" if part.cells else _chance(found.p),
+        "" if part.cells or shown.nothing_changed else _chance(found.p),
         shown.by,
         found.verdict,
         _source(part),

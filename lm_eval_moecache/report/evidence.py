@@ -63,8 +63,16 @@ class Shown:
         return self._p(bound, -1.0)
 
     @property
+    def nothing_changed(self) -> bool:
+        """Whether two measured sides are equal in every sample: there is nothing to test."""
+        data = self.samples
+        return data.kind == "figures" and bool(data.old.size) and np.array_equal(data.new, data.old)
+
+    @property
     def by(self) -> str:
         kind = self.samples.kind
+        if self.nothing_changed:
+            return f"equal in all {self.samples.new.size} {self.samples.unit}"
         if kind == "answers":
             won = int(np.sum(self.samples.new > self.samples.old))
             lost = int(np.sum(self.samples.new < self.samples.old))
@@ -184,8 +192,10 @@ def _texts(found: Sequence[Mapping[str, Any]], per_word: float) -> Samples:
 
 
 def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
-    """Papers tell perplexity by token; the records count words, and all tokens read."""
+    """Papers tell perplexity by token; the records count words, and bytes by token read."""
     figures = run.moecache["tasks"][task]
-    throughput = figures["total_token_throughput"] / figures["request_throughput"]
+    per_token = figures.get("bytes_per_token")
+    if not per_token:
+        raise ValueError(f"{run.run_id}: nothing was moved, and so no tokens are told of.")
     words = sum(pair[1] for pair in texts.values())
-    return float(throughput * figures["requests"] / words)
+    return float(figures["bytes_moved"] / per_token / words)

@@ -13,6 +13,7 @@ import yaml
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.claims import FAILS, HOLDS, IN_PART, OPEN, answer, read_claims
+from lm_eval_moecache.report.claims_page import page
 from lm_eval_moecache.report.evidence import Samples, show
 from lm_eval_moecache.report.statistics import paired_share_interval
 from tests.report.runs import record
@@ -58,6 +59,13 @@ def test_no_changed_answer_is_no_proof_that_none_would_change() -> None:
     assert (low, high) == pytest.approx((-0.11538 - 0.12102, -0.11538 + 0.12102), abs=1e-4)
     with pytest.raises(ValueError, match="no pairs"):
         paired_share_interval(right, right[:2])
+
+
+def test_runs_that_are_equal_in_every_document_differ_in_nothing(tmp_path: Path) -> None:
+    _folder(tmp_path / "a")
+    same = {**FASTER, "versus": {"run": "new"}, "what": "x"}
+    [found] = answer(read_claims(_claims(tmp_path, {**same, "expect": {"below": 1}})), tmp_path)
+    assert found.verdict == FAILS and "equal in all 40" in found.answers[0].shown.by
 
 
 def test_traces_are_too_few_for_a_test_and_have_to_agree() -> None:
@@ -132,6 +140,15 @@ def test_verdicts_follow_from_interval_and_test(
     [found] = answer(read_claims(path), tmp_path)
     assert found.verdict == verdict
     assert (verdict == IN_PART) == bool(found.told)
+
+
+def test_a_claim_without_runs_says_why(tmp_path: Path) -> None:
+    claims = read_claims(_claims(tmp_path, untestable="no such machine"))
+    [found] = answer(claims, tmp_path)
+    assert (found.verdict, found.told) == (OPEN, "no such machine")
+    assert "No figures: no such machine." in page(claims, [found])
+    with pytest.raises(ValueError, match="say why it is `untestable`"):
+        read_claims(_claims(tmp_path))
 
 
 def test_holm_corrects_over_the_parts_of_a_claim(tmp_path: Path) -> None:

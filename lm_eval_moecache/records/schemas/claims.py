@@ -72,7 +72,13 @@ class Claim(Schema):
     why: Name
     untestable: str | None = None
     """Why it cannot be answered here whatever the parts say."""
-    parts: Annotated[list[Part], Field(min_length=1)]
+    parts: list[Part] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _answerable(self) -> Claim:
+        if not self.parts and self.untestable is None:
+            raise ValueError("a claim must have `parts`, or say why it is `untestable`")
+        return self
 
 
 class Claims(Schema):
