@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -64,11 +64,12 @@ class Rules:
         return miss if self.lets_change(miss.is_lossless, event) else None
 
 
-@dataclass(slots=True)
+@dataclass
 class Plan:
     """What an executor carries out, and what became of an event once it has.
 
-    The executor adds the `levels`; all else stays as it was decided.
+    The executor adds the `levels`; all else stays as it was decided. Without slots, so that what
+    most events leave at its default costs them nothing.
 
     Who leaves the cache is not in it: an eviction rule hears of each load and arrival before it is
     asked for the next victim, and with several waves the pins change in between.
@@ -82,15 +83,15 @@ class Plan:
     """The looked-up keys that are not resident: late or missed."""
     looked_up: Event
     """After routing and before the miss algorithm: what is counted."""
-    selection: Selection | None = None
+    selection: Selection | None = field(default=None, init=False)
     """The changed selection, or None where the router's is executed."""
-    late: int = 0
-    collisions: int = 0
-    token_misses: int = 0
-    substituted: int = 0
-    dropped: int = 0
-    unfaithful: int = 0
-    levels: Mapping[int, int] | None = None
+    late: int = field(default=0, init=False)
+    collisions: int = field(default=0, init=False)
+    token_misses: int = field(default=0, init=False)
+    substituted: int = field(default=0, init=False)
+    dropped: int = field(default=0, init=False)
+    unfaithful: int = field(default=0, init=False)
+    levels: Mapping[int, int] | None = field(default=None, init=False)
     """Key -> precision level at which it was executed; None where the store has one level."""
 
     def write_to(self, record: PassRecord) -> None:
@@ -121,7 +122,9 @@ def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
     at_best = rules.at_best
     demands = [at_best[key] for key in wanted]
     found = _counts(event, absent, _not_late(absent, rules, link), rules, cache)
-    return Plan(event, demands, absent, event, None, *found)
+    plan = Plan(event, demands, absent, event)
+    plan.late, plan.collisions, plan.token_misses = found
+    return plan
 
 
 def _not_late(absent: Sequence[int], rules: Rules, link: Link) -> Sequence[int]:
@@ -171,8 +174,12 @@ def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) ->
                     demands = _with_late(demands, absent, missed, executed, rules)
     if demands is None:
         demands = [rules.at_best[key] for key in wanted]
-    judged = (0, 0) if selection is None else _judge(asked.experts, selection)
-    return Plan(executed, demands, absent, looked_up, selection, *found, substituted, *judged)
+    plan = Plan(executed, demands, absent, looked_up)
+    plan.late, plan.collisions, plan.token_misses = found
+    if selection is not None:
+        plan.selection, plan.substituted = selection, substituted
+        plan.dropped, plan.unfaithful = _judge(asked.experts, selection)
+    return plan
 
 
 def _with_late(

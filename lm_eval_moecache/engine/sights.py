@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, repeat
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import FloatArray, softmax_weights
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
     PHASES,
@@ -107,7 +108,12 @@ def events_of(trace: Trace, needs: Sights, first: int, last: int, is_told: bool)
     if is_told and needs.depth:
         unseen = map(_Unseen(needs, num_layers), layers, phases)
     nothing = repeat(UNSEEN_EXPERTS), repeat(UNSEEN_SCORES), repeat(UNSEEN_SCORES)
-    events = map(Event, passes, layers, phases, tokens, own, *nothing, unseen)
+    rest = *nothing, unseen, repeat(softmax_weights)
+    # As `map(Event, ...)`, less a function of Python for each.
+    make = partial(tuple.__new__, Event)
+    events: Iterator[Event] = map(
+        make, zip(passes, layers, phases, tokens, own, *rest, strict=False)
+    )
     if needs.weights or needs.logits or (needs.depth and not is_told) or max(tokens) > 1:
         return _seen(events, trace, needs, rows, is_told)
     # One token a pass, of which the keys say it all.
