@@ -61,13 +61,9 @@ def metric_column(name: str) -> Column | None:
     if base.removeprefix(phase) not in METRICS:
         return None
     found = METRICS[base.removeprefix(phase)]
-    shown, words = (
-        _PHASES.get(phase, "")
-        + text
-        + (f" {percentile}" if dot else "")
-        + (f" ({task})" if at else "")
-        for text in (found.heading, found.words)
-    )
+    after = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
+    heading = f"{phase[:-1].capitalize()} {found.heading.lower()}" if phase else found.heading
+    shown, words = heading + after, _PHASES.get(phase, "") + found.words + after
     return Column(name, shown, found.decimals, found.higher_is_better, True, words)
 
 

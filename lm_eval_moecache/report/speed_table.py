@@ -8,7 +8,7 @@ from typing import Any
 from pytablewriter import MarkdownTableWriter
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.columns import MEGABYTE, METRICS, metric_column
+from lm_eval_moecache.report.columns import MEGABYTE, metric_column
 
 _COLUMNS = (
     *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
@@ -81,7 +81,7 @@ def _heading(name: str) -> str:
         return "MB moved"
     column = metric_column(name)
     assert column is not None
-    return column.heading if name in METRICS else column.heading.capitalize()
+    return column.heading
 
 
 def _cell(metrics: Mapping[str, Any], name: str) -> str:
