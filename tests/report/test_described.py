@@ -35,7 +35,7 @@ def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["prefill_evictions_per_request"] is None
     column = metric_column("decode_evictions_per_request")
     assert column is not None
-    assert (column.heading, column.decimals) == ("decode Evicted/req", 3)
+    assert (column.heading, column.decimals) == ("Decode evicted/req", 3)
     assert column.higher_is_better is False
 
 
