@@ -14,6 +14,7 @@ from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
+from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_hardware, policy_of
@@ -82,6 +83,13 @@ def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None
         assert torch.equal(logits_of(model), plain), family
 
 
+def changed_by(wrapped: Any, output: Any, selection: Selection) -> Any:
+    """Change a router's output as the hook does, whose event holds what the router chose."""
+    experts = output[2].numpy()
+    event = Event(0, 0, "decode", len(experts), [], experts=experts)
+    return wrapped._changed(0, output, selection, event)
+
+
 def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(
     olmoe: Any, router_output: Any
 ) -> None:
@@ -90,7 +98,7 @@ def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(
     own = np.full(experts.shape, np.nan, dtype=np.float32)
     own[1] = [0.5, 0.25, 0.125]
     own[2, 1] = 0.75
-    changed = wrapped._changed(0, router_output, Selection(experts.numpy().copy(), weights=own))
+    changed = changed_by(wrapped, router_output, Selection(experts.numpy().copy(), weights=own))
     wrapped.unwrap()
     assert torch.equal(changed[1][0], weights[0]) and torch.equal(changed[1][3], weights[3])
     assert changed[1][1].tolist() == [0.5, 0.25, 0.125]
@@ -119,7 +127,7 @@ def test_tokens_whose_experts_are_the_routers_own_keep_its_weights(
     chosen = experts.numpy().copy()
     chosen[0] = chosen[0, ::-1]
     chosen[1, 0] = next(e for e in range(8) if e not in chosen[1])
-    changed = wrapped._changed(0, router_output, Selection(chosen))
+    changed = changed_by(wrapped, router_output, Selection(chosen))
     wrapped.unwrap()
     for token in (0, 2, 3):
         assert torch.equal(changed[1][token], weights[token])
@@ -138,8 +146,8 @@ def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_
     keep[:, 2] = False
     lost = Selection(chosen, keep)
     shared = dataclasses.replace(lost, renormalize=True)
-    lost_weights = wrapped._changed(0, router_output, lost)[1].float()
-    shared_weights = wrapped._changed(0, router_output, shared)[1].float()
+    lost_weights = changed_by(wrapped, router_output, lost)[1].float()
+    shared_weights = changed_by(wrapped, router_output, shared)[1].float()
     torch.testing.assert_close(lost_weights[:, :2], weights[:, :2].float(), rtol=0.02, atol=0.001)
     assert (lost_weights[:, 2] == 0).all() and (shared_weights[:, 2] == 0).all()
     torch.testing.assert_close(
@@ -147,7 +155,7 @@ def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_
     )
     swapped = chosen.copy()
     swapped[:, 0] = [next(e for e in range(8) if e not in row) for row in chosen.tolist()]
-    taken = wrapped._changed(0, router_output, Selection(swapped, weigh_as=chosen))
+    taken = changed_by(wrapped, router_output, Selection(swapped, weigh_as=chosen))
     wrapped.unwrap()
     assert taken[2].tolist() == swapped.tolist()
     torch.testing.assert_close(taken[1].float(), weights.float(), rtol=0.02, atol=0.001)

@@ -186,5 +186,5 @@ def test_the_solvers_inputs_and_answer_are_told() -> None:
 
 
 def test_a_draft_stage_prefetcher_without_a_draft_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"prefetch='draft' works while.*moecache-spec"):
+    with pytest.raises(ValueError, match=r"prefetch='draft' works while.*a live run with draft="):
         make_engine(ScriptedPolicy(prefetch=Always(DraftPrefetch)))

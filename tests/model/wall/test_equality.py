@@ -24,7 +24,7 @@ from tests.test_equality import (
 )
 
 # A trained predictor needs an artifact of its model, which random models have none of.
-TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.name == "predictor"]
+TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.algorithm.artifact_kind]
 PAIRS = [pair for pair in COMBINATIONS if pair[0] not in TRAINED]
 PREFETCHING = ("specmd", "moe_infinity", "fate", "mixtral_offloading")
 
