@@ -306,7 +306,7 @@ def test_a_wrong_option_is_refused_before_a_model_is_loaded(
 def test_prompts_come_from_lines_or_from_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lm_eval_moecache.profiling.predictor import _read_prompts
+    from lm_eval_moecache.profiling._texts import _read_prompts
 
     file = tmp_path / "prompts.jsonl"
     file.write_text('"two\\nlines"\n{"prompt": "one", "id": 3}\n')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.records.files import read_json, read_yaml
+from lm_eval_moecache.records.files import parse_json, read_json, read_yaml
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.claims import Bounds, Claim, Claims, Part
 from lm_eval_moecache.report.evidence import Samples, Shown, of_runs, show
@@ -172,7 +171,7 @@ def _of_cells(part: Part, root: Path) -> Samples:
 
 @lru_cache(maxsize=4)
 def _cells(path: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(Path(path).read_bytes()))
+    found: list[dict[str, Any]] = parse_json(gzip.decompress(Path(path).read_bytes()), path)
     return found
 
 
