@@ -67,8 +67,8 @@ def _holder() -> Holder:
 
 def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
     """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
-    replays_trace = planned.cell.model == REPLAY
-    if replays_trace or (planned.share is not None and not planned.share.records):
+    from_shared = planned.share is not None and not planned.share.records
+    if from_shared or planned.cell.model == REPLAY:
         return _replay_cell(planned, Path(folder), experiment)
     started_s = time.time()
     begin = time.perf_counter()
@@ -108,7 +108,7 @@ def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
     started_s, begin = time.time(), time.perf_counter()
     try:
         with quiet():
-            if planned.cell.model == REPLAY:
+            if planned.share is None:
                 kept, source = replayed_trace(planned), planned.cell.pretrained
             else:
                 kept, source = replayed(planned, folder)
