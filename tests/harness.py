@@ -16,7 +16,7 @@ def make_instance(kind: str, task: str, index: int, *arguments: Any, choice: int
 def generations(count: int = 4) -> list[Instance]:
     """Contexts of different lengths, so that batches are padded on the left."""
     texts = [f"Hello number {i} " + "x" * (3 * i) for i in range(count)]
-    return [make_instance("generate_until", "gen", i, t, STOP) for i, t in enumerate(texts)]
+    return [make_instance("generate_until", "gen", i, t, dict(STOP)) for i, t in enumerate(texts)]
 
 
 def choices() -> list[Instance]:

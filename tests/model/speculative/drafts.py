@@ -28,7 +28,7 @@ def prompts(count: int) -> list[str]:
 
 def requests(count: int) -> list[Instance]:
     texts = enumerate(prompts(count))
-    return [make_instance("generate_until", "gen", i, text, STOP) for i, text in texts]
+    return [make_instance("generate_until", "gen", i, text, dict(STOP)) for i, text in texts]
 
 
 def useless_draft(folder: Path) -> Path:
