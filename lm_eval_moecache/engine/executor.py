@@ -94,12 +94,12 @@ class Executor(ABC):
         """Bring what the caches say is resident there, uncounted: they have been warmed."""
         return
 
+    @abstractmethod
     def time_load(self, count: int) -> float:
-        """Return the seconds that loading so many experts of the first layer takes, measured.
+        """Return the seconds that loading so many experts of the first layer one by one takes.
 
-        Only where the clock is the machine's, and before the first pass; caches stay as they are.
+        Measured where the clock is the machine's, before the first pass; caches stay as they are.
         """
-        raise NotImplementedError
 
     def close(self) -> None:
         """End what runs beside the caller. Safe to call twice."""

@@ -317,3 +317,10 @@ def test_a_delayed_prefetch_is_hidden_by_the_next_layer_s_attention_alone() -> N
         ends[is_delayed] = (record.end_s, record.stall_s)
     # Landed at 33: expert 34-35. Begun at 32, there at 37: a wait of 3 s, expert 37-38.
     assert ends == {False: (35.0, 0.0), True: (38.0, 3.0)}
+
+
+def test_the_time_of_loads_is_told_and_nothing_moves() -> None:
+    engine = make_engine()
+    assert engine.time_load(3) == 15.0
+    record = decode(engine, [0, 1])
+    assert (record.end_s, record.bytes_moved) == (14.0, 200)

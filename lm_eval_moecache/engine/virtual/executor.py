@@ -113,6 +113,9 @@ class VirtualExecutor(Executor):
         """Nothing is left: what `run` returns is over, and in time nothing else passes."""
         return iter(())
 
+    def time_load(self, count: int) -> float:
+        return count * self.link.duration_s(self._geometry.expert_bytes[0][0])
+
     def settle(self) -> None:
         self.link.clear()
         self.prefetches.forget()

@@ -42,6 +42,10 @@ class VirtualLink(Link):
         queued, inflight = self._queued, self.inflight
         return [key for key in keys if key not in queued and key != inflight]
 
+    def duration_s(self, nbytes: int) -> float:
+        """Return how long a transfer of its own takes on a free link."""
+        return self._latency_s + nbytes / self._bytes_per_s
+
     def transfer(self, nbytes: int, now: float, joins: bool = False) -> float:
         """Move `nbytes` as soon as the link is free, not before `now`; return when they land.
 
