@@ -31,6 +31,8 @@ class Codec(ABC):
     """The library's oldest release that will do."""
     group_sizes: ClassVar[tuple[int, ...]] = ()
     """Allowed sizes of the groups of weights that share a scale; empty where there are none."""
+    encodes_on: ClassVar[str | None] = None
+    """Type of the device that encodes whatever the matrix lies on; None for the matrix' own."""
 
     def __init__(self, name: str, group_size: int | None = None) -> None:
         self.name = name
@@ -42,7 +44,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Return contiguous tensors of `layout(matrix.shape)`, on the matrix' device."""
+        """Return contiguous tensors of `layout(matrix.shape)`, on the matrix' device.
+
+        Called by several threads at a time.
+        """
 
     @abstractmethod
     def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -105,3 +110,13 @@ def num_weights(shape: Sequence[int], codec: Codec, multiple: int) -> int:
             "without groups, as int8 or bf16."
         )
     return count
+
+
+PIECE = 1 << 17
+"""Weights that are worked on at a time on a CPU: what is made between fits into a core's cache."""
+
+
+def pieces(count: int, width: int) -> list[slice]:
+    """Divide `count` rows of `width` weights into pieces that are worked on one after another."""
+    rows = max(1, PIECE // width)
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]

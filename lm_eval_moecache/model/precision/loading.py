@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from tqdm import tqdm
 
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.encoding import Noted, encode
 from lm_eval_moecache.model.precision.kept import KeptEncodings
 from lm_eval_moecache.model.precision.mapped import page_out_checkpoints
 from lm_eval_moecache.model.precision.stored import (
     Encoded,
-    encode,
     expert_matrices,
     is_matrices,
     shape_without_memory,
@@ -40,11 +41,21 @@ def encoding(
     classes = {type(layer.experts) for layer in skeleton}
     before = os.environ.get(_IN_ORDER)
     os.environ[_IN_ORDER] = "1"
+    bar = tqdm(
+        desc=f"encoding experts at {':'.join(codec.name for codec in codecs)}",
+        total=sum(_num_matrices(layer) for layer in skeleton) * len(codecs),
+        unit=" matrices",
+        delay=2,
+        disable=is_kept,
+    )
     for each in classes:
-        each.__setattr__ = _setter(each.__setattr__, codecs, is_kept)  # type: ignore[assignment]
+        usual = each.__setattr__
+        setter = _setter(usual, codecs, is_kept, bar.update)
+        each.__setattr__ = setter  # type: ignore[assignment]
     try:
         yield
     finally:
+        bar.close()
         for each in classes:
             del each.__setattr__
         os.environ.pop(_IN_ORDER)
@@ -52,7 +63,13 @@ def encoding(
             os.environ[_IN_ORDER] = before
 
 
-def _setter(usual: Any, codecs: Sequence[Codec], is_kept: bool) -> Callable[[Any, str, Any], None]:
+def _num_matrices(layer: MoELayer) -> int:
+    return sum(len(stacked) for stacked in expert_matrices(layer.experts).values())
+
+
+def _setter(
+    usual: Any, codecs: Sequence[Codec], is_kept: bool, noted: Noted
+) -> Callable[[Any, str, Any], None]:
     def set_attribute(module: Any, name: str, value: Any) -> None:
         if (
             isinstance(value, nn.Parameter)
@@ -63,7 +80,7 @@ def _setter(usual: Any, codecs: Sequence[Codec], is_kept: bool) -> Callable[[Any
             if is_kept:
                 module.__dict__[_IS_KEPT] = True
             else:
-                module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs)
+                module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs, noted)
             page_out_checkpoints()
             shape = shape_without_memory(value)
             # Else transformers would fill what it takes for a parameter that nobody loaded.

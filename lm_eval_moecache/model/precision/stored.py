@@ -44,27 +44,6 @@ def expert_bytes(experts: nn.Module, codecs: Sequence[Codec]) -> tuple[int, ...]
     )
 
 
-def encode(experts: nn.Module, stacked: Tensor, codecs: Sequence[Codec]) -> Encoded:
-    """Encode one parameter [E, ...], expert by expert and level by level.
-
-    Into tensors that are there before: small ones that stay, between others that go, would keep
-    the heap from shrinking.
-    """
-    shape = matrix_shape(experts, stacked)
-    matrices = [m.t() if experts.is_transposed else m for m in stacked.detach()]
-    found: Encoded = []
-    for codec in codecs:
-        kept = tuple(
-            torch.empty((len(matrices), *size), dtype=dtype, device=stacked.device)
-            for size, dtype in codec.layout(shape)
-        )
-        for expert, matrix in enumerate(matrices):
-            for whole, part in zip(kept, codec.encode(matrix), strict=True):
-                whole[expert].copy_(part)
-        found.append(kept)
-    return found
-
-
 def decode(
     experts: nn.Module, stacked: Tensor, level: Sequence[Tensor], expert: int, codec: Codec
 ) -> Tensor:
@@ -78,11 +57,6 @@ def decode_one(
     """As `decode`, of the tensors of one expert."""
     matrix = codec.decode(tensors, matrix_shape(experts, stacked), stacked.dtype)
     return matrix.t() if experts.is_transposed else matrix
-
-
-def store_experts(experts: nn.Module, codecs: Sequence[Codec]) -> dict[str, Encoded]:
-    """Return a module's matrices, encoded; the module stays as it is."""
-    return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
 
 
 def bytes_of(stored: Mapping[str, Encoded]) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import kept, loading
+from lm_eval_moecache.model.precision import encoding, kept, loading
 from tests.harness import answers
 from tests.models import save_model
 
@@ -22,11 +22,11 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64}
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The matrices that are encoded from here on."""
     done: list[str] = []
-    encode = loading.encode
+    encode = encoding.encode
 
-    def noted(module: Any, stacked: Any, codecs: Any) -> Any:
+    def noted(module: Any, stacked: Any, codecs: Any, *given: Any) -> Any:
         done.append(":".join(codec.name for codec in codecs))
-        return encode(module, stacked, codecs)
+        return encode(module, stacked, codecs, *given)
 
     monkeypatch.setattr(loading, "encode", noted)
     return done

@@ -16,10 +16,11 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.precision.encoding import store_experts
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.registry import ALIASES, codec_names
 from lm_eval_moecache.model.precision.store import LadderStore
-from lm_eval_moecache.model.precision.stored import decode, expert_matrices, store_experts
+from lm_eval_moecache.model.precision.stored import decode, expert_matrices
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.sizes import parse_capacity
