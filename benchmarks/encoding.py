@@ -29,6 +29,10 @@ SHAPES = ((2048, 2048), (2048, 1024))
 
 
 def library_encode(found: Codec, matrix: Tensor) -> tuple[Tensor, ...]:
+    if found.name == "int8":
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        return int8_vectorwise_quant(matrix.half())[:2]  # type: ignore[no-any-return]
     if not isinstance(found, HalfQuadratic):
         return found.encode(matrix)
     from hqq.core.quantize import Quantizer

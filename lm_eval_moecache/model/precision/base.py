@@ -116,7 +116,7 @@ PIECE = 1 << 17
 """Weights that are worked on at a time on a CPU: what is made between fits into a core's cache."""
 
 
-def pieces(count: int, width: int) -> list[slice]:
+def pieces(count: int, width: int, most: int = PIECE) -> list[slice]:
     """Divide `count` rows of `width` weights into pieces that are worked on one after another."""
-    rows = max(1, PIECE // width)
+    rows = max(1, most // width)
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]

@@ -15,8 +15,9 @@ import torch
 from hqq.core.quantize import Quantizer
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.precision import base, encoding
+from lm_eval_moecache.model.precision import encoding, half_quadratic
 from lm_eval_moecache.model.precision.base import Codec, pieces
+from lm_eval_moecache.model.precision.codecs import int8
 from lm_eval_moecache.model.precision.encoding import encode, side_by_side, workers
 from lm_eval_moecache.model.precision.half_quadratic import HalfQuadratic
 from lm_eval_moecache.model.precision.registry import codec, codec_names
@@ -54,8 +55,13 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that do not divide the rows: 960 weights."""
-    monkeypatch.setattr(base, "PIECE", 960)
+    """Pieces that do not divide the rows: at most 960 weights."""
+
+    def small(count: int, width: int, most: int = 0) -> list[slice]:
+        return pieces(count, width, most=960)
+
+    for module in (half_quadratic, int8):
+        monkeypatch.setattr(module, "pieces", small)
 
 
 def by_library(found: HalfQuadratic, matrix: Tensor) -> tuple[Tensor, ...]:
@@ -116,6 +122,15 @@ def test_hqq_decodes_to_the_librarys_bits(
     tensors = found.encode(drawn(kind))
     expected = found._decode_by_library(tensors, SHAPE, dtype)
     assert torch.equal(found.decode(tensors, SHAPE, dtype), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_in_pieces_gives_the_librarys_codes(kind: str, small_pieces: None) -> None:
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    matrix = drawn(kind, (97, 64))
+    weights, absmax, _ = int8_vectorwise_quant(matrix.half())
+    assert all(map(torch.equal, codec("int8").encode(matrix), (weights, absmax)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

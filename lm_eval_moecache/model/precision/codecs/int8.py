@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.model.precision.base import Codec, Layout, pieces
+from lm_eval_moecache.model.precision.base import PIECE, Codec, Layout, pieces
 
 
 class Int8(Codec):
@@ -29,7 +29,14 @@ class Int8(Codec):
     def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
         from bitsandbytes.functional import int8_vectorwise_quant
 
-        weights, absmax, _ = int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
+        if matrix.device.type != "cpu":
+            weights, absmax, _ = int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
+            return weights, absmax
+        weights = torch.empty(matrix.shape, dtype=torch.int8)
+        absmax = torch.empty(len(matrix))
+        for rows in pieces(len(matrix), matrix.shape[1], most=4 * PIECE):
+            part = matrix[rows].to(torch.float16).contiguous()
+            weights[rows], absmax[rows], _ = int8_vectorwise_quant(part)
         return weights, absmax
 
     def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
