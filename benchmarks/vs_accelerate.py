@@ -25,6 +25,7 @@ from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.assemble import assemble
 from lm_eval_moecache.model.wall.loading import ExpertLoader, device_map
+from lm_eval_moecache.model.weights import weights_files
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import load_hardware
@@ -71,7 +72,8 @@ def random_skeleton(folder: str) -> Any:
 def ours(folder: str, policy: str, capacity: str, device: torch.device, store: str) -> WrappedModel:
     with torch.device("meta"):
         skeleton = random_skeleton(folder)
-    loader = ExpertLoader(store, f"{folder}/store", skeleton)
+    files = weights_files(folder, {})
+    loader = ExpertLoader(store, f"{folder}/store", skeleton, files=files)
     with loader.loading():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, **loader.arguments(device)

@@ -32,7 +32,7 @@ from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.model.checkpoint import model_path, skeleton
 from lm_eval_moecache.model.ended import EndedRows
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.weights import weights_identity
+from lm_eval_moecache.model.weights import weights_files, weights_identity
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.paths import TINY
@@ -60,7 +60,9 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
             config, theirs = self._check(pretrained, arguments)
         self._model_name = model_name(pretrained)
         bare = skeleton(pretrained, theirs)
-        self.loading = Loading(config, bare, weights_identity(model_path(pretrained), theirs))
+        path = model_path(pretrained)
+        files = weights_files(path, theirs)
+        self.loading = Loading(config, bare, weights_identity(path, theirs), files)
         super().__init__(pretrained=model_path(pretrained), **theirs)
         self.count_ranks()
         self._moe_layers = find_moe_layers(self.model)

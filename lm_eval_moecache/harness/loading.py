@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from lm_eval_moecache.records.geometry import Geometry
 class Loading:
     """Made of the setting that the model is loaded for; `check` says whether another one fits."""
 
-    def __init__(self, config: Config, skeleton: nn.Module, identity: str = "") -> None:
-        """`identity` says which weights these are, as `weights_identity` does."""
+    def __init__(
+        self, config: Config, skeleton: nn.Module, identity: str = "", files: Sequence[Path] = ()
+    ) -> None:
+        """`identity` says which weights these are, as `weights_identity` does; `files` are they."""
         self._loaded_for = (config.clock, config.store, config.store_dir)
         self._ladder = config.ladder
         self._skeleton = skeleton
@@ -46,7 +48,7 @@ class Loading:
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
             self._experts = ExpertLoader(
-                config.store, config.store_dir, skeleton, self._codecs, self._kept
+                config.store, config.store_dir, skeleton, self._codecs, self._kept, files
             )
 
     def check(self, config: Config) -> None:

@@ -49,6 +49,25 @@ def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
         _check_shards(what, index, is_folder)
 
 
+def weights_files(model: Any, theirs: Mapping[str, Any]) -> list[Path]:
+    """Return the safetensors files that a model is loaded from; none where others are."""
+    if not isinstance(model, str) or theirs.get("gguf_file"):
+        return []
+    subfolder = str(theirs.get("subfolder") or "")
+    place = Path(model) / subfolder if Path(model).is_dir() else None
+    folder = place if place is not None else _downloaded(model, theirs, subfolder)
+    if folder is None:
+        return []
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    found = read_json(index, index.name)
+    names = sorted(set(found["weight_map"].values()))
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
 def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
     """Say which weights a model is loaded from: names, sizes and times of files, and revision.
 

@@ -6,6 +6,7 @@ Shapes: E experts; a matrix is [out, in].
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,11 @@ def bytes_of(stored: Mapping[str, Encoded]) -> int:
     return sum(t.nbytes for levels in stored.values() for level in levels for t in level)
 
 
-def shape_without_memory(tensor: Tensor) -> nn.Parameter:
-    """Return a parameter of the tensor's shape, dtype and device that takes one number's memory."""
-    shape = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def shape_without_memory(tensor: Tensor, device: Any = None) -> nn.Parameter:
+    """Return a parameter of the tensor's shape and dtype that takes one number's memory.
+
+    On the tensor's device, or on another one.
+    """
+    place = tensor.device if device is None else device
+    shape = torch.zeros((), dtype=tensor.dtype, device=place).expand(tensor.shape)
     return nn.Parameter(shape, requires_grad=False)

@@ -20,10 +20,12 @@ from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.precision.base import Codec
 from lm_eval_moecache.model.precision.kept import KeptEncodings
 from lm_eval_moecache.model.precision.loading import encoding, take_layer
+from lm_eval_moecache.model.sources import leaving_out
+from lm_eval_moecache.model.wall.in_place import find_in_place, names_of
 from lm_eval_moecache.model.wall.ladder import stored_parameters
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.scratch import scratch
-from lm_eval_moecache.model.wall.tiers import DiskTier, RamTier, Stored, Tier, find_stored
+from lm_eval_moecache.model.wall.tiers import DiskTier, OnDisk, RamTier, Stored, Tier, find_stored
 
 try:
     import resource
@@ -35,9 +37,10 @@ class ExpertLoader:
     """Takes the experts out of a model while transformers loads it, converted as it converts them.
 
     `ram`: the model is read into host memory and the rest moves on to the device. `disk`: the
-    device gets the rest; experts are read from the checkpoint where they lie there as they are
-    executed, and else written once to files under `folder`, layer after layer. These have no name
-    when loading ends: no later run can find them, and what a killed one leaves the next removes.
+    device gets the rest; experts stay in the checkpoint where they lie there as they are executed
+    (in one tensor or in several), and else are written to files under `folder`, layer after layer.
+    These have no name when loading ends: no later run can find them, and what a killed one leaves
+    the next removes.
     With `codecs` experts are encoded as they come, and both stores hold them so, level by level.
     """
 
@@ -48,9 +51,14 @@ class ExpertLoader:
         skeleton: nn.Module,
         codecs: Sequence[Codec] | None = None,
         kept: KeptEncodings | None = None,
+        files: Sequence[Path] = (),
     ) -> None:
+        """`files`: the checkpoint's safetensors files, where it has any."""
         self.codecs, self._kept = codecs, kept
         self._store = store
+        self._in_place: list[dict[str, OnDisk]] | None = None
+        if store == "disk" and codecs is None:
+            self._in_place = find_in_place(skeleton, files)
         self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
         self._skeleton = skeleton
         self._scratch: str | None = None
@@ -63,7 +71,7 @@ class ExpertLoader:
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return what `from_pretrained` has to be told about places."""
-        if self._store == "ram" or self.codecs is not None:
+        if self._store == "ram" or self.codecs is not None or self._in_place is not None:
             return {"device_map": {"": "cpu"}, "max_memory": None}
         paths = {layer.path for layer in find_moe_layers(self._skeleton)}
         return {
@@ -78,7 +86,9 @@ class ExpertLoader:
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
-                if self._store == "disk":
+                if self._in_place is not None:
+                    stack.enter_context(leaving_out(self._names()))
+                elif self._store == "disk":
                     place = scratch(self._folder, self._needed())
                     self._scratch = stack.enter_context(place)
                 stack.enter_context(self._encoding())
@@ -102,6 +112,8 @@ class ExpertLoader:
         layers = find_moe_layers(model)
         if self.codecs is not None:
             self._take_encoded(model, layers, device)
+        elif self._in_place is not None:
+            self._move_rest(model, layers, device, [DiskTier(self._in_place)])
         elif self._store == "disk":
             self.tiers = [DiskTier(self._stored(layers))]
             remove_hook_from_submodules(model)
@@ -130,7 +142,7 @@ class ExpertLoader:
         """Put what was encoded while it was loaded into a tier for each level."""
         assert self.codecs is not None
         levels: list[list[dict[str, Tensor]]] = [[] for _ in self.codecs]
-        files: list[list[dict[str, Stored]]] = [[] for _ in self.codecs]
+        files: list[list[dict[str, OnDisk]]] = [[] for _ in self.codecs]
         for index, layer in enumerate(layers):
             stored = take_layer(index, layer, self.codecs, self._kept)
             for level in range(len(self.codecs)):
@@ -159,6 +171,10 @@ class ExpertLoader:
             if isinstance(tier, RamTier):
                 tier.pin()
 
+    def _names(self) -> set[str]:
+        rows = names_of(find_moe_layers(self._skeleton))
+        return {name for row in rows for name in row.values()}
+
     def _needed(self) -> int:
         """Return the bytes of all experts."""
         return sum(
@@ -167,12 +183,12 @@ class ExpertLoader:
             for tensor in expert_parameters(layer.experts).values()
         )
 
-    def _stored(self, layers: Sequence[MoELayer]) -> list[dict[str, Stored]]:
+    def _stored(self, layers: Sequence[MoELayer]) -> list[dict[str, OnDisk]]:
         """Find where transformers left each layer's experts, and bring them to the model's type."""
-        found: list[dict[str, Stored]] = []
+        found: list[dict[str, OnDisk]] = []
         for layer in layers:
             weights: Any = layer.experts._hf_hook.weights_map  # type: ignore[union-attr]
-            row = {}
+            row: dict[str, OnDisk] = {}
             for name, shape in expert_parameters(layer.experts).items():
                 entry = weights.dataset.index[f"{weights.prefix}{name}"]
                 stored = find_stored(entry["safetensors_file"], entry["weight_name"])

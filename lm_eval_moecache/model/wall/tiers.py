@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,22 +80,71 @@ def locked_copy(tensor: Tensor) -> Tensor:
     return copied
 
 
+Span = tuple[str, int, int]
+"""A file, where something begins in it, and its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One layer's parameter in a safetensors file: [experts, ...] from `offset` on."""
+    """One tensor in a safetensors file, from `offset` on: a layer's parameter [experts, ...]."""
 
     file: str
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def files(self) -> set[str]:
+        return {self.file}
+
+    def spans(self, expert: int) -> Sequence[Span]:
+        """Return where an expert's part lies, piece after piece."""
+        size = self.nbytes // self.shape[0]
+        return ((self.file, self.offset + expert * size, size),)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One layer's parameter whose experts lie in tensors of their own: row blocks, one by one."""
+
+    experts: Sequence[Sequence[Stored]]
+    """Expert -> the matrices [rows, ...] that follow one another in its part."""
+
+    @property
+    def files(self) -> set[str]:
+        return {part.file for parts in self.experts for part in parts}
+
+    def spans(self, expert: int) -> Sequence[Span]:
+        found: list[Span] = []
+        for part in self.experts[expert]:
+            if found and found[-1][0] == part.file and sum(found[-1][1:]) == part.offset:
+                file, start, size = found.pop()
+                found.append((file, start, size + part.nbytes))
+            else:
+                found.append((part.file, part.offset, part.nbytes))
+        return found
+
+
+class OnDisk(Protocol):
+    """One layer's parameter in files."""
+
+    @property
+    def files(self) -> set[str]: ...
+
+    def spans(self, expert: int) -> Sequence[Span]:
+        """Return where an expert's part lies, piece after piece."""
+
 
 class DiskTier(Tier):
     """Experts in files. They are read, not mapped: a bad file is an error and no bus error."""
 
-    def __init__(self, parameters: Sequence[Mapping[str, Stored]]) -> None:
+    def __init__(self, parameters: Sequence[Mapping[str, OnDisk]]) -> None:
         self._parameters = parameters
-        files = {stored.file for row in parameters for stored in row.values()}
+        files = {file for row in parameters for stored in row.values() for file in stored.files}
         self._descriptors = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
 
     def __del__(self) -> None:
@@ -103,36 +153,58 @@ class DiskTier(Tier):
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
         for name, tensor in target.items():
-            stored = self._parameters[layer][name]
             data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
             view = memoryview(data)
-            offset = stored.offset + expert * len(view)
-            while view:
-                count = os.preadv(self._descriptors[stored.file], [view], offset)
-                if not count:
-                    raise OSError(
-                        f"{stored.file} ends at byte {offset}, inside {name} of MoE layer {layer}, "
-                        f"expert {expert}: the file is truncated."
-                    )
-                view, offset = view[count:], offset + count
+            for file, offset, size in self._parameters[layer][name].spans(expert):
+                self._read(
+                    file, offset, view[:size], f"{name} of MoE layer {layer}, expert {expert}"
+                )
+                view = view[size:]
+
+    def _read(self, file: str, offset: int, view: memoryview, what: str) -> None:
+        while view:
+            count = os.preadv(self._descriptors[file], [view], offset)
+            if not count:
+                raise OSError(
+                    f"{file} ends at byte {offset}, inside {what}: the file is truncated."
+                )
+            view, offset = view[count:], offset + count
 
 
 def find_stored(file: Path | str, name: str) -> Stored:
     """Find a parameter in a safetensors file. Raises ValueError where the file is not sound."""
+    found = tensors_in(file).get(name)
+    if found is None:
+        raise ValueError(f"store='disk': {file} is not a sound safetensors file with {name!r}.")
+    return found
+
+
+def tensors_in(file: Path | str) -> dict[str, Stored]:
+    """Return a safetensors file's tensors, of types that are known here, and read none of them.
+
+    Raises ValueError where the file is not sound.
+    """
     try:
+        whole = os.path.getsize(file)
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if length > os.path.getsize(file):
+            if length > whole:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
-        entry = header[name]
-        start, end = entry["data_offsets"]
-        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
-    except (ValueError, KeyError, TypeError) as error:
+        header.pop("__metadata__", None)
+        entries = [
+            (name, entry["data_offsets"], tuple(entry["shape"]), entry["dtype"])
+            for name, entry in header.items()
+        ]
+        last = max((end for _, (_, end), _, _ in entries), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"store='disk': {file} is not a sound safetensors file with {name!r}: {error!r}"
+            f"store='disk': {file} is not a sound safetensors file: {error!r}"
         ) from error
-    offset = 8 + length + start
-    if 8 + length + end > os.path.getsize(file):
-        raise ValueError(f"store='disk': {file} is truncated: {name!r} goes beyond its end.")
-    return Stored(str(file), offset, shape, dtype)
+    if 8 + length + last > whole:
+        raise ValueError(f"store='disk': {file} is truncated: it ends inside its last tensor.")
+    return {
+        name: Stored(str(file), 8 + length + start, shape, _DTYPES[dtype])
+        for name, (start, _), shape, dtype in entries
+        if dtype in _DTYPES
+    }

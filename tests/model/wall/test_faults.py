@@ -67,7 +67,7 @@ def test_a_removed_store_folder_does_a_run_no_harm(
 @pytest.mark.parametrize("scoring", ["parallel", "scan"])
 def test_a_file_that_is_cut_while_it_is_read_is_named(scoring: str, tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", "olmoe")
-    given = {"policy": "on_demand", "scoring": scoring, "capacity": "2/layer"}
+    given = {"policy": "on_demand", "scoring": scoring, "capacity": "2/layer", "dtype": "float32"}
     lm = MoECacheLM(
         pretrained=str(path), **{**HOST, **given}, store="disk", store_dir=str(tmp_path / "store")
     )

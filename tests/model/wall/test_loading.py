@@ -135,7 +135,7 @@ def test_too_little_room_for_the_files_is_said_before_they_are_written(
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match=r"store='disk'.*1000 bytes free"):
-        on_disk(checkpoint("olmoe"), tmp_path)
+        on_disk(checkpoint("olmoe"), tmp_path, dtype="float32")
 
 
 def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
@@ -148,6 +148,7 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n",
         checkpoint("olmoe"),
         tmp_path,
+        dtype="float32",
     )
     assert "ValueError: store='disk': the model cannot be loaded" in result.stderr
     assert str(tmp_path) in result.stderr
@@ -203,12 +204,12 @@ def test_a_tier_reads_what_was_stored(tmp_path: Path) -> None:
         tier.fill(0, 4, {"w": target})
 
 
-def script(begin: str, path: Path, folder: Path, end: str = "") -> Any:
+def script(begin: str, path: Path, folder: Path, end: str = "", dtype: str = "auto") -> Any:
     """Load a model from disk in a process of its own."""
     text = (
         "from lm_eval_moecache.harness.lm import MoECacheLM\n"
         "from tests.harness import answers\n" + begin + f"lm = MoECacheLM({str(path)!r}, "
-        f"device='cpu', clock='wall', store='disk', store_dir={str(folder)!r}, "
+        f"device='cpu', clock='wall', store='disk', store_dir={str(folder)!r}, dtype={dtype!r}, "
         "policy='on_demand', capacity='5%', max_length=48)\n" + end
     )
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT)
@@ -225,7 +226,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
         "from lm_eval_moecache.harness.lm import MoECacheLM\n"
         "loading.ExpertLoader.take_experts = lambda *a: time.sleep(60)\n"
         f"MoECacheLM({str(path)!r}, device='cpu', clock='wall', store='disk', "
-        f"store_dir={str(tmp_path)!r})\n"
+        f"store_dir={str(tmp_path)!r}, dtype='float32')\n"
     )
     process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
     end = time.perf_counter() + 60
@@ -236,8 +237,8 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     (left,) = tmp_path.iterdir()
     for file in left.iterdir():
         file.write_bytes(b"\0" * file.stat().st_size)
-    expected = answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
-    lm = on_disk(path, tmp_path, dtype="bfloat16")
+    expected = answers(HFLM(pretrained=str(path), dtype="float32", **HOST))
+    lm = on_disk(path, tmp_path, dtype="float32")
     assert answers(lm) == expected
     assert list(tmp_path.iterdir()) == []
     lm.wrapped.unwrap()
