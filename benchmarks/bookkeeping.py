@@ -1,8 +1,8 @@
 """What the cache costs the processor: microseconds per MoE layer and decode step, by policy.
 
 A random model of OLMoE's layers, experts and top-k (16, 64, 8) with matrices too small to matter.
-The CPU time of the thread that decodes, inside the router hooks (and, on the wall clock, in what
-the experts' call asks of the engine), which other jobs on the machine change little.
+The CPU time of the thread that decodes, inside the router hooks and inside those around the pass,
+which other jobs on the machine change little.
 
     python benchmarks/bookkeeping.py [--policies on_demand,specmd] [--clock virtual] [--profile]
 """
@@ -46,19 +46,26 @@ def small_model() -> Any:
 
 
 class Hooks:
-    """Adds up this thread's CPU time in the router hooks of a wrapped model, call by call."""
+    """Adds up this thread's CPU time in the hooks of a wrapped model, pass by pass."""
 
     def __init__(self, wrapped: WrappedModel) -> None:
         self.seconds: list[float] = []
-        for layer in find_moe_layers(wrapped.model):
-            for key, hook in layer.router._forward_hooks.items():
-                layer.router._forward_hooks[key] = self._timed(hook)
+        """Of each pass."""
+        model = wrapped.model
+        routers = [layer.router._forward_hooks for layer in find_moe_layers(model)]
+        for hooks in (model._forward_pre_hooks, model._forward_hooks, *routers):
+            for key, hook in hooks.items():
+                hooks[key] = self._timed(hook)
+        self.handle = model.register_forward_pre_hook(self._begin, prepend=True)
+
+    def _begin(self, *args: Any) -> None:
+        self.seconds.append(0.0)
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             start = time.thread_time_ns()
             result = hook(*args)
-            self.seconds.append((time.thread_time_ns() - start) / 1e9)
+            self.seconds[-1] += (time.thread_time_ns() - start) / 1e9
             return result
 
         return timed
@@ -79,8 +86,8 @@ def microseconds(model: Any, clock: str, policy: str, capacity: str, tokens: int
         hooks = Hooks(wrapped)
         run(model, prompt, tokens)
         wrapped.unwrap()
-        decode = hooks.seconds[SHAPE["num_hidden_layers"] :]
-        found.append(1e6 * statistics.mean(decode))
+        hooks.handle.remove()
+        found.append(1e6 * statistics.mean(hooks.seconds[1:]) / SHAPE["num_hidden_layers"])
     return found
 
 

@@ -110,6 +110,16 @@ class Engine:
         return chosen.routing.uses_logits or chosen.prefetch.uses_logits or chosen.miss.uses_logits
 
     @property
+    def only_counts(self) -> bool:
+        """Whether what it decides changes nothing that is computed, and no clock runs meanwhile.
+
+        So with lossless algorithms and one precision in virtual time; then the events of a pass
+        may be served when it is over.
+        """
+        rules = self.executor.rules
+        return self.executor.is_virtual and not (rules.may_change or rules.ladder)
+
+    @property
     def depth(self) -> int:
         """How many layers ahead the gates have to be asked at each event."""
         return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
@@ -177,6 +187,20 @@ class Engine:
     def propose_by(self, source: Callable[[Event], Sequence[int]]) -> None:
         """Take the prefetcher's proposals from `source`: a replay of what it proposed live."""
         self.executor.prefetches.propose = source
+
+    def serve(self, events: Sequence[Event], proposed: Sequence[Sequence[int]] | None) -> None:
+        """Serve all events of a pass, with what is `proposed` at each (None: ask for it then)."""
+        prefetches = self.executor.prefetches
+        asked = prefetches.propose
+        try:
+            if proposed is not None:
+                answers = iter(proposed)
+                prefetches.propose = lambda event: next(answers)
+            for event in events:
+                self.enter(event.layer, event.num_tokens)
+                self.run(event)
+        finally:
+            prefetches.propose = asked
 
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"

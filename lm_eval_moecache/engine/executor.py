@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
@@ -28,6 +29,8 @@ class Executor(ABC):
     link: Link
     pools: Sequence[ExpertCache]
     """The caches, each once."""
+    is_virtual: ClassVar[bool] = False
+    """Whether an event takes no time of the machine's, but for its bookkeeping."""
     slots: Sequence[Mapping[int, int]] = ()
     """Layer -> (key -> slot) of what is resident or arriving; empty where nothing has a slot."""
 

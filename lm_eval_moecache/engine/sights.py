@@ -78,7 +78,7 @@ def _asked_ahead(
             column = start + ahead * num_experts
             logits = by_pass[:, column : column + num_experts].astype(np.float32)
             target = (layer + 1 + ahead) % num_layers
-            proposed = prefetch.propose_rows(target, logits)
+            proposed = prefetch.propose_rows([target] * num_passes, logits)
             if proposed is None:
                 return None
             for index, keys in zip(range(layer, len(found), num_layers), proposed, strict=True):

@@ -1,4 +1,4 @@
-"""Numbers of a layer brought to the host together: one wait for the device, not one each.
+"""Numbers of a layer, or a pass, brought to the host together: one wait for the device.
 
 Shapes: T tokens.
 """
@@ -24,9 +24,9 @@ def fetched(tensors: Sequence[Tensor], valid: BoolArray | None) -> list[Any]:
     if all(row.device.type == "cpu" for row in rows):
         arrays = [row.numpy() for row in rows]
     else:
-        packed, start = torch.cat([row.float() for row in rows], -1).cpu().numpy(), 0
-        arrays = []
+        packed = torch.cat([row.float().ravel() for row in rows]).cpu().numpy()
+        arrays, start = [], 0
         for row in rows:
-            arrays.append(packed[:, start : start + row.shape[-1]])
-            start += row.shape[-1]
+            arrays.append(packed[start : start + row.numel()].reshape(row.shape))
+            start += row.numel()
     return arrays if valid is None else [array[valid] for array in arrays]

@@ -62,6 +62,9 @@ class Gate:
         """Whether it has a class for using no expert, seen at its first answer."""
         self._rank: int | None = None
         self._normed: bool | None = None
+        self._linear_in: torch.dtype | bool | None = None
+        """The dtype of the product with its weight that its logits are, and nothing but that; False
+        where they are more, None until it was asked."""
         self.sorts = _sorts_its_choice(kind)
         """Whether its choice comes heaviest first."""
 
@@ -109,13 +112,58 @@ class Gate:
         return self.read(self._call(hidden, given))
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """Return logits [T, E] whose best are what the router would choose for these inputs."""
+        """Return logits [T, E] whose best are what the router would choose for these inputs.
+
+        They are the router's own, bit for bit. Most routers are one product before they choose, and
+        then that is all that is computed.
+        """
+        if self._linear_in is None:
+            self._linear_in = self._find_linear(hidden)
+        if self._linear_in and not torch.is_grad_enabled():
+            return self._product(hidden, self._linear_in)
         choice = self.ask(hidden)
-        logits = choice.logits.float()
         if not self.by_token:
-            return logits
+            return choice.logits
+        logits = choice.logits.float()
         chosen = torch.zeros_like(logits).scatter_(-1, choice.experts, 1.0)
         return logits + chosen * (1.0 + logits.amax() - logits.amin())
+
+    def _product(self, hidden: Tensor, dtype: Any) -> Tensor:
+        parts: Any = self.router._parameters
+        weight, bias = parts["weight"], parts.get("bias")
+        if bias is not None:
+            bias = bias.to(dtype)
+        inputs = hidden.reshape(-1, self.hidden_size).to(dtype)
+        return nn.functional.linear(inputs, weight.to(dtype), bias)
+
+    @torch.no_grad()
+    def _find_linear(self, hidden: Tensor) -> torch.dtype | bool:
+        """Find a product that gives its logits again, bit for bit: of this input and of drawn ones.
+
+        Those reach from tiny to huge, so that a bound or a curve on the logits would show.
+        """
+        weight = self.router._parameters.get("weight")
+        if weight is None or is_hooked(self.router) or self.router.training or self.by_token:
+            return False
+        if weight.shape != (self.num_experts, self.hidden_size):
+            return False
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.tensor([1e-3, 1.0, 30.0, 1e3]).repeat(7)[:, None]
+        drawn = (torch.randn(28, self.hidden_size, generator=generator) * scales).to(hidden)
+        inputs = (hidden, drawn, *drawn[:4, None])
+        try:
+            own = [self.ask(x).logits.reshape(-1, self.num_experts) for x in inputs]
+            for dtype in (weight.dtype, torch.float32):
+                found = [self._product(x, dtype) for x in inputs]
+                if all(
+                    a.dtype == b.dtype and torch.equal(a, b)
+                    for a, b in zip(own, found, strict=True)
+                ):
+                    return dtype
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            # It is not called with that.
+            return False
+        return False
 
     def probe(self, num_tokens: int) -> Choice:
         """Ask about random hidden states, drawn so that logits spread about 1.

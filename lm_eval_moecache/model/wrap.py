@@ -5,11 +5,10 @@ Shapes: T tokens, E experts, K experts per token, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.engine import Engine
@@ -18,18 +17,17 @@ from lm_eval_moecache.model.experts import (
     STORE_ATTRIBUTE,
     register_experts_function,
 )
-from lm_eval_moecache.model.fetched import fetched
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.data_aware import foresight_of
-from lm_eval_moecache.model.predictor.network import network_of
+from lm_eval_moecache.model.router_events import RouterCall, RouterEvents, rounded
 from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Store, implementation_of
 from lm_eval_moecache.model.weighting.base import WeightingRule
 from lm_eval_moecache.model.weighting.change import changed_output
-from lm_eval_moecache.model.weighting.find import find_rules, in_numpy
+from lm_eval_moecache.model.weighting.find import find_rules
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
-from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event, unique_in_order
-from lm_eval_moecache.records.predictor import target_of
+from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event
+from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.recorder import Recorder
 
@@ -62,13 +60,14 @@ class WrappedModel:
         self._rules: list[WeightingRule | None] = self._find_rules()
         self._valid: BoolArray | None = None
         self._num_tokens = 0
-        self._depth = engine.depth
-        self._predictor = network_of(engine.algorithms.prefetch, layers[0].gate.hidden_size)
+        self._routers = RouterEvents(engine, layers, self._rules)
+        self._record: PassRecord | None = None
+        """The pass in progress."""
+        self._waits = False
+        """Whether the events of this pass wait for its end, as nothing that is computed depends
+        on them: then they come to the host together."""
+        self._calls: list[RouterCall] = []
         self._foresight = foresight_of(engine.algorithms.prefetch, model.get_input_embeddings())
-        self._weighers = [None if rule is None else in_numpy(rule) for rule in self._rules]
-        self._wants_weights = engine.wants_weights
-        self._wants_logits = engine.wants_logits
-        self._is_sorted = [layer.gate.sorts for layer in layers]
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
@@ -142,13 +141,10 @@ class WrappedModel:
         past_length = 0 if past is None else past.get_seq_length()
         if self.reads_first is not None:
             self.reads_first(input_ids, past_length)
-        if self._scanning:
-            self.engine.begin_scan(self._num_tokens)
-        elif self._foresight is None:
-            self.engine.begin_pass(phase, self._num_tokens)
-        else:
-            foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
-            self.engine.begin_pass(phase, self._num_tokens, foreseen)
+        self._record = self._begin(phase, input_ids, past_length)
+        # A recorder sees hidden states, which are not kept for the end of the pass.
+        self._waits = self.engine.only_counts and not self._scanning and self.recorder is None
+        self._calls.clear()
         if self.recorder is None:
             return
         if self._scanning:
@@ -156,6 +152,16 @@ class WrappedModel:
         else:
             mask = kwargs.get("attention_mask")
             self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
+
+    def _begin(self, phase: str, input_ids: Tensor, past_length: int) -> PassRecord:
+        """Begin the engine's pass; a scan's tokens have one each, and this one counts nothing."""
+        if self._scanning:
+            self.engine.begin_scan(self._num_tokens)
+            return PassRecord(index=-1, phase=PREFILL, num_tokens=self._num_tokens, start_s=0.0)
+        if self._foresight is None:
+            return self.engine.begin_pass(phase, self._num_tokens)
+        foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
+        return self.engine.begin_pass(phase, self._num_tokens, foreseen)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -177,7 +183,9 @@ class WrappedModel:
         if self._scanning:
             self.engine.end_scan()
         else:
+            self._serve_calls()
             self.engine.end_pass()
+        self._record = None
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
         levels, gate = self._store.levels, self._layers[layer].gate
@@ -185,10 +193,18 @@ class WrappedModel:
         def hook(router: nn.Module, args: Any, output: Any) -> Any:
             if not self._num_tokens:
                 return None
-            engine = self.engine
+            engine, record = self.engine, self._record
+            assert record is not None, "a router was called outside a pass"
+            predicted = self._routers.predictions(layer, record.phase, args[0])
+            call = RouterCall(layer, gate.read(output), predicted)
+            if self._waits:
+                self._calls.append(call)
+                return None
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
-            event = self._event(layer, args[0], gate.read(output))
+            event = self._event(call)
+            if self.recorder is not None:
+                self._note(self.recorder, event, args[0], call.choice.logits)
             if self._scanning:
                 selection, executed_at = engine.scan(event), None
             else:
@@ -203,82 +219,35 @@ class WrappedModel:
 
         return hook
 
-    def _event(self, layer: int, hidden: Tensor, output: Any) -> Event:
-        """Build the event of one router call from its (logits, weights, indices)."""
-        record, engine = self.engine.record, self.engine
-        assert record is not None or self._scanning, "a router was called outside a pass"
-        index, phase = (record.index, record.phase) if record is not None else (-1, PREFILL)
-        wants_weights = self._wants_weights or self._scanning or self.recorder is not None
-        wants_weights |= self._num_tokens > 1 or self._valid is not None
-        predicted = self._predictions(layer, phase, hidden)
-        weigh = self._weighers[layer]
-        rule: dict[str, Any] = {} if weigh is None else {"weigh": weigh}
-        if not (wants_weights or predicted):
-            return Event(index, layer, phase, 1, self._keys_of_one_token(layer, output), **rule)
-        seen: dict[str, Any] = {**self._seen(layer, output, predicted), **rule}
-        num_experts = engine.geometry.num_experts
-        if self._num_tokens == 1:
-            base = layer * num_experts
-            keys = [base + expert for expert in seen["experts"][0].tolist()]
-        else:
-            keys = unique_in_order(layer, num_experts, seen["experts"])
-        if not wants_weights:
-            del seen["experts"], seen["weights"]
-        event = Event(index, layer, phase, self._num_tokens, keys, **seen)
-        if self.recorder is not None:
-            self.recorder.add(
-                event, hidden, output[0], self._rows, lambda a: self._predict(a, hidden)
-            )
-        return event
+    def _event(self, call: RouterCall) -> Event:
+        """Build the event of one router call."""
+        record = self._record
+        assert record is not None
+        weights = self._scanning or self.recorder is not None
+        weights |= self._num_tokens > 1 or self._valid is not None
+        return self._routers.event(call, record, self._num_tokens, self._valid, weights)
 
-    def _seen(self, layer: int, output: Any, predicted: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Return what the event tells the algorithms, brought to the host in one go."""
-        asked = [output[2], output[1].float()]
-        if self._wants_logits:
-            # Where results cannot change, what algorithms see is what a trace keeps, as below.
-            logits = output[0] if self._rules[layer] is not None else output[0].to(torch.float16)
-            asked.append(logits.float())
-        found = fetched([*asked, *predicted.values()], self._valid)
-        # Copies: what they come from is the model's.
-        experts_TK, weights_TK = found[0].astype(np.int64), found[1].copy()
-        if not self._is_sorted[layer]:
-            order = np.argsort(-weights_TK, axis=-1, kind="stable")
-            experts_TK = np.take_along_axis(experts_TK, order, -1)
-            weights_TK = np.take_along_axis(weights_TK, order, -1)
-        seen: dict[str, Any] = {"experts": experts_TK, "weights": weights_TK}
-        if self._wants_logits:
-            seen["logits"] = found[2]
-        if predicted:
-            seen["predicted"] = dict(zip(predicted, found[len(asked) :], strict=True))
-        return seen
+    def _serve_calls(self) -> None:
+        """Serve the events that have waited for the end of their pass, in their order."""
+        engine, calls, num_tokens = self.engine, self._calls, self._num_tokens
+        assert self._record is not None
+        if num_tokens > 1 or self._valid is not None:
+            for call in calls:
+                engine.enter(call.layer, num_tokens)
+                engine.run(self._event(call))
+        elif calls:
+            events, proposed = self._routers.of_one_token(calls, self._record)
+            engine.serve(events, proposed)
+        calls.clear()
 
-    def _predictions(self, layer: int, phase: str, hidden: Tensor) -> dict[int, Tensor]:
-        """Ask the predictor, or the gates of the next layers, about this layer's input."""
-        if self._predictor is not None:
-            target = target_of(layer, len(self._layers), phase)
-            if target is None:
-                return {}
-            return {target: _rounded(self._predictor(layer, hidden))}
-        last = min(layer + 1 + self._depth, len(self._layers))
-        gates = ((ahead, self._layers[ahead].gate) for ahead in range(layer + 1, last))
-        return {ahead: _rounded(gate.predict(hidden)) for ahead, gate in gates}
+    def _note(self, recorder: Recorder, event: Event, hidden: Tensor, logits: Tensor) -> None:
+        """Record an event; the gates may be asked for more, and their own hooks do not fire."""
 
-    def _keys_of_one_token(self, layer: int, output: Any) -> list[int]:
-        """Return one token's keys, heaviest first."""
-        experts: list[Any] = output[2].tolist()
-        while isinstance(experts[0], list):
-            experts = experts[0]
-        if not self._is_sorted[layer]:
-            weights: list[float] = output[1].flatten().tolist()
-            order = sorted(range(len(experts)), key=lambda k: -weights[k])
-            experts = [experts[k] for k in order]
-        base = layer * self.engine.geometry.num_experts
-        return [base + expert for expert in experts]
+        def predict(layer: int) -> FloatArray:
+            found: FloatArray = self._rows(rounded(self._layers[layer].gate.predict(hidden)))
+            return found
 
-    def _predict(self, layer: int, hidden: Tensor) -> FloatArray:
-        """Ask a later layer's gate about this layer's input; its own hooks do not fire."""
-        found: FloatArray = self._rows(_rounded(self._layers[layer].gate.predict(hidden)))
-        return found
+        recorder.add(event, hidden, logits, self._rows, predict)
 
     def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
@@ -289,8 +258,3 @@ class WrappedModel:
     def _rows(self, values: Tensor) -> Any:
         array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
         return array if self._valid is None else array[self._valid]
-
-
-def _rounded(logits: Tensor) -> Tensor:
-    """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
-    return logits.to(torch.float16).float()

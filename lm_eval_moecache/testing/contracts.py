@@ -100,18 +100,22 @@ class PrefetchContract(Contract):
         assert first == again
 
     def test_many_steps_at_once_are_what_single_ones_would_propose(self) -> None:
-        """A replay asks `propose_rows` where there is one, a live run `propose`."""
-        at_once, alone = self.make(), self.make()
+        """Replays and live runs that nothing waits for ask `propose_rows` where there is one."""
         # One decimal place, so that there are ties.
         logits = np.random.default_rng(0).normal(0, 2, (40, GEOMETRY.num_experts)).round(1)
         logits = logits.astype(np.float32)
-        rows = [at_once.propose_rows(1, part) for part in (logits[:25], logits[25:])]
-        if None in rows:
-            return
         base = GEOMETRY.num_experts
-        for step, (row, keys) in enumerate(zip(logits, chain(*filter(None, rows)), strict=True)):
-            event = Event(step, 0, DECODE, 1, [base], predicted={1: row[None]})
-            assert list(alone.propose(event)) == keys
+        # Steps of one layer, as a replay asks, and of one layer after the other, as a live run.
+        for layers in ([1] * 40, [0, 1] * 20):
+            at_once, alone = self.make(), self.make()
+            rows = [at_once.propose_rows(layers[:24], logits[:24])]
+            rows.append(at_once.propose_rows(layers[24:], logits[24:]))
+            if None in rows:
+                return
+            found = chain(*filter(None, rows))
+            for step, (layer, row, keys) in enumerate(zip(layers, logits, found, strict=True)):
+                event = Event(step, 0, DECODE, 1, [base], predicted={layer: row[None]})
+                assert list(alone.propose(event)) == keys
 
 
 class MissContract(Contract):

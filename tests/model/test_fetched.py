@@ -38,3 +38,11 @@ def test_one_transfer_brings_everything(valid: list[bool] | None) -> None:
     for ours, theirs in zip(found, plain, strict=True):
         assert np.array_equal(ours, theirs)
     assert found[0].astype(np.int64).tolist()[0] == [5, 16_777_215]
+
+
+def test_one_transfer_brings_what_differs_in_rows() -> None:
+    tensors = [torch.arange(8).reshape(4, 2), torch.rand(3, 5)]
+    FromDevice.brought = 0
+    found = fetched([t.as_subclass(FromDevice) for t in tensors], None)
+    assert FromDevice.brought == 1
+    assert all(np.array_equal(f, t.numpy()) for f, t in zip(found, tensors, strict=True))

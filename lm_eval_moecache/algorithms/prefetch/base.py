@@ -73,11 +73,12 @@ class PrefetchAlgorithm(ABC):
     def propose(self, event: Event) -> Sequence[int]:
         """Return the keys to prefetch now, in order of priority, without duplicates."""
 
-    def propose_rows(self, layer: int, logits: FloatArray) -> list[list[int]] | None:
-        """Return what `propose` would for each of some decode steps, one after the other, or None.
+    def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]] | None:
+        """Return what `propose` would for each of some predictions of one token, or None.
 
-        `logits` [steps, experts] is what each step predicts of one `layer`. Only for algorithms
-        that look at nothing else of an event; a replay then asks for many steps at once.
+        `logits` [n, experts] are predicted of `layers` [n], one after the other. Only for
+        algorithms that look at nothing else of an event; a replay then asks for many steps of one
+        layer at once, a live run for all layers of a step.
         """
         return None
 
@@ -147,18 +148,19 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
     return keys
 
 
-def best_of_rows(layer: int, logits: FloatArray, count: int) -> list[list[int]]:
-    """Return `most_likely` of each token alone; `logits` are [tokens, experts]."""
+def best_of_rows(layers: Sequence[int], logits: FloatArray, count: int) -> list[list[int]]:
+    """Return `most_likely` of each token alone; its layer is in `layers` [tokens]."""
     top = (-logits).argsort(axis=-1, kind="stable")[:, :count]
-    rows: list[list[int]] = (top + layer * logits.shape[-1]).tolist()
+    rows: list[list[int]] = (top + np.asarray(layers)[:, None] * logits.shape[-1]).tolist()
     return rows
 
 
-def rows_by_mass(layer: int, wanted: BoolArray, scores: FloatArray) -> list[list[int]]:
-    """Return `by_mass` of each token alone; `wanted` and `scores` are [tokens, experts]."""
+def rows_by_mass(layers: Sequence[int], wanted: BoolArray, scores: FloatArray) -> list[list[int]]:
+    """Return `by_mass` of each token alone, whose layer is in `layers` [tokens]."""
     tokens, experts = wanted.nonzero()
     order = np.lexsort((-scores[tokens, experts], tokens))
-    keys: list[int] = (experts[order] + layer * scores.shape[-1]).tolist()
+    experts += np.asarray(layers)[tokens] * scores.shape[-1]
+    keys: list[int] = experts[order].tolist()
     ends: list[int] = wanted.sum(axis=-1).cumsum().tolist()
     return [keys[start:end] for start, end in pairwise([0, *ends])]
 

@@ -59,5 +59,5 @@ class NextGate(PrefetchAlgorithm):
             keys += most_likely(layer, logits, self._count)
         return keys
 
-    def propose_rows(self, layer: int, logits: FloatArray) -> list[list[int]]:
-        return best_of_rows(layer, logits, self._count)
+    def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]]:
+        return best_of_rows(layers, logits, self._count)

@@ -47,7 +47,7 @@ class Score(PrefetchAlgorithm):
             raise ValueError(f"prefetch.percentile={percentile} must lie between 0 and 100.")
         self.percentile = percentile
         self.scope = scope
-        self._history = [_History(percentile / 100) for _ in range(geometry.num_layers)]
+        self._history = _History(percentile / 100, geometry.num_layers)
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
@@ -58,63 +58,84 @@ class Score(PrefetchAlgorithm):
                     scores, self.percentile, axis=-1, keepdims=True
                 )
             else:
-                bar = self._history[layer].add(scores)
+                bar = self._history.add(layer, scores)
             keys += by_mass(layer, scores > bar, scores)
         return keys
 
-    def propose_rows(self, layer: int, logits: FloatArray) -> list[list[int]]:
+    def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]]:
         scores = softmax(logits)
         if self.scope == "token":
             bars = np.percentile(scores, self.percentile, axis=-1)
         else:
-            bars = self._history[layer].add_rows(scores)
-        return rows_by_mass(layer, scores > bars[:, None], scores)
+            bars = self._history.add_rows(layers, scores)
+        return rows_by_mass(layers, scores > bars[:, None], scores)
 
 
 class _History:
-    """The scores seen for one layer, counted in bins, and a pointer to the bin of the quantile.
+    """Each layer's scores so far, counted in bins, and a pointer to the bin of their quantile.
 
     A new event moves the quantile a little, so stepping the pointer costs less than summing bins.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, num_layers: int) -> None:
         self._share = share
         # The last bin counts the scores of exactly 1, which belong to the one before.
-        self._counts = np.zeros(_BINS + 1, dtype=np.int64)
-        self._count_of = self._counts.item
-        self._total = 0
-        self._bin = 0
-        self._below = 0
+        self._counts = np.zeros((num_layers, _BINS + 1), dtype=np.int64)
+        self._flat = self._counts.ravel()
+        self._total = [0] * num_layers
+        self._bin = [0] * num_layers
+        self._below = [0] * num_layers
         """How many scores lie in bins before `_bin`."""
 
-    def add(self, scores: FloatArray) -> float:
+    def add(self, layer: int, scores: FloatArray) -> float:
         """Take in an event's scores; return the first bin up to which the share of all lies."""
         bins = (scores.ravel() * _BINS).astype(np.int64)
-        np.add.at(self._counts, bins, 1)
-        count_of, place = self._count_of, self._bin
-        self._total += bins.size
-        below = self._below + int(np.count_nonzero(bins < place))
-        rank = self._share * self._total
-        while place < _BINS - 1 and (upto := below + count_of(place)) < rank:
+        np.add.at(self._counts[layer], bins, 1)
+        return self._step(layer, bins.size, int(np.count_nonzero(bins < self._bin[layer])))
+
+    def _step(self, layer: int, count: int, count_below: int) -> float:
+        """Move a layer's pointer, as so many scores more have been counted, some of them below."""
+        count_of, start, place = self._flat.item, layer * (_BINS + 1), self._bin[layer]
+        self._total[layer] += count
+        below = self._below[layer] + count_below
+        rank = self._share * self._total[layer]
+        while place < _BINS - 1 and (upto := below + count_of(start + place)) < rank:
             below, place = upto, place + 1
         while place > 0 and below >= rank:
             place -= 1
-            below -= count_of(place)
-        self._bin, self._below = place, below
+            below -= count_of(start + place)
+        self._bin[layer], self._below[layer] = place, below
         return place / _BINS
 
-    def add_rows(self, scores: FloatArray) -> FloatArray:
-        """Take in [events, experts], one row after the other; return what `add` says of each.
+    def add_rows(self, layers: Sequence[int], scores: FloatArray) -> FloatArray:
+        """Take in [events, experts], one row after the other; return what `add` says of each."""
+        bins = (scores * _BINS).astype(np.int64)
+        first, num_events = layers[0], len(layers)
+        if num_events == layers.count(first):
+            return self._add_to_one(first, bins)
+        if len(set(layers)) < num_events:
+            own = zip(layers, scores, strict=True)
+            return np.array([self.add(layer, row) for layer, row in own], dtype=np.float32)
+        starts = np.multiply(layers, _BINS + 1)
+        np.add.at(self._flat, (bins + starts[:, None]).ravel(), 1)
+        places = np.array([self._bin[layer] for layer in layers])
+        below: list[int] = (bins < places[:, None]).sum(axis=1).tolist()
+        size = bins.shape[1]
+        steps = [self._step(layer, size, own) for layer, own in zip(layers, below, strict=True)]
+        return np.array(steps, dtype=np.float32)
+
+    def _add_to_one(self, layer: int, bins: IntArray) -> FloatArray:
+        """Take in the bins of many events [events, experts] of one layer, in their order.
 
         In the bins around the pointer it counts, for all events at once, what lies below; where
         the quantile leaves them, around twice as many.
         """
-        bins = (scores * _BINS).astype(np.int64)
-        rank = self._share * (self._total + bins.shape[1] * np.arange(1, len(bins) + 1))
-        reach = 16
+        num_events, size = bins.shape
+        rank = self._share * (self._total[layer] + size * np.arange(1, num_events + 1))
+        reach, pointer = 16, self._bin[layer]
         while True:
-            low, high = max(self._bin - reach, 0), min(self._bin + reach, _BINS)
-            upto = self._counted(bins, low, high)
+            low, high = max(pointer - reach, 0), min(pointer + reach, _BINS)
+            upto = self._counted(layer, bins, low, high)
             if (high == _BINS or (upto[:, -1] >= rank).all()) and (
                 low == 0 or (upto[:, 0] < rank).all()
             ):
@@ -122,12 +143,12 @@ class _History:
             reach *= 2
         steps = (upto[:, 1:-1] < rank[:, None]).sum(axis=1)
         place = int(steps[-1])
-        self._total += bins.size
-        self._bin, self._below = low + place, int(upto[-1, place])
-        np.add.at(self._counts, bins.ravel(), 1)
+        self._total[layer] += bins.size
+        self._bin[layer], self._below[layer] = low + place, int(upto[-1, place])
+        np.add.at(self._counts[layer], bins.ravel(), 1)
         return np.asarray((low + steps) / _BINS, dtype=np.float32)
 
-    def _counted(self, bins: IntArray, low: int, high: int) -> IntArray:
+    def _counted(self, layer: int, bins: IntArray, low: int, high: int) -> IntArray:
         """Return how many scores lie below bins `low` to `high` after each event: [events, bins].
 
         Both ends are included.
@@ -136,5 +157,5 @@ class _History:
         own = np.maximum(bins - low + 1, 0)
         flat = (np.arange(num_events)[:, None] * width + own)[own < width]
         fresh = np.bincount(flat, minlength=num_events * width).reshape(num_events, width)
-        before = np.append(0, self._counts.cumsum())[low : high + 1]
+        before = np.append(0, self._counts[layer].cumsum())[low : high + 1]
         return np.asarray(before + fresh.cumsum(axis=1).cumsum(axis=0), dtype=np.int64)

@@ -27,6 +27,7 @@ _NOTHING: frozenset[int] = frozenset()
 class VirtualExecutor(Executor):
     """Serves an event from its lookup to the end of its last expert within `run`."""
 
+    is_virtual = True
     clock: VirtualClock
     link: VirtualLink
 

@@ -69,5 +69,6 @@ class DraftHooks:
 
 def ask_gate(gate: Gate, hidden: Tensor) -> FloatArray:
     """Return the [1, experts] logits of a target's gate; its own hooks do not fire."""
-    scores: FloatArray = gate.predict(hidden.to(gate.dtype)).reshape(1, -1).cpu().numpy()
+    logits = gate.predict(hidden.to(gate.dtype)).float()
+    scores: FloatArray = logits.reshape(1, -1).cpu().numpy()
     return scores

@@ -1,0 +1,203 @@
+"""What the routers of a pass say, as events.
+
+Shapes: T tokens, E experts, K experts per token, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.model.fetched import fetched
+from lm_eval_moecache.model.gate import Choice
+from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.model.predictor.network import network_of
+from lm_eval_moecache.model.store import BoolArray
+from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.model.weighting.find import in_numpy
+from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.event import (
+    NO_PREDICTIONS,
+    UNSEEN_EXPERTS,
+    UNSEEN_SCORES,
+    Event,
+    unique_in_order,
+)
+from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.predictor import target_of
+
+Proposals = list[Sequence[int]]
+
+
+class RouterCall(NamedTuple):
+    """One call of a router: what it chose, and what its input says of layers to come."""
+
+    layer: int
+    choice: Choice
+    predicted: Mapping[int, Tensor]
+    """Target layer -> logits [T, E], not rounded yet."""
+
+
+class RouterEvents:
+    """Makes the events of one engine from what its model's routers say."""
+
+    def __init__(
+        self, engine: Engine, layers: Sequence[MoELayer], rules: Sequence[WeightingRule | None]
+    ) -> None:
+        self._engine, self._layers = engine, layers
+        self._num_experts = engine.geometry.num_experts
+        self._depth = engine.depth
+        self._predictor = network_of(engine.algorithms.prefetch, layers[0].gate.hidden_size)
+        self._predicts = self._depth > 0 or self._predictor is not None
+        self._weigh = [{} if rule is None else {"weigh": in_numpy(rule)} for rule in rules]
+        self._is_lossy = [rule is not None for rule in rules]
+        self._is_sorted = [layer.gate.sorts for layer in layers]
+        self._all_sorted = all(self._is_sorted)
+        self._wants_weights = engine.wants_weights
+        self._wants_logits = engine.wants_logits
+
+    def predictions(self, layer: int, phase: str, hidden: Tensor) -> Mapping[int, Tensor]:
+        """Ask the predictor, or the gates of the next layers, about this layer's input."""
+        if not self._predicts:
+            return {}
+        if self._predictor is not None:
+            target = target_of(layer, len(self._layers), phase)
+            return {} if target is None else {target: self._predictor(layer, hidden)}
+        last = min(layer + 1 + self._depth, len(self._layers))
+        return {ahead: self._layers[ahead].gate.predict(hidden) for ahead in range(layer + 1, last)}
+
+    def event(
+        self,
+        call: RouterCall,
+        record: PassRecord,
+        num_tokens: int,
+        valid: BoolArray | None,
+        weights: bool,
+    ) -> Event:
+        """Return one call's event; with `weights` it has `experts` and `weights` in any case."""
+        layer, choice, predicted = call
+        weights |= self._wants_weights
+        in_order = self._is_sorted[layer]
+        asked = self._asked(call, weights or not in_order)
+        seen: dict[str, Any] = dict(self._weigh[layer])
+        if len(asked) == 1:
+            keys = self._keys_of_one_token(layer, choice.experts)
+            return Event(record.index, layer, record.phase, 1, keys, **seen)
+        found = fetched(asked, valid)
+        experts = found[0].astype(np.int64)
+        if weights or not in_order:
+            # Copies: what they come from is the model's.
+            experts, own = _in_order(experts, found[1].copy(), in_order)
+            if weights:
+                seen.update(experts=experts, weights=own)
+        if self._wants_logits:
+            seen["logits"] = found[-len(predicted) - 1]
+        if predicted:
+            seen["predicted"] = dict(zip(predicted, found[-len(predicted) :], strict=True))
+        if num_tokens == 1:
+            base = layer * self._num_experts
+            keys = [base + expert for expert in experts[0].tolist()]
+        else:
+            keys = unique_in_order(layer, self._num_experts, experts)
+        return Event(record.index, layer, record.phase, num_tokens, keys, **seen)
+
+    def _asked(self, call: RouterCall, weights: bool) -> list[Tensor]:
+        """Return what has to come to the host of a call: experts, weights, logits, predictions."""
+        asked = [call.choice.experts]
+        if weights:
+            asked.append(call.choice.weights.float())
+        if self._wants_logits:
+            # Where results cannot change, what algorithms see is what a trace keeps.
+            logits = call.choice.logits
+            asked.append(logits.float() if self._is_lossy[call.layer] else rounded(logits))
+        asked += map(rounded, call.predicted.values())
+        return asked
+
+    def _keys_of_one_token(self, layer: int, experts_TK: Tensor) -> list[int]:
+        experts: list[Any] = experts_TK.tolist()
+        while isinstance(experts[0], list):
+            experts = experts[0]
+        base = layer * self._num_experts
+        return [base + expert for expert in experts]
+
+    def of_one_token(
+        self, calls: Sequence[RouterCall], record: PassRecord
+    ) -> tuple[list[Event], Proposals | None]:
+        """Return the events of all layers of a pass of one token, brought to the host together.
+
+        And what the prefetcher proposes at each; None where it has to be asked at every event.
+        """
+        asked = [_stacked([call.choice.experts for call in calls])]
+        weighed = self._wants_weights or not self._all_sorted
+        if weighed:
+            asked.append(_stacked([call.choice.weights for call in calls]).float())
+        if self._wants_logits:
+            asked.append(rounded(_stacked([call.choice.logits for call in calls])))
+        targets = [target for call in calls for target in call.predicted]
+        if targets:
+            values = [logits for call in calls for logits in call.predicted.values()]
+            asked.append(rounded(_stacked(values)))
+        found = fetched(asked, None)
+        experts = found[0].astype(np.int64, copy=False)
+        weights = logits = [UNSEEN_SCORES] * len(calls)
+        rows = [UNSEEN_EXPERTS] * len(calls)
+        if weighed:
+            in_order = np.array([[self._is_sorted[call.layer]] for call in calls])
+            experts, by_weight = _in_order(experts, found[1], in_order)
+            if self._wants_weights:
+                rows, weights = [*experts[:, None]], [*by_weight[:, None]]
+        if self._wants_logits:
+            logits = [*found[-1 - bool(targets)][:, None]]
+        predicted = _by_call(calls, found[-1]) if targets else [NO_PREDICTIONS] * len(calls)
+        base = self._num_experts
+        chosen: list[list[int]] = experts.tolist()
+        keys = [
+            [call.layer * base + e for e in own] for call, own in zip(calls, chosen, strict=True)
+        ]
+        seen = zip(calls, keys, rows, weights, logits, predicted, strict=True)
+        index, phase = record.index, record.phase
+        events = [Event(index, call.layer, phase, 1, *rest) for call, *rest in seen]
+        return events, self._proposed(calls, targets, found[-1]) if targets else None
+
+    def _proposed(
+        self, calls: Sequence[RouterCall], targets: Sequence[int], logits: FloatArray
+    ) -> Proposals | None:
+        """Return what the prefetcher proposes at each call, whose predictions are `logits`."""
+        asked = self._engine.algorithms.prefetch.propose_rows(targets, logits)
+        if asked is None:
+            return None
+        answers = iter(asked)
+        return [[key for _ in call.predicted for key in next(answers)] for call in calls]
+
+
+def rounded(logits: Tensor) -> Tensor:
+    """Round to float16, which is what a routing trace keeps: a replay sees the same numbers."""
+    return logits.to(torch.float16).float()
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one row each as one of all rows, where the first of them lies."""
+    device = tensors[0].device
+    if any(values.device != device for values in tensors):
+        tensors = [values.to(device) for values in tensors]
+    return torch.cat(list(tensors)).reshape(len(tensors), -1)
+
+
+def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
+    """Put each token's experts [T, K] heaviest first, where the router has not done so."""
+    if np.all(is_sorted):
+        return experts, weights
+    order = np.argsort(-weights, axis=-1, kind="stable")
+    order = np.where(is_sorted, np.arange(weights.shape[-1]), order)
+    return np.take_along_axis(experts, order, -1), np.take_along_axis(weights, order, -1)
+
+
+def _by_call(calls: Sequence[RouterCall], rows: FloatArray) -> list[Mapping[int, FloatArray]]:
+    """Divide [predictions, E] between the calls that they are of."""
+    each: Iterator[FloatArray] = iter(rows[:, None])
+    return [{target: next(each) for target in call.predicted} for call in calls]

@@ -1,0 +1,134 @@
+"""Events that wait for the end of their pass are those of a pass that was served layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.model.gate import Gate
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.router_events import RouterEvents
+from lm_eval_moecache.model.wrap import WrappedModel
+from tests.families.configs import small_model
+from tests.models import FAMILIES, random_model
+from tests.test_equality import logits_of, make_engine
+
+POLICIES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("on_demand", {}),
+    ("on_demand", {"eviction": "score"}),
+    ("on_demand", {"prefetch": "expert_map"}),
+    ("specmd", {}),
+    ("moe_infinity", {}),
+    ("mixtral_offloading", {"eviction": "least_stale"}),
+)
+
+
+def decode(model: Any, steps: int = 6) -> None:
+    """One request alone: its prompt, and decode steps of one token."""
+    with torch.no_grad():
+        output = model(torch.tensor([[5, 9, 200, 33, 7]]), use_cache=True)
+        for _ in range(steps):
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+
+
+def ledger(model: Any, policy: str, changes: dict[str, str]) -> tuple[Any, ...]:
+    layers = find_moe_layers(model)
+    engine = make_engine(policy, "40%", describe(model, layers, "x"), **changes)
+    wrapped = WrappedModel(model, layers, engine)
+    decode(model)
+    logits_of(model)
+    wrapped.unwrap()
+    engine.check_integrity()
+    return engine.ledger.passes, engine.clock.now, [sorted(p.resident) for p in engine.pools]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_waiting_for_the_end_of_the_pass_changes_no_count(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(family)
+    waiting = [ledger(model, *policy) for policy in POLICIES]
+    monkeypatch.setattr(Engine, "only_counts", False)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("an event waited")
+
+    monkeypatch.setattr(RouterEvents, "of_one_token", never)
+    assert [ledger(model, *policy) for policy in POLICIES] == waiting
+
+
+def test_what_changes_outputs_does_not_wait() -> None:
+    model = random_model("olmoe")
+    geometry = describe(model, find_moe_layers(model), "x")
+    waits = {name: make_engine(name, "40%", geometry).only_counts for name in ("fiddler", "specmd")}
+    assert waits == {"fiddler": True, "specmd": True}
+    for name in ("mixture_cache", "importance_scheduling", "pre_gated"):
+        assert not make_engine(name, "40%", geometry).only_counts
+
+
+def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("olmoe")
+    layers = find_moe_layers(model)
+    engine = make_engine("specmd", "40%", describe(model, layers, "x"))
+    wrapped = WrappedModel(model, layers, engine)
+    decode(model, 2)
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(RuntimeError, match="full"):
+
+        def out_of_memory(*_: Any) -> Tensor:
+            raise RuntimeError("full")
+
+        patch.setattr(model.lm_head, "forward", out_of_memory)
+        model(torch.tensor([[5]]))
+    broken = engine.ledger.passes[-1]
+    decode(model, 2)
+    wrapped.unwrap()
+    engine.check_integrity()
+    assert broken.requests == 0
+    assert [p.requests > 0 for p in engine.ledger.passes] == [True] * 3 + [False] + [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "is_linear"),
+    [
+        *((family, family != "granitemoe") for family in FAMILIES),
+        ("gemma4_text", False),
+        ("zaya", False),
+        ("deepseek_v4", False),
+    ],
+)
+def test_a_prediction_is_the_routers_own_logits_bit_for_bit(family: str, is_linear: bool) -> None:
+    model = random_model(family) if family in FAMILIES else small_model(family)
+    gate = find_moe_layers(model)[-1].gate
+    gate.input_ids = torch.tensor([[5]])
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        hidden = torch.randn(1, gate.hidden_size, generator=generator).to(gate.dtype)
+        with torch.no_grad():
+            found = gate.predict(hidden)
+        logits = gate.ask(hidden).logits
+        assert gate.by_token or torch.equal(found.reshape(logits.shape), logits)
+    assert bool(gate._linear_in) == is_linear
+
+
+def test_logits_that_are_bounded_or_bent_are_no_product() -> None:
+    class Router(nn.Module):
+        def __init__(self, bound: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 16) * 0.1)
+            self.bound = bound
+
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = nn.functional.linear(hidden, self.weight).clamp(-self.bound, self.bound)
+            return logits, *logits.softmax(-1).topk(2)
+
+    for bound, is_linear in ((50.0, False), (float("inf"), True)):
+        gate = Gate(Router(bound).eval(), nn.Module(), 16, 8)
+        # This input does not reach the bound.
+        hidden = torch.randn(1, 16)
+        assert torch.equal(gate.predict(hidden), gate.ask(hidden).logits)
+        assert bool(gate._linear_in) == is_linear
