@@ -15,7 +15,10 @@ from lm_eval_moecache.profiling.hardware import _weights
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 
 FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "source"}
-OPTIONAL = {"layer_overhead_s", "host_flops", "host_memory_bytes_per_s"}
+OPTIONAL = {
+    *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s"),
+    *("host_flops", "host_memory_bytes_per_s"),
+}
 
 
 def figures_of(profile: Hardware) -> set[str]:

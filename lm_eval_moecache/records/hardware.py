@@ -14,6 +14,11 @@ DEFAULT_PROFILE = "a100-5GBps"
 RENAMED = {"a100-5gbps": "a100-5GBps"}
 """The name under which earlier releases recorded a profile -> its name now."""
 
+ZERO_OR_MORE = (
+    *("link_latency_s", "kernel_overhead_s"),
+    *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s"),
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
@@ -27,7 +32,16 @@ class Hardware:
     kernel_overhead_s: float
     memory_bytes: float
     layer_overhead_s: float = 0.0
-    """Seconds per layer and pass of a stack that is slower than its kernels, beside those."""
+    """Seconds per layer and pass of a stack that is slower than its kernels, beside those.
+
+    The bookkeeping of a policy belongs here: on a wall clock it is real.
+    """
+    pass_overhead_s: float = 0.0
+    """Seconds per pass of what a stack does outside its layers: positions, masks, the output."""
+    wait_overhead_s: float = 0.0
+    """Seconds that each wait for the link costs the compute beside the transfers themselves: the
+    request is handed over, the compute wakes, and what it reads then is in no cache any more.
+    """
     host_flops: float | None = None
     host_memory_bytes_per_s: float | None = None
     """Where misses are computed on the host; None where the profile does not say."""
@@ -44,7 +58,7 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be above 0."
                 )
-        for key in ("link_latency_s", "kernel_overhead_s", "layer_overhead_s"):
+        for key in ZERO_OR_MORE:
             if not getattr(self, key) >= 0:
                 raise ValueError(
                     f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be 0 or more."

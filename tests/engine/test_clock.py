@@ -83,6 +83,23 @@ def test_every_part_pays_for_its_kernels() -> None:
     assert clock.gates(2) == 2 * GATE_KERNELS * 0.5
 
 
+def test_what_is_outside_the_layers_is_paid_once_a_pass() -> None:
+    clock = VirtualClock(make_hardware(pass_overhead_s=0.75), make_geometry())
+    ends = []
+    for layer in range(3):
+        clock.dense(layer, 1)
+        ends.append(clock.now)
+    assert ends == [2.75, 4.75, 6.75]  # 200 bytes / 100 bytes/s each
+    assert clock.overhead_s == 0.25  # over three layers
+
+
+def test_to_have_waited_for_the_link_costs_more_than_the_wait() -> None:
+    clock = VirtualClock(make_hardware(wait_overhead_s=0.5), make_geometry())
+    assert (clock.await_link(3.0), clock.now) == (3.0, 3.5)
+    # What is there already is not waited for.
+    assert (clock.await_link(3.5), clock.now) == (0.0, 3.5)
+
+
 def test_no_experts_take_no_time() -> None:
     clock = VirtualClock(make_hardware(kernel_overhead_s=0.5), make_geometry())
     clock.experts(0, 0, 0)

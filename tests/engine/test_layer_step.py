@@ -199,6 +199,27 @@ def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
     assert record.stall_s == 15.0
 
 
+def test_every_wait_for_the_link_is_paid_for_and_the_link_goes_on_meanwhile() -> None:
+    script = {(0, 0): [5]}
+    engine = make_engine(prefetching(script), hardware=make_hardware(wait_overhead_s=0.5))
+    record = decode(engine, [0], [4], [8])
+    # Layer 0: dense 0-2, key 0 moves 2-7, half a second more, expert 7.5-8.5; key 5 moves 7-12.
+    # Layer 1: dense until 10.5; key 4 after key 5: 12-17; expert 17.5-18.5.
+    # Layer 2: dense until 20.5; key 8 moves until 25.5; expert 26-27.
+    assert record.end_s == 27.0
+    # Half a second each time is none of the link's.
+    assert record.stall_s == 5.0 + 6.5 + 5.0
+    again = decode(engine, [0], [4], [8])
+    assert (again.hits, again.end_s - again.start_s) == (3, 9.0)
+
+
+def test_waves_pay_for_each_of_their_waits() -> None:
+    engine = make_engine(capacity=2, hardware=make_hardware(wait_overhead_s=0.5))
+    record = decode(engine, [0, 1, 2])
+    # dense 0-2; 0 and 1 move 2-12; they run 12.5-14.5; 2 moves 14.5-19.5 and runs 20-21.
+    assert (record.end_s, record.stall_s) == (21.0, 15.0)
+
+
 def test_a_collision_is_a_miss_on_what_the_same_pass_evicted() -> None:
     engine = make_engine(capacity=2)
     decode(engine, [0, 1], [4, 5])  # layer 1 pushes out 0 and 1

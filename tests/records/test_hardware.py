@@ -97,6 +97,8 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
         ({"peak_flops": 10**400}, "peak_flops=1000.* is not a number"),
         ({"peak_flops": "1_0"}, "peak_flops=.1_0. is not a number"),
         ({"link_latency_s": -1e-6}, "link_latency_s=-1e-06 must be 0 or more"),
+        ({"pass_overhead_s": -1}, "pass_overhead_s=-1.0 must be 0 or more"),
+        ({"wait_overhead_s": -1}, "wait_overhead_s=-1.0 must be 0 or more"),
         ({"kernel_overhead_s": "soon"}, "kernel_overhead_s='soon' is not a number"),
         ({"peak_flops": [1]}, r"peak_flops=\[1\] is not a number"),
         ({"peak_flops": None}, "lacks .peak_flops."),

@@ -40,16 +40,19 @@ class VirtualClock:
             tuple((whole * flop_s_per_byte, size / hardware.memory_bytes_per_s) for size in levels)
             for whole, levels in zip(computed, geometry.expert_bytes, strict=True)
         )
-        self._dense_overhead_s = (
-            DENSE_KERNELS * hardware.kernel_overhead_s + hardware.layer_overhead_s
-        )
+        layer_s = DENSE_KERNELS * hardware.kernel_overhead_s + hardware.layer_overhead_s
+        # What a pass does outside its layers is counted to the first one's dense part.
+        self._dense_overhead_s = [layer_s + hardware.pass_overhead_s]
+        self._dense_overhead_s += [layer_s] * (len(self._dense) - 1)
+        self._overhead_s = layer_s + hardware.pass_overhead_s / len(self._dense)
+        self._wait_overhead_s = hardware.wait_overhead_s
         self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
         self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
 
     @property
     def overhead_s(self) -> float:
-        """Seconds that a layer takes beside its arithmetic and its memory traffic."""
-        return self._dense_overhead_s + self._expert_overhead_s
+        """Seconds that a layer takes beside its arithmetic and its memory traffic, on average."""
+        return self._overhead_s + self._expert_overhead_s
 
     def synchronize(self) -> None:
         """Every step has been accounted for when it was taken: there is nothing to wait for."""
@@ -63,11 +66,21 @@ class VirtualClock:
         self.now = time_s
         return stall_s
 
+    def await_link(self, time_s: float) -> float:
+        """Wait for what the link brings at `time_s`; return the seconds waited for it.
+
+        To have waited at all costs the profile's `wait_overhead_s` more, which is no waiting.
+        """
+        stall_s = self.wait_until(time_s)
+        if stall_s:
+            self.now += self._wait_overhead_s
+        return stall_s
+
     def dense(self, layer: int, num_tokens: int) -> None:
         """Account for the dense part before a layer's experts (attention, norms, router ...)."""
         flop_s, read_s = self._dense[layer]
         flop_s *= num_tokens
-        self.now += (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s
+        self.now += (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s[layer]
 
     def gates(self, num_gates: int) -> float:
         """Return the seconds that applying `num_gates` further gates as predictors takes."""

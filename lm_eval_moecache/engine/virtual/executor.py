@@ -138,7 +138,7 @@ class VirtualExecutor(Executor):
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._num_layers + event.layer)
         if demands:
-            self.record.stall_s += clock.wait_until(ready_s)
+            self.record.stall_s += clock.await_link(ready_s)
         if prefetches:
             ready_s = gate_s + self._predicting_s(event)
             if not self._after_layer:
@@ -193,7 +193,7 @@ class VirtualExecutor(Executor):
             if not cache.make_room(nbytes, pinned, event.layer):
                 wave = [k for k in remaining if k in cache.resident]
                 remaining = [k for k in remaining if k not in cache.resident]
-                self.record.stall_s += self.clock.wait_until(ready_s)
+                self.record.stall_s += self.clock.await_link(ready_s)
                 self._execute(event, wave)
                 ready_s, pinned = self.clock.now, set(remaining)
                 fits = cache.make_room(nbytes, pinned, event.layer)

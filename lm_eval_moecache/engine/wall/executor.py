@@ -65,9 +65,7 @@ class WallExecutor(Executor):
         self._geometry = geometry
         self._placed = pools if len(pools) > 1 else pools * geometry.num_layers
         self.slots = [cache.slots for cache in self._placed]
-        self.traffic = Traffic(
-            self._placed, link, self.prefetches, geometry.num_experts, geometry.top_k
-        )
+        self.traffic = Traffic(self._placed, link, self.prefetches, geometry.num_experts)
         if setting.draft is not None:
             prefetch = algorithms.prefetch.draft_stage
             self.draft_stage = WallDraftStage(
@@ -80,15 +78,12 @@ class WallExecutor(Executor):
         self._script: ScanScript | None = None
 
     def enter(self, layer: int, num_tokens: int) -> None:
-        if self.rules.prefetches and self.link.active:
-            self.link.launched()
-            self.traffic.drain(frozenset(), layer)
+        """Do nothing: the end of the layer before has issued what may begin until `run`."""
 
     def run(self, event: Event) -> Plan:
         prefetches, traffic, link = self.rules.prefetches, self.traffic, self.link
         link.launched()
         if prefetches and link.active:
-            # Time has passed since `enter`: on a device, reading the router's choice waits for it.
             traffic.settle(link.arrivals())
         cache = self._placed[event.layer]
         plan = self._look_up(event, cache)
@@ -104,7 +99,9 @@ class WallExecutor(Executor):
             if not self.rules.algorithms.prefetch.after_layer:
                 self.prefetches.submit(event, self.clock.now)
             if not pending.demands:
-                traffic.drain(set(event.keys), event.layer)
+                keys = set(event.keys)
+                awaited = any(link.is_flying(key) for key in keys)
+                traffic.drain(keys, event.layer, (event.phase, event.layer, "begun"), awaited)
         return plan
 
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
@@ -130,7 +127,7 @@ class WallExecutor(Executor):
             self.link.launched()
             if self.rules.algorithms.prefetch.after_layer:
                 self.prefetches.submit(event, self.clock.now)
-            self.traffic.drain(set(event.keys), event.layer)
+            self.traffic.drain(set(event.keys), event.layer, (event.phase, event.layer, "executed"))
         eviction = self._placed[event.layer].eviction
         if pending.levels is None:
             eviction.on_event(event)
@@ -296,4 +293,6 @@ class WallExecutor(Executor):
         """Stand still until `count` of the flying `keys` are there."""
         start_s = time.perf_counter()
         self.traffic.settle(self.link.wait_for(keys, count))
-        self.record.stall_s += time.perf_counter() - start_s
+        waited_s = time.perf_counter() - start_s
+        self.record.stall_s += waited_s
+        self.traffic.stood_still(waited_s)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Collection, Container, Sequence
 
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.wall.worker import DONE, Mover, Transfer, Worker
+
+WEIGHT = 0.25
+"""Of the newest in what is learned of times: one that stands out is soon forgotten."""
 
 
 class WallLink(Link):
@@ -29,6 +33,10 @@ class WallLink(Link):
         """Demanded or issued, and not known to have arrived."""
         self._issued: dict[int, Transfer] = {}
         """The prefetches among them."""
+        self._s_per_byte: float | None = None
+        """As the last transfers were; None before the first."""
+        self._ended_s = 0.0
+        """When the last transfer that is known to have arrived was there."""
         # A run that is interrupted or dropped leaves no thread.
         self.close = weakref.finalize(self, self._worker.close)
 
@@ -56,6 +64,19 @@ class WallLink(Link):
     def demanded(self) -> set[int]:
         """Return the keys that fly because an event demanded them."""
         return self._flying.keys() - self._issued.keys()
+
+    def free_s(self, now: float) -> float:
+        """Return when all that was given to the link will have moved, at the rate of the last.
+
+        Never where the rate is not known yet; `now` where nothing is on its way.
+        """
+        if not self._flying:
+            return now
+        if self._s_per_byte is None:
+            return math.inf
+        first_s = min(transfer.submitted_s for transfer in self._flying.values())
+        nbytes = sum(transfer.nbytes for transfer in self._flying.values())
+        return max(now, max(first_s, self._ended_s) + nbytes * self._s_per_byte)
 
     def launched(self) -> None:
         """Note that the device may have been given work: the next transfers wait for it, too."""
@@ -117,6 +138,7 @@ class WallLink(Link):
         for transfer in self._worker.collect():
             assert transfer.state == DONE
             del self._flying[transfer.key]
+            self._learn(transfer)
             if self._issued.pop(transfer.key, None) is not None:
                 self.bytes_moved += transfer.nbytes
                 self.transfers += 1
@@ -140,6 +162,12 @@ class WallLink(Link):
         transfer.submitted_s = time.perf_counter()
         self._flying[transfer.key] = transfer
         self._worker.put(transfer, demanded)
+
+    def _learn(self, transfer: Transfer) -> None:
+        self._ended_s = max(self._ended_s, transfer.ended_s)
+        rate = transfer.moved_s / transfer.nbytes
+        known = rate if self._s_per_byte is None else self._s_per_byte
+        self._s_per_byte = known + (rate - known) * WEIGHT
 
     def _take_back(self, transfer: Transfer) -> bool:
         if not self._worker.withdraw(transfer):

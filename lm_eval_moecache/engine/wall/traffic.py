@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import time
+from collections.abc import Hashable, Sequence, Set
 
 from lm_eval_moecache.engine.prefetches import Prefetches
-from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.engine.wall.link import WEIGHT, WallLink
 from lm_eval_moecache.engine.wall.slots import PlacedCache
 from lm_eval_moecache.engine.wall.worker import Transfer
 
@@ -17,11 +18,11 @@ def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
 
 
 class Traffic:
-    """Issues prefetches a little ahead of their turn, so that the link does not run dry.
+    """Issues those prefetches whose turn on the link comes before the next visit.
 
-    An issued prefetch has taken another expert's place already. One is issued at a time, one more
-    where the link ran dry between two visits (at most as many as a token needs), and one less
-    where several still waited.
+    An issued prefetch has taken another expert's place already, so one that does not begin before
+    its event is cancelled has evicted for nothing; where too few are issued the link stands idle.
+    Each kind of visit learns when the next one follows, and the link how fast it is.
     """
 
     def __init__(
@@ -30,33 +31,50 @@ class Traffic:
         link: WallLink,
         prefetches: Prefetches,
         num_experts: int,
-        widest: int,
     ) -> None:
         self._caches = caches
         self._link = link
         self._prefetches = prefetches
         self._num_experts = num_experts
-        self._window, self._widest = 1, widest
-        self._was_issued = False
+        self._gaps: dict[Hashable, float] = {}
+        """Kind of visit -> seconds to the next one, those left out that the compute waits in."""
+        self._last: tuple[Hashable, float] | None = None
 
-    def drain(self, pinned: Set[int], layer: int) -> None:
-        """Land what has arrived, then issue what may come next."""
+    def drain(
+        self, pinned: Set[int], layer: int, visit: Hashable = None, awaited: bool = False
+    ) -> None:
+        """Land what has arrived, then issue what begins to move before the next visit.
+
+        `awaited` is whether the compute waits for what was given to the link before.
+        """
         link = self._link
         self.settle(link.arrivals())
-        if link.num_issued == 0 and self._was_issued:
-            self._window = min(self._window + 1, self._widest)
-        elif link.num_issued > 1:
-            self._window = max(self._window - 1, 1)
-        self._issue(pinned, layer)
-        self._was_issued = link.num_issued > 0
+        now = time.perf_counter()
+        self._learn(visit, now)
+        begins_s = link.free_s(now) if awaited else now
+        self._issue(pinned, layer, now, begins_s + self._gaps.get(visit, 0.0))
 
-    def _issue(self, pinned: Set[int], layer: int) -> None:
-        """Issue as many as the window takes; of a batch, all that is left of it."""
+    def stood_still(self, seconds: float) -> None:
+        """Note that the compute waited since the last visit."""
+        if self._last is not None:
+            self._last = (self._last[0], self._last[1] + seconds)
+
+    def _learn(self, visit: Hashable, now: float) -> None:
+        if self._last is not None:
+            before, since_s = self._last
+            known = self._gaps.get(before, now - since_s)
+            self._gaps[before] = known + (now - since_s - known) * WEIGHT
+        self._last = (visit, now)
+
+    def _issue(self, pinned: Set[int], layer: int, now: float, until_s: float) -> None:
+        """Issue what begins until then; of a batch, all that is left of it."""
         link, batch = self._link, None
-        while link.num_issued < self._window or batch is not None:
+        while True:
             key, before = link.head(), batch
+            if key is None:
+                return
             batch = link.batch_of_head()
-            if key is None or (link.num_issued >= self._window and batch != before):
+            if link.free_s(now) > until_s and (batch is None or batch != before):
                 return
             cache = self._caches[key // self._num_experts]
             level = self._prefetches.level_of(key)

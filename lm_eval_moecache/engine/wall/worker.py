@@ -34,6 +34,10 @@ class Transfer:
     """What must have happened on the device before the slot may be written (`Mover.fence`)."""
     state: str = WAITING
     submitted_s: float = field(default_factory=time.perf_counter)
+    moved_s: float = 0.0
+    """Once it is there: how long it had the link."""
+    ended_s: float = 0.0
+    """Once it is there: when that was."""
 
 
 class Mover(Protocol):
@@ -195,8 +199,9 @@ class Worker:
             while end_s < due_s and not self._closing.wait(due_s - end_s):
                 end_s = time.perf_counter()
         with self._changed:
-            self.busy_s += end_s - max(begun_s, self._busy_until_s)
-            self._busy_until_s = end_s
+            transfer.moved_s = end_s - max(begun_s, self._busy_until_s)
+            transfer.ended_s = self._busy_until_s = end_s
+            self.busy_s += transfer.moved_s
             transfer.state = DONE
             self._finished.append(transfer)
             # Each needless waking would take the interpreter from the next copy.

@@ -1,0 +1,182 @@
+"""How many prefetches the wall clock issues at a visit: those that begin before the next one."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.engine.link import Link
+from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.engine.wall.slots import SlottedCache
+from lm_eval_moecache.engine.wall.traffic import Traffic
+from lm_eval_moecache.engine.wall.worker import Transfer
+from tests.engine.scripted import OldestFirst, make_geometry
+
+
+class ScriptedLink(Link):
+    """One transfer after another, each of the same time, on a clock that the test sets."""
+
+    num_issued = 0
+    active = True
+
+    def __init__(self, transfer_s: float) -> None:
+        super().__init__()
+        self.transfer_s, self.busy_until_s = transfer_s, 0.0
+        self.issued: list[int] = []
+
+    def is_pending(self, key: int) -> bool:
+        return key in self._queued
+
+    def without_pending(self, keys: Sequence[int]) -> list[int]:
+        return [key for key in keys if key not in self._queued]
+
+    def arrivals(self) -> list[int]:
+        return []
+
+    def batch_of_head(self) -> int | None:
+        head = self.head()
+        return None if head is None else self._queued[head][2]
+
+    def free_s(self, now: float) -> float:
+        return max(now, self.busy_until_s)
+
+    def issue(self, transfer: Transfer) -> None:
+        self.withdraw(transfer.key)
+        self.issued.append(transfer.key)
+        self.busy_until_s += self.transfer_s
+
+
+class AtBest:
+    def level_of(self, key: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    times = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: times[0])
+    return times
+
+
+def make(transfer_s: float) -> tuple[Traffic, ScriptedLink]:
+    geometry = make_geometry()
+    cache = SlottedCache(12 * 100, OldestFirst(geometry), geometry, range(3))
+    link = ScriptedLink(transfer_s)
+    scripted: Any = (link, AtBest())
+    return Traffic([cache] * 3, *scripted, 4), link
+
+
+def learn(traffic: Traffic, now: list[float], gap_s: float, stood_still_s: float = 0.0) -> None:
+    """Show the traffic how long after `executed` the next visit comes."""
+    traffic.drain(set(), 0, "executed")
+    now[0] += gap_s + stood_still_s
+    traffic.stood_still(stood_still_s)
+    traffic.drain(set(), 0, "begun")
+
+
+@pytest.mark.parametrize(
+    ("transfer_s", "begin"),
+    [
+        (6.0, [4]),  # at 0; the next would at 6, after the visit at 4
+        (1.5, [4, 5, 6]),  # at 0, 1.5 and 3
+        (2.0, [4, 5, 6]),  # at 0, 2 and, together with the visit, 4
+    ],
+)
+def test_those_are_issued_that_begin_before_the_next_visit(
+    now: list[float], transfer_s: float, begin: list[int]
+) -> None:
+    traffic, link = make(transfer_s)
+    learn(traffic, now, gap_s=4.0)
+    link.busy_until_s = now[0]
+    link.submit([4, 5, 6, 7], 1, now[0])
+    traffic.drain(set(), 0, "executed")
+    assert link.issued == begin
+
+
+def test_a_busy_link_is_given_nothing_more_before_its_turn_comes(now: list[float]) -> None:
+    traffic, link = make(6.0)
+    learn(traffic, now, gap_s=4.0)
+    link.submit([4, 5], 1, now[0])
+    link.busy_until_s = now[0] + 4.5
+    traffic.drain(set(), 0, "executed")
+    assert link.issued == []
+    # While the compute waits for it, nothing of that time is a visit's: one begins right after.
+    traffic.drain(set(), 0, "executed", awaited=True)
+    assert link.issued == [4]
+
+
+def test_time_in_which_the_compute_waits_is_none_between_visits(now: list[float]) -> None:
+    traffic, link = make(2.0)
+    learn(traffic, now, gap_s=1.0, stood_still_s=50.0)
+    link.busy_until_s = now[0]
+    link.submit([4, 5, 6], 1, now[0])
+    traffic.drain(set(), 0, "executed")
+    assert link.issued == [4]
+
+
+def test_an_unknown_gap_keeps_the_link_from_standing_idle(now: list[float]) -> None:
+    traffic, link = make(2.0)
+    link.submit([4, 5], 1, 0.0)
+    traffic.drain(set(), 0, "new")
+    assert link.issued == [4]
+
+
+def test_a_batch_is_issued_whole(now: list[float]) -> None:
+    traffic, link = make(2.0)
+    link.submit([4, 5, 6], 1, 0.0, batch=1)
+    link.submit([7], 1, 0.0, batch=2)
+    traffic.drain(set(), 0, "new")
+    assert link.issued == [4, 5, 6]
+
+
+class Gated:
+    """A mover that lets each transfer go when it is told to."""
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self.open = threading.Semaphore(0)
+
+    def fence(self) -> object:
+        return None
+
+    def place(self, transfer: Transfer) -> None:
+        return
+
+    def begin(self, transfer: Transfer) -> object:
+        assert self.open.acquire(timeout=10)
+        return None
+
+    def finish(self, token: object) -> float | None:
+        return 0.5
+
+    def synchronize(self) -> None:
+        return
+
+
+def test_a_link_foretells_its_end_by_the_rate_of_what_it_moved() -> None:
+    mover = Gated()
+    link = WallLink(mover, None)
+    assert link.free_s(3.0) == 3.0
+    link.demand(Transfer(0, 0, 100))
+    assert link.free_s(3.0) == math.inf  # nothing is known of its rate
+    mover.open.release()
+    link.wait_for([0])
+    # It had the link from its beginning to its end, which the last arrival was.
+    took_s, ended_s = link.busy_s, link._ended_s
+    assert 0 < took_s <= 0.5
+    link.demand(Transfer(1, 1, 100))
+    link.demand(Transfer(2, 2, 300))
+    begun_s = min(transfer.submitted_s for transfer in link._flying.values())
+    assert link.free_s(begun_s) == pytest.approx(max(begun_s, ended_s) + 4 * took_s)
+    late_s = time.perf_counter() + 1000
+    assert link.free_s(late_s) == late_s  # overdue: at any moment
+    mover.open.release(2)
+    link.wait_for([1, 2], 2)
+    link.close()
