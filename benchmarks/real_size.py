@@ -1,40 +1,45 @@
 """OLMoE-1B-7B's own layers side by side: plain transformers, ours, and accelerate's disk offload.
 
 Writes a checkpoint of OLMoE-1B-7B's shapes with random weights and `--layers` of its 16 layers
-(0.8 GB each), as transformers saves it. Then each contender loads it in a process of its own and
-answers the same prompts: plain transformers with all the memory it wants; ours with `store=ram`
-(all experts in host memory, `--capacity` of them in slots besides) and `store=disk`; accelerate
-with whole layers of experts near, as many as the capacity holds, and the others on disk. The two
-that read from disk are granted the same memory: dense part, capacity and `--margin`, by
-RLIMIT_DATA, which also has to allow the private map of the checkpoint, and which does not limit
-the page cache: files that were read may be read again from memory, by both.
+(0.8 GB each), as transformers saves it. Then each contender loads it in a process of its own, from
+a cold page cache, and all answer the same prompts in turn: plain transformers and `store=ram` (all
+experts in host memory, `--capacity` of them in slots besides) with all the memory they want;
+`store=disk`, and accelerate with whole layers of experts near, as many as the capacity holds, and
+the others on disk, with the same memory: dense part, capacity and `--margin`. A control group
+enforces it, cached files counted, where one can be made, else RLIMIT_DATA (memory_limit.py).
+Where a contender cannot load within its grant that is said, and it is limited from its first
+answer on.
 
     python benchmarks/real_size.py [--layers 4] [--capacity 50%] [--policy on_demand]
 
-Memory is what a process holds for itself (RssAnon), sampled; maps of files are not counted.
+Peak memory is what a process holds for itself (RssAnon), sampled. What an answer reads is what the
+disk had to deliver, whatever the page cache had. Ratios are medians of `--rounds` answers to the
+same prompts, the first one left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import resource
+import multiprocessing
+import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from setup import prompts, run
+from memory_limit import Limit, bytes_read, forget_cached, remove_group_of, status
+from setup import prompts, run, spread
 from vs_accelerate import offloaded, ours, random_skeleton
 
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity
 
@@ -49,12 +54,7 @@ SHAPE = {
     "num_experts_per_tok": 8,
     "pad_token_id": 1,
 }
-TARGETS = (
-    ("decode of store=disk / accelerate's disk offload", "decode", ("disk", "accelerate"), 3.0),
-    ("load time of store=ram / plain", "load_s", ("ram", "plain"), -1.3),
-    ("load time of store=disk / plain", "load_s", ("disk", "plain"), -1.3),
-)
-"""Words, figure, (contender, other), and the least ratio of speeds; negative: the most of times."""
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def write_checkpoint(folder: str, layers: int) -> None:
@@ -67,28 +67,20 @@ def write_checkpoint(folder: str, layers: int) -> None:
     model.save_pretrained(folder, max_shard_size="1GB")
 
 
-def status(field: str) -> int:
-    """Return a figure of this process in bytes: RssAnon is memory of its own, no map of a file."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, field
-    return int(found[1]) * 1024
-
-
 class Sampled:
     """The largest RssAnon beyond what the libraries took, looked at every few milliseconds."""
 
     def __init__(self) -> None:
-        self.base = self.peak = status("RssAnon")
-        self._done = threading.Event()
+        self._base = self._peak = status("RssAnon")
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, status("RssAnon"))
+        while True:
+            self._peak = max(self._peak, status("RssAnon"))
+            time.sleep(0.005)
 
-    def end(self) -> int:
-        self._done.set()
-        return self.peak - self.base
+    def so_far(self) -> int:
+        return self._peak - self._base
 
 
 def sizes(folder: str, capacity: str) -> tuple[int, int]:
@@ -101,128 +93,197 @@ def sizes(folder: str, capacity: str) -> tuple[int, int]:
     return near, whole - geometry.total_expert_bytes
 
 
-def limit(folder: str, capacity: str, margin: float) -> int:
-    """Grant memory beyond what is held now; return the grant, the map of the checkpoint apart."""
-    near, dense = sizes(folder, capacity)
-    grant = int((near + dense) * (1 + margin))
-    mapped = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + mapped + grant,) * 2)
-    return grant
-
-
-def contend(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Load and answer as one contender; return its figures."""
+def loaded(name: str, options: argparse.Namespace) -> tuple[Any, WrappedModel | None]:
+    """Load as one contender does."""
     cpu, folder = torch.device("cpu"), options.folder
-    found: dict[str, Any] = {"name": name}
-    if name in ON_DISK:
-        found["granted"] = limit(folder, options.capacity, options.margin)
-    sampled, start = Sampled(), time.perf_counter()
-    wrapped = None
     if name == "plain":
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         # Lazily mapped files are no loaded model: touch every page.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    elif name == "accelerate":
-        model = offloaded(folder, options.capacity, cpu, "disk")
-    else:
-        wrapped = ours(folder, options.policy, options.capacity, cpu, name)
-        model = wrapped.model
-    found["load_s"] = time.perf_counter() - start
-    texts = prompts(options.rounds + 1, options.prompt, SHAPE["vocab_size"], cpu)
-    times = [run(model.eval(), text, options.tokens) for text in texts][1:]
-    found["prefill"] = options.prompt / statistics.median(first for first, _ in times)
-    found["decode"] = 1 / statistics.median(step for _, step in times)
-    found["peak"] = sampled.end()
-    if wrapped is not None:
-        passes = wrapped.engine.ledger.passes[1 + options.tokens :]
-        steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
-        found["moved"] = sum(steps) / len(steps)
-        wrapped.unwrap()
-    return found
+        return model.eval(), None
+    if name == "accelerate":
+        return offloaded(folder, options.capacity, cpu, "disk"), None
+    wrapped = ours(folder, options.policy, options.capacity, cpu, name)
+    return wrapped.model, wrapped
 
 
-def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    given = [f"--{key}={value}" for key, value in vars(options).items() if value is not None]
-    command = [sys.executable, __file__, *given, f"--contender={name}"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        reason = result.stderr.strip().splitlines()[-1:] or ["no message"]
-        return {"name": name, "failed": reason[0]}
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
+def contend(talk: Connection, name: str, early: bool, options: argparse.Namespace) -> None:
+    """Load, limited from the start (`early`) or from then on, and answer until told to end."""
+    near, dense = sizes(options.folder, options.capacity)
+    mapped = sum(file.stat().st_size for file in Path(options.folder).glob("*.safetensors"))
+    grant = int((near + dense) * (1 + options.margin))
+    with Limit() if name in ON_DISK else nullcontext() as limit:
+        sampled, start, before = Sampled(), time.perf_counter(), status("RssAnon")
+        if limit is not None and early:
+            limit.grant(grant, mapped)
+        try:
+            model, wrapped = loaded(name, options)
+        except Exception as error:
+            talk.send({"failed": (str(error).splitlines() or [repr(error)])[0]})
+            return
+        load_s = time.perf_counter() - start
+        if limit is not None and not early:
+            limit.grant(grant - status("RssAnon") + before, mapped)
+        kind = None if limit is None else limit.kind
+        talk.send({"load_s": load_s, "load_peak": sampled.so_far(), "limit": kind})
+        while (prompt := talk.recv()) is not None:
+            before = bytes_read()
+            first_s, step_s = run(model, torch.tensor([prompt]), options.tokens)
+            read = bytes_read() - before
+            talk.send({"prefill": len(prompt) / first_s, "decode": 1 / step_s, "read": read})
+        found: dict[str, Any] = {"peak": sampled.so_far()}
+        if wrapped is not None:
+            found["moved"] = _moved_by(wrapped)
+            wrapped.unwrap()
+        talk.send(found)
 
 
-def report(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def _moved_by(wrapped: WrappedModel) -> float:
+    """Return the mean bytes of an answer, the first left out."""
+    passes = wrapped.engine.ledger.passes
+    begins = [index for index, each in enumerate(passes) if each.phase == PREFILL]
+    moved = sum(each.bytes_moved for each in passes[begins[1] :])
+    return moved / (len(begins) - 1)
+
+
+@dataclass
+class Contender:
+    """A process that has loaded, or the reason why it has not."""
+
+    name: str
+    process: Any
+    talk: Connection
+    figures: dict[str, Any]
+    notes: list[str]
+    answers: list[dict[str, float]] = field(default_factory=list)
+
+    def ask(self, prompt: list[int]) -> None:
+        self.talk.send(prompt)
+        self.answers.append(self.talk.recv())
+
+    def end(self) -> None:
+        self.talk.send(None)
+        self.figures |= self.talk.recv()
+        self.process.join()
+
+    def median(self, figure: str) -> float:
+        return statistics.median(answer[figure] for answer in self.answers[1:])
+
+
+def start(name: str, options: argparse.Namespace) -> Contender:
+    """Load a contender from a cold page cache, within its grant if it can."""
+    notes: list[str] = []
+    for early in (True, False) if name in ON_DISK else (True,):
+        if name == "accelerate":
+            # What a killed attempt wrote would be found again, cached on another group's account.
+            shutil.rmtree(Path(options.folder) / "offload", ignore_errors=True)
+        forget_cached(options.folder)
+        here, there = SPAWN.Pipe()
+        process = SPAWN.Process(target=contend, args=(there, name, early, options))
+        process.start()
+        there.close()
+        try:
+            figures = here.recv()
+        except EOFError:
+            process.join()
+            assert process.pid is not None
+            remove_group_of(process.pid)
+            figures = {"failed": "killed for its memory"}
+        if "failed" not in figures:
+            break
+        notes.append(f"does not load within the grant ({figures['failed']})" if early else "")
+    return Contender(name, process, here, figures, notes)
+
+
+def report(contenders: list[Contender], options: argparse.Namespace) -> None:
     near, dense = sizes(options.folder, options.capacity)
     print(
         f"OLMoE-1B-7B's shapes, {options.layers} layers, {options.policy} at {options.capacity}: "
-        f"{near / 1e9:.2f} GB of experts and {dense / 1e9:.2f} GB of the rest"
+        f"{near / 1e9:.2f} GB of experts and {dense / 1e9:.2f} GB of the rest; {options.rounds} "
+        f"answers of {options.tokens} tokens to prompts of {options.prompt}, in turn"
     )
-    print("| contender | load s | prefill tok/s | decode tok/s | MB moved a step | peak GB |")
-    print("|---|---|---|---|---|---|")
-    for row in found:
-        if "failed" in row:
-            print(f"| {row['name']} | {row['failed']} | | | | |")
-            continue
-        moved = f"{row['moved'] / 1e6:.1f}" if "moved" in row else ""
-        print(
-            f"| {row['name']} | {row['load_s']:.1f} | {row['prefill']:.1f} | {row['decode']:.2f} "
-            f"| {moved} | {row['peak'] / 1e9:.2f} |"
-        )
-    by_name = {row["name"]: row for row in found if "failed" not in row}
-    for words, figure, (one, other), bound in TARGETS:
-        if one in by_name and other in by_name:
-            ratio = by_name[one][figure] / by_name[other][figure]
-            met = ratio >= bound if bound > 0 else ratio <= -bound
-            _judge(words, ratio, f"{'at least' if bound > 0 else 'at most'} {abs(bound)}", met)
-    for name in ("disk",):
-        if name in by_name:
-            ratio = by_name[name]["peak"] / (near + dense)
-            _judge(
-                "peak memory of store=disk / capacity and dense part",
-                ratio,
-                "at most 1.15",
-                ratio <= 1.15,
+    print(
+        "| contender | limited by | load s | load peak GB | peak GB | prefill tok/s | decode tok/s "
+        "| MB moved an answer | MB read from disk an answer |"
+    )
+    print("|---" * 9 + "|")
+    for each in contenders:
+        own, limit = each.figures, each.figures.get("limit")
+        if each.answers:
+            moved = f"{own['moved'] / 1e6:.0f}" if "moved" in own else ""
+            print(
+                f"| {each.name} | {limit or 'nothing'} | {own['load_s']:.1f} "
+                f"| {own['load_peak'] / 1e9:.2f} | {own['peak'] / 1e9:.2f} "
+                f"| {each.median('prefill'):.1f} | {each.median('decode'):.2f} "
+                f"| {moved} | {each.median('read') / 1e6:.0f} |"
             )
+    for each in contenders:
+        for note in each.notes:
+            print(f"{each.name}: {note}")
+    _judge_all({each.name: each for each in contenders if each.answers}, near + dense)
+
+
+def _judge_all(by_name: dict[str, Contender], said: int) -> None:
     if {"disk", "accelerate"} <= by_name.keys():
-        ratio = by_name["disk"]["prefill"] / by_name["accelerate"]["prefill"]
-        print(f"prefill of store=disk / accelerate's disk offload: {ratio:.2f}")
+        disk, theirs = by_name["disk"], by_name["accelerate"]
+        for figure, bound in (("decode", 3.0), ("prefill", None)):
+            ratios = [
+                a[figure] / b[figure]
+                for a, b in zip(disk.answers[1:], theirs.answers[1:], strict=True)
+            ]
+            words = f"{figure} of store=disk / accelerate's disk offload: {spread(ratios)}"
+            _judge(words, statistics.median(ratios), bound)
+    for name in ("ram", "disk"):
+        if {name, "plain"} <= by_name.keys():
+            ratio = by_name[name].figures["load_s"] / by_name["plain"].figures["load_s"]
+            _judge(f"load time of store={name} / plain: {ratio:.2f}", -ratio, -1.3)
+    if "disk" in by_name:
+        ratio = by_name["disk"].figures["peak"] / said
+        _judge(f"peak memory of store=disk / capacity and dense part: {ratio:.2f}", -ratio, -1.15)
 
 
-def _judge(words: str, ratio: float, bound: str, met: bool) -> None:
-    print(f"{words}: {ratio:.2f} (target {bound}): {'met' if met else 'missed'}")
+def _judge(words: str, value: float, bound: float | None) -> None:
+    """Print whether a figure is at least its bound; of what has to be small both are negative."""
+    if bound is None:
+        print(words)
+    else:
+        side = "least" if bound > 0 else "most"
+        print(f"{words} (target at {side} {abs(bound)}): {'met' if value >= bound else 'missed'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--capacity", default="50%")
     parser.add_argument("--policy", default="on_demand")
     parser.add_argument("--margin", type=float, default=0.15)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(CONTENDERS))
     parser.add_argument("--folder", help="a checkpoint that was written before")
-    parser.add_argument("--contender", choices=CONTENDERS, help="for this script itself")
     options = parser.parse_args()
-    if options.contender:
-        print(json.dumps(contend(options.contender, options)))
-        return
     with tempfile.TemporaryDirectory(prefix="real-size-") as folder:
         if options.folder is None:
             options.folder = folder
-            subprocess.run(
-                [sys.executable, "-c", _WRITE, folder, str(options.layers)],
-                check=True,
-                cwd=Path(__file__).parent,
-            )
-        report([in_a_process(name, options) for name in options.only.split(",")], options)
+            # In a process of its own, whose memory goes with it.
+            writer = SPAWN.Process(target=write_checkpoint, args=(folder, options.layers))
+            writer.start()
+            writer.join()
+        contenders = [start(name, options) for name in options.only.split(",")]
+        forget_cached(options.folder)
+        able = [each for each in contenders if "failed" not in each.figures]
+        texts = prompts(
+            options.rounds + 1, options.prompt, SHAPE["vocab_size"], torch.device("cpu")
+        )
+        for text in texts:
+            for each in able:
+                each.ask(text[0].tolist())
+        for each in able:
+            each.end()
+        report(contenders, options)
 
-
-_WRITE = "import sys; from real_size import *; write_checkpoint(sys.argv[1], int(sys.argv[2]))"
-"""In a process of its own, whose memory goes with it."""
 
 if __name__ == "__main__":
     main()
