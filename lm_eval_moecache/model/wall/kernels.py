@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -97,18 +98,35 @@ class OnSlots:
 class WorkInGroups(Work):
     """One product per expert: on a CPU, bit for bit what `grouped_mm` computes there.
 
-    It looks at the experts that are asked for; `grouped_mm` would at every slot of the pool.
+    It looks at the experts that are asked for; `grouped_mm` would at every slot of the pool. That
+    is asked where it has as much to do: a layer in one piece, many tokens, none of them padding.
     """
 
     def __init__(
-        self, layer: Layer, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor
+        self,
+        layer: Layer,
+        module: nn.Module,
+        hidden_TD: Tensor,
+        index_TK: Tensor,
+        w_TK: Tensor,
+        padded: bool,
     ) -> None:
         self._layer, self._module = layer, module
-        self._call = GroupedCall(module, hidden_TD, index_TK, w_TK, layer.num_experts)
+        self._given = hidden_TD, index_TK, w_TK
+        self._asks_whole = not padded and index_TK.numel() >= layer.num_experts
+        self._whole: Tensor | None = None
         self._done: set[int] = set()
+
+    @cached_property
+    def _call(self) -> GroupedCall:
+        return GroupedCall(self._module, *self._given, self._layer.num_experts)
 
     def execute(self, slot_of: Mapping[int, int], is_all: bool) -> None:
         layer = self._layer
+        whole = layer.whole(self._module) if is_all and self._asks_whole else None
+        if whole is not None:
+            self._whole = ALL_EXPERTS_FUNCTIONS["grouped_mm"](whole, *self._given)
+            return
         places = {key - layer.first_key: slot for key, slot in sorted(slot_of.items())}
         self._done.update(places)
         for own, matrices in layer.parts(self._module, places):
@@ -131,7 +149,7 @@ class WorkInGroups(Work):
                 self._call.run([(expert, 0)], self._layer.elsewhere(self._module, [expert]))
 
     def result(self) -> Tensor:
-        return self._call.result()
+        return self._call.result() if self._whole is None else self._whole
 
 
 class WorkOnPool(Work):

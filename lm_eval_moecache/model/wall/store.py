@@ -72,7 +72,8 @@ class LayerOnWall(Layer):
         store = self._store
         work: Work
         if store.on_cpu and store.kernel == "grouped_mm":
-            work = WorkInGroups(self, module, hidden_TD, index_TK, w_TK)
+            padded = store.padding is not None
+            work = WorkInGroups(self, module, hidden_TD, index_TK, w_TK, padded)
         else:
             work = WorkOnPool(self, module, hidden_TD, index_TK, w_TK, store.kernel)
         host: Future[float] | None = None

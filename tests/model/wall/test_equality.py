@@ -12,6 +12,7 @@ import torch
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.wall import kernels
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.models import BrokenPools, LatePools, wrap_wall
 from tests.models import FAMILIES, random_model
@@ -115,6 +116,22 @@ def test_the_batched_kernel_runs_from_slots(capacity: str) -> None:
     found = logits_of(model)
     wrapped.unwrap()
     assert_same(expected, found)
+
+
+def test_a_whole_layer_in_slots_runs_as_one_grouped_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prefill that finds every expert resident costs what it costs transformers."""
+    model = random_model("olmoe")
+    prompt = torch.arange(2, 34)[None]
+    with torch.no_grad():
+        expected = model(prompt).logits
+        wrapped = wrap_wall(model, "on_demand", "100%")
+        model(prompt)
+        monkeypatch.setattr(kernels, "GroupedCall", None)
+        found = model(prompt).logits
+    wrapped.unwrap()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("policy", ["pruning", "mixture_cache", "on_demand"])
