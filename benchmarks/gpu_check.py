@@ -57,7 +57,7 @@ CHECKS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]] = {
     ),
     "clock": (
         "clock_fidelity.py",
-        ("--rounds", "2"),
+        ("--sweeps", "1"),
         {
             "TTFT virtual / wall": r"TTFT [\d.]+ / [\d.]+ = ([\d.]+)",
             "TPOT virtual / wall": r"TPOT [\d.]+ / [\d.]+ = ([\d.]+)",
@@ -70,7 +70,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "vs_hf": ("--rounds", "1", "--tokens", "2", "--prompt", "8"),
     "vs_accelerate": ("--rounds", "1", "--tokens", "2", "--prompt", "8"),
     "clock": (
-        *("--rounds", "1", "--tokens", "2", "--prompt", "8"),
+        *("--sweeps", "1", "--rounds", "1", "--tokens", "2", "--prompt", "8"),
         *("--policies", "on_demand", "--capacities", "25%"),
     ),
 }

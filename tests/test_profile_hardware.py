@@ -49,7 +49,7 @@ def test_a_measured_profile_can_be_loaded(tmp_path: Path) -> None:
 def test_a_host_is_measured_as_fast_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 64^3 FLOP in 1 ms, and 4 matrices of 4 MiB read once in 2 ms."""
     times = iter([2e-3, 1e-3])
-    monkeypatch.setattr(hardware, "_typical_s", lambda work, device: (work(), next(times))[1])
+    monkeypatch.setattr(hardware, "typical_s", lambda work, device: (work(), next(times))[1])
     monkeypatch.setattr(hardware, "_matmul_s", lambda *_: 1e-3)
     host = hardware._measure_host(16 * 2**20, 64)
     assert host.figures["host_flops"] == pytest.approx(2 * 64**3 / 1e-3)

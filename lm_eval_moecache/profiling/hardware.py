@@ -9,9 +9,7 @@ import dataclasses
 import json
 import os
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,15 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
+from lm_eval_moecache.profiling.timing import typical_s
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.sizes import parse_bytes
+from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
     import torch
 
-_REPEATS = 7
 _SMALL_BYTES = 4096
 _LAYERS = 8
 _TOP_K = 2
@@ -42,6 +41,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", type=str, default="bfloat16", help="compute dtype")
     parser.add_argument("--size", type=str, default="256MiB", help="bytes of one measured copy")
     parser.add_argument("--matmul", type=int, default=2048, help="edge of the measured product")
+    parser.add_argument(
+        "--pretrained",
+        type=str,
+        help="decode a model of this one's shape on the wall clock, and measure what that takes",
+    )
+    parser.add_argument(
+        "--policy", type=str, default="on_demand", help="whose bookkeeping --pretrained measures"
+    )
+    parser.add_argument("--bandwidth", type=str, help="what --pretrained slows the link down to")
 
 
 def run(arguments: Namespace) -> int:
@@ -52,8 +60,14 @@ def run(arguments: Namespace) -> int:
     if not 1 <= arguments.matmul <= MOST_EDGE:
         raise ValueError(f"matmul={arguments.matmul} must be 1 or more and at most {MOST_EDGE}.")
     nbytes = parse_bytes(arguments.size, "size")
+    if arguments.bandwidth and not arguments.pretrained:
+        raise ValueError(f"bandwidth={arguments.bandwidth!r} has no effect without pretrained=.")
+    rate = parse_bandwidth(arguments.bandwidth) if arguments.bandwidth else None
+    load_policy(arguments.policy)
     try:
         profile = measure(path.stem, arguments.device, arguments.dtype, nbytes, arguments.matmul)
+        if arguments.pretrained:
+            profile = _on_wall(profile, arguments, rate)
     except RuntimeError as error:  # torch's word for memory that is not there, among others
         reason = str(error).split("\n")[0]
         raise ValueError(
@@ -68,6 +82,17 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
+def _on_wall(profile: Hardware, arguments: Namespace, rate: float | None) -> Hardware:
+    from lm_eval_moecache.model.wall.loading import ExpertLoader
+    from lm_eval_moecache.profiling.wall import measure_on_wall, model_like
+
+    device = _device(arguments.device)
+    model = model_like(arguments.pretrained, _dtype(arguments.dtype), device)
+    loader = ExpertLoader("ram", None, model)
+    loader.take_experts(model, device)
+    return measure_on_wall(profile, model, loader, arguments.policy, rate)
+
+
 def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int) -> Hardware:
     """Measure a device. On a CPU, the link is a copy from one place in memory to another."""
     # Only this action needs torch, and only when it runs.
@@ -79,8 +104,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     where = _describe(device)
     flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
     weights = _weights(device, dtype, nbytes)
-    memory = weights.nbytes / _typical_s(_products_with(weights), device)
-    large_s, small_s = (_typical_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
+    memory = weights.nbytes / typical_s(_products_with(weights), device)
+    large_s, small_s = (typical_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
     layer_s = _launches_s(device, dtype, memory)
     overhead_s = layer_s / (DENSE_KERNELS + EXPERT_KERNELS)
     host = _measure_host(nbytes, edge)
@@ -125,7 +150,7 @@ def _measure_host(nbytes: int, edge: int) -> _Host:
 
     cpu = torch.device("cpu")
     weights = _weights(cpu, torch.float32, nbytes)
-    read_s = _typical_s(_products_with(weights), cpu)
+    read_s = typical_s(_products_with(weights), cpu)
     how = f"measured on {_describe(cpu)} with torch {torch.__version__}: "
     rows = f"products of one row with {len(weights)} float32 matrices"
     return _Host(
@@ -170,28 +195,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _typical_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the median of several runs: how fast the machine is as it is used."""
-    import torch
-
-    times = []
-    for _ in range(_REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    # The first one also allocates and compiles.
-    return statistics.median(times[1:])
-
-
 def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
     import torch
 
     left = torch.randn(edge, edge, device=device, dtype=dtype)
-    return _typical_s(lambda: left @ left, device)
+    return typical_s(lambda: left @ left, device)
 
 
 def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
@@ -237,7 +245,7 @@ def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) ->
     steps = [torch.full((1, 1), token, device=device) for token in range(2, 18)]
     with torch.no_grad():
         # Different tokens choose different experts: nothing stays in a processor's caches.
-        step_s = _typical_s(lambda: [model(step) for step in steps], device) / len(steps)
+        step_s = typical_s(lambda: [model(step) for step in steps], device) / len(steps)
     return max(float(step_s / _LAYERS - read_s), 0.0)
 
 

@@ -175,6 +175,7 @@ def test_a_link_foretells_its_end_by_the_rate_of_what_it_moved() -> None:
     link.demand(Transfer(2, 2, 300))
     begun_s = min(transfer.submitted_s for transfer in link._flying.values())
     assert link.free_s(begun_s) == pytest.approx(max(begun_s, ended_s) + 4 * took_s)
+    assert 0 < link.woken_s < 10  # how long after that its caller went on
     late_s = time.perf_counter() + 1000
     assert link.free_s(late_s) == late_s  # overdue: at any moment
     mover.open.release(2)

@@ -37,6 +37,8 @@ class WallLink(Link):
         """As the last transfers were; None before the first."""
         self._ended_s = 0.0
         """When the last transfer that is known to have arrived was there."""
+        self.woken_s = 0.0
+        """What the caller has waited beyond the arrival of what it waited for."""
         # A run that is interrupted or dropped leaves no thread.
         self.close = weakref.finalize(self, self._worker.close)
 
@@ -149,7 +151,9 @@ class WallLink(Link):
     def wait_for(self, keys: Collection[int], count: int = 1) -> list[int]:
         """Stand still until `count` of the flying `keys` are there; then as `arrivals`."""
         self._worker.wait_for(keys, count)
-        return self.arrivals()
+        landed = self.arrivals()
+        self.woken_s += time.perf_counter() - self._ended_s
+        return landed
 
     def _put(self, transfer: Transfer, demanded: bool) -> None:
         assert transfer.key not in self._flying, f"key {transfer.key} is already on its way"

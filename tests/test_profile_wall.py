@@ -1,0 +1,165 @@
+"""What decoding takes on the wall clock, part by part, and the profile that charges the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
+from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.profiling.wall import (
+    MOST_LAYERS,
+    Parts,
+    measure_on_wall,
+    model_like,
+    parts_of,
+    profile_of,
+)
+from lm_eval_moecache.profiling.wall_run import NOBODYS, Step
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import load_hardware
+from tests.engine.scripted import make_hardware
+
+GEOMETRY = Geometry(
+    model="hand",
+    num_layers=3,
+    num_experts=4,
+    top_k=2,
+    expert_bytes=((100,),) * 3,
+    dense_bytes=(200, 200, 600),
+)
+CALM = Step(20.0, (5.0, 7.0), (0.5, 0.5, 0.2), (0.0, 0.0), (0.0, 0.0))
+
+
+def test_a_step_is_taken_apart_by_hand() -> None:
+    # Layer 0 waited 10 s, 2 of them after the arrival: 18 - 8 = 10 s, 5 more than when calm.
+    # Layer 1 did not wait in the first step; in the second it did, 4 s, and took 3 s longer.
+    waited = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (10.0, 0.0), (2.0, 0.0))
+    again = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 4.0), (0.0, 1.0))
+    parts = parts_of([CALM], [waited, again])
+    assert parts.layer_s == 6.0
+    assert parts.bookkeeping_s == pytest.approx(0.4)
+    assert parts.outside_s == 20.0 - 3 * 6.0
+    assert parts.wait_s == pytest.approx((5.0 + 3.0) / 2)
+
+
+def test_without_waits_a_wait_costs_nothing_and_odd_steps_are_outvoted() -> None:
+    odd = Step(900.0, (300.0, 300.0), (90.0, 90.0, 90.0), (0.0, 0.0), (0.0, 0.0))
+    parts = parts_of([CALM, odd, CALM], [CALM])
+    assert parts == parts_of([CALM], [])
+    assert parts.wait_s == 0.0
+
+
+@pytest.mark.parametrize("gates", [0.0, 2 / 3])
+def test_a_profile_charges_what_was_measured(gates: float) -> None:
+    # Reading takes (200 + 2 x 100) / 100 = 4 s a layer, and 400 / 100 = 4 s outside of them.
+    measured = Parts(layer_s=6.0, bookkeeping_s=0.5, outside_s=5.0, wait_s=0.25)
+    profile = profile_of(make_hardware(), measured, GEOMETRY, gates)
+    assert profile.kernel_overhead_s * (DENSE_KERNELS + EXPERT_KERNELS) == pytest.approx(1.5)
+    assert (profile.pass_overhead_s, profile.wait_overhead_s) == (1.0, 0.25)
+    clock = VirtualClock(profile, GEOMETRY)
+    for layer in range(3):
+        clock.dense(layer, 1)
+        clock.wait_until(clock.now + clock.gates(1) * gates)
+        clock.experts(layer, 2, 2)
+    assert clock.now == pytest.approx(3 * 6.0 + 5.0)
+
+
+def test_where_reading_takes_longer_than_the_whole_nothing_is_beside_it() -> None:
+    measured = Parts(layer_s=3.0, bookkeeping_s=0.5, outside_s=2.0, wait_s=0.0)
+    profile = profile_of(make_hardware(), measured, GEOMETRY, 0.0)
+    assert (profile.kernel_overhead_s, profile.pass_overhead_s) == (0.0, 0.0)
+    assert profile.layer_overhead_s == 0.5
+
+
+def small(layers: int = 3) -> Any:
+    torch.manual_seed(0)
+    config = transformers.OlmoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def taken(model: Any) -> ExpertLoader:
+    loader = ExpertLoader("ram", None, model)
+    loader.take_experts(model, torch.device("cpu"))
+    return loader
+
+
+@pytest.mark.parametrize(("policy", "rate"), [("on_demand", None), ("specmd", 1e7)])
+def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) -> None:
+    model = small()
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    profile = measure_on_wall(NOBODYS, model, taken(model), policy, rate)
+    replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", "peak_flops"}
+    replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s"}
+    assert isinstance(profile.source, dict) and profile.source.keys() == replaced
+    assert all(f"policy {policy}" in text or "given" in text for text in profile.source.values())
+    assert profile.memory_bytes_per_s > 1e6
+    if rate:
+        assert profile.link_bytes_per_s == rate
+        # A layer that waits 150 us for an expert is held up by more than that.
+        assert profile.wait_overhead_s > 0
+    else:
+        assert profile.link_bytes_per_s > 1e5
+    assert 0 < profile.layer_overhead_s < 1
+    assert hooks == [len(m._forward_hooks) for m in model.modules()], "a hook was left"
+
+
+def test_one_layer_says_nothing_of_layers() -> None:
+    model = small(layers=1)
+    with pytest.raises(ValueError, match="one MoE layer"):
+        measure_on_wall(NOBODYS, model, taken(model), "on_demand")
+
+
+def test_a_model_of_a_shape_has_its_first_layers_and_no_weights_of_it(tmp_path: Path) -> None:
+    small(layers=6).save_pretrained(tmp_path)
+    model = model_like(str(tmp_path), torch.bfloat16, torch.device("cpu"))
+    assert len(model.model.layers) == MOST_LAYERS == model.config.num_hidden_layers
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (8, 32, 16)
+    assert model.dtype == torch.bfloat16
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(model.lm_head.weight.float(), saved.lm_head.weight.float())
+
+
+def test_a_profile_is_measured_for_a_model_and_a_policy(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "model")
+    out = tmp_path / "here.yaml"
+    command = ["profile", "hardware", "--out", str(out), "--device", "cpu", "--size", "1MiB"]
+    command += ["--matmul", "64", "--pretrained", str(tmp_path / "model"), "--policy", "specmd"]
+    assert main([*command, "--bandwidth", "50MB/s"]) == 0
+    profile = load_hardware(str(out))
+    assert profile.link_bytes_per_s == 50e6 and profile.layer_overhead_s > 0
+    assert isinstance(profile.source, dict)
+    assert "specmd" in profile.source["layer_overhead_s"]
+    assert {"peak_flops", "host_flops", "wait_overhead_s"} <= profile.source.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bandwidth", "1GB/s"], "bandwidth='1GB/s' has no effect without pretrained="),
+        (["--pretrained", "tiny", "--policy", "specmdd"], "Did you mean 'specmd'"),
+        (["--pretrained", "tiny", "--bandwidth", "fast"], "fast"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    out = str(tmp_path / "x.yaml")
+    assert main(["profile", "hardware", "--out", out, "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
