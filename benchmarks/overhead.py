@@ -1,7 +1,7 @@
-"""Decode speed of `moecache` against plain transformers, and the cost of the bookkeeping.
+"""Decode speed of `moecache` under the virtual clock against plain transformers.
 
-One process, one model: plain and wrapped decoding in turn, `--rounds` pairs, median of the paired
-ratios. Then the time spent inside the router hooks, per MoE layer and decode step.
+One process, one model: plain and wrapped decoding in turn, each of them first in every second pair,
+`--rounds` pairs, median of the paired ratios. What the bookkeeping alone costs: bookkeeping.py.
 
     python benchmarks/overhead.py [--policy on_demand] [--capacity 100%] [--shape olmoe2]
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,26 +49,6 @@ def wrap(model: Any, policy: str, capacity: str) -> WrappedModel:
     return WrappedModel(model, layers, Engine(geometry, setting))
 
 
-def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args)
-        seconds.append(time.perf_counter() - start)
-        return result
-
-    return run
-
-
-def hook_seconds(wrapped: WrappedModel, prompt: torch.Tensor, tokens: int) -> list[float]:
-    """Time each router hook of the decode steps, apart from everything around it."""
-    seconds: list[float] = []
-    for layer in find_moe_layers(wrapped.model):
-        for key, hook in layer.router._forward_hooks.items():
-            layer.router._forward_hooks[key] = timed(hook, seconds)
-    decode_seconds(wrapped.model, prompt, tokens)
-    return seconds[wrapped.engine.geometry.num_layers :]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pretrained", default=str(MODEL_DIR))
@@ -87,25 +66,22 @@ def main() -> None:
     prompt = torch.arange(2, 66)[None] % model.config.vocab_size
     ratios, plain_s = [], []
     decode_seconds(model, prompt, options.tokens)
-    for _ in range(options.rounds):
-        plain_s.append(decode_seconds(model, prompt, options.tokens))
-        wrapped = wrap(model, options.policy, options.capacity)
-        decode_seconds(model, prompt, 4)
-        ratios.append(plain_s[-1] / decode_seconds(model, prompt, options.tokens))
-        wrapped.unwrap()
-    wrapped = wrap(model, options.policy, options.capacity)
-    hooks = hook_seconds(wrapped, prompt, options.tokens)
-    wrapped.unwrap()
+    for index in range(options.rounds):
+        seconds = {}
+        for is_ours in (False, True) if index % 2 == 0 else (True, False):
+            wrapped = wrap(model, options.policy, options.capacity) if is_ours else None
+            decode_seconds(model, prompt, 4)
+            seconds[is_ours] = decode_seconds(model, prompt, options.tokens)
+            if wrapped is not None:
+                wrapped.unwrap()
+        plain_s.append(seconds[False])
+        ratios.append(seconds[False] / seconds[True])
     step_ms = statistics.median(plain_s) / options.tokens * 1000
     print(f"model {options.pretrained}, policy {options.policy}, capacity {options.capacity}")
     print(f"plain decode: {step_ms:.3f} ms a token")
     print(
         f"speed of moecache / plain: median {statistics.median(ratios):.3f} of {len(ratios)} "
         f"pairs (lowest {min(ratios):.3f}, highest {max(ratios):.3f})"
-    )
-    print(
-        f"bookkeeping: median {statistics.median(hooks) * 1e6:.1f} us, mean "
-        f"{statistics.mean(hooks) * 1e6:.1f} us per MoE layer and decode step"
     )
 
 
