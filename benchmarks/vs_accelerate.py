@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from setup import device_of, prompts, random_model, run, spread
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.assemble import assemble
-from lm_eval_moecache.model.wall.loading import ExpertLoader, device_map
+from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.weights import weights_files
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
@@ -59,6 +60,29 @@ def bytes_per_step(
     steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
     far = sum(place == tier for place in theirs.hf_device_map.values())
     return far * geometry.expert_bytes[0][0] * geometry.num_experts, sum(steps) / len(steps)
+
+
+def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, str]:
+    """Return a place for every part of a model: `disk` for these modules, the device for others.
+
+    Accelerate puts all that lies under a name in one place: parts that hold experts are divided.
+    """
+    places: dict[str, str] = {}
+
+    def walk(prefix: str, module: nn.Module) -> None:
+        inside = f"{prefix}." if prefix else ""
+        if prefix in experts:
+            places[prefix] = "disk"
+        elif not any(path.startswith(inside) for path in experts):
+            places[prefix] = device
+        else:
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            places.update({inside + name: device for name, _ in own})
+            for name, child in module.named_children():
+                walk(inside + name, child)
+
+    walk("", model)
+    return places
 
 
 def random_skeleton(folder: str) -> Any:

@@ -90,7 +90,7 @@ COMMANDS = {
     "eval, files of experts": (
         "eval",
         "--tasks=tiny_arc",
-        "--model_args=clock=wall,policy=on_demand,store=disk,store_dir={0}/new",
+        "--model_args=clock=wall,policy=on_demand,store=disk,dtype=float32,store_dir={0}/new",
     ),
     "profile buddies": ("profile", "buddies", "--out={0}/new/x.safetensors"),
     "profile data_aware": ("profile", "data_aware", "--out={0}/new/x.safetensors"),

@@ -22,7 +22,7 @@ MEANINGS: Mapping[str, str] = {
     "seed": "of algorithms that draw (default: 0)",
     "trace": "folder to record a routing trace into, for `moecache replay`",
     "trace_keep": "lossless (default), routing (experts alone) or all (also for lossy replays)",
-    "store_dir": "folder for the files of store=disk (default: ~/.cache/lm-eval-moecache)",
+    "store_dir": "folder of what store=disk converts, once (default: ~/.cache/lm-eval-moecache)",
     "encoded_dir": "with precision: keep encoded experts there for later loads (default: nowhere)",
     "clock": "virtual, or wall: real transfers on this machine, measured (default: virtual)",
     "store": "with clock=wall: far experts lie in ram or on disk (default: ram)",

@@ -48,7 +48,7 @@ class Loading:
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
             self._experts = ExpertLoader(
-                config.store, config.store_dir, skeleton, self._codecs, self._kept, files
+                config.store, config.store_dir, skeleton, self._codecs, self._kept, files, identity
             )
 
     def check(self, config: Config) -> None:
@@ -78,7 +78,7 @@ class Loading:
         elif self._codecs is not None:
             with encoding(find_moe_layers(self._skeleton), self._codecs, self._kept):
                 model = create()
-            self.stored = take(find_moe_layers(model), self._codecs, self._kept)
+                self.stored = take(find_moe_layers(model), self._codecs, self._kept)
         else:
             create()
 

@@ -33,6 +33,8 @@ class Codec(ABC):
     """Allowed sizes of the groups of weights that share a scale; empty where there are none."""
     encodes_on: ClassVar[str | None] = None
     """Type of the device that encodes whatever the matrix lies on; None for the matrix' own."""
+    as_it_lies: ClassVar[bool] = False
+    """Whether a matrix is stored as the model has it, also where that is [in, out]."""
 
     def __init__(self, name: str, group_size: int | None = None) -> None:
         self.name = name

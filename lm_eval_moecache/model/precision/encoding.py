@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.stored import Encoded, expert_matrices, matrix_shape
+from lm_eval_moecache.model.precision.stored import Encoded, expert_matrices
 
 BYTES_PER_WEIGHT = 20
 """What any codec takes for a moment beside the matrix and its codes."""
@@ -35,10 +35,11 @@ def encode(
     differently. Into tensors that are there before: small ones that stay, between others that
     go, would keep the heap from shrinking.
     """
-    shape = matrix_shape(experts, stacked)
-    matrices = [m.t() if experts.is_transposed else m for m in stacked.detach()]
     found: Encoded = []
     for codec in codecs:
+        turned = experts.is_transposed and not codec.as_it_lies
+        matrices = [m.t() if turned else m for m in stacked.detach()]
+        shape = tuple(matrices[0].shape)
         kept = tuple(
             torch.empty((len(matrices), *size), dtype=dtype, device=stacked.device)
             for size, dtype in codec.layout(shape)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,75 +21,103 @@ from lm_eval_moecache.model.precision.stored import (
     expert_matrices,
     is_matrices,
     shape_without_memory,
+    takes_no_memory,
 )
+from lm_eval_moecache.model.sources import leaving_out
 
-_HELD, _IS_KEPT = "moecache_encoded", "moecache_is_kept"
+logger = logging.getLogger(__name__)
+
+_HELD, _WRITTEN, _IS_KEPT = "moecache_encoded", "moecache_written", "moecache_is_kept"
 # transformers reads ahead in threads, as fast as the disk is, unless this is set.
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @contextmanager
 def encoding(
-    skeleton: Sequence[MoELayer], codecs: Sequence[Codec], kept: KeptEncodings | None = None
+    skeleton: Sequence[MoELayer],
+    codecs: Sequence[Codec],
+    kept: KeptEncodings | None = None,
+    *,
+    release: bool = False,
 ) -> Iterator[None]:
     """Encode expert matrices while `from_pretrained` sets them, each in its turn.
 
     Within the block, setting a matrix on a module of the skeleton's experts classes leaves a shape
-    without memory there. `take` collects what was encoded. Where all of it is `kept` already,
-    nothing is encoded.
+    without memory there. `take` collects what was encoded, before the block ends. Where all of it
+    is `kept` already, nothing is encoded, and the matrices are not read. With `release` a layer
+    goes to the kept files as soon as it is whole, and memory holds one at a time.
     """
-    is_kept = kept is not None and kept.has_all(len(skeleton))
-    classes = {type(layer.experts) for layer in skeleton}
-    before = os.environ.get(_IN_ORDER)
-    os.environ[_IN_ORDER] = "1"
-    bar = tqdm(
-        desc=f"encoding experts at {':'.join(codec.name for codec in codecs)}",
-        total=sum(_num_matrices(layer) for layer in skeleton) * len(codecs),
-        unit=" matrices",
-        delay=2,
-        disable=is_kept,
-    )
-    for each in classes:
-        usual = each.__setattr__
-        setter = _setter(usual, codecs, is_kept, bar.update)
-        each.__setattr__ = setter  # type: ignore[assignment]
-    try:
+    with ExitStack() as stack:
+        is_kept = kept is not None and stack.enter_context(kept.claimed(len(skeleton)))
+        bar = tqdm(
+            desc=f"storing experts at {':'.join(codec.name for codec in codecs)}",
+            total=sum(_num_matrices(layer) for layer in skeleton) * len(codecs),
+            unit=" matrices",
+            delay=2,
+            disable=is_kept,
+        )
+        stack.callback(bar.close)
+        store = kept if release else None
+        setter = _Setter(codecs, is_kept, store, bar.update)
+        stack.enter_context(setter.setting({type(layer.experts) for layer in skeleton}))
+        if is_kept:
+            names = (f"{e.path}.{name}" for e in skeleton for name in expert_matrices(e.experts))
+            stack.enter_context(leaving_out(set(names)))
         yield
-    finally:
-        bar.close()
+
+
+class _Setter:
+    """What experts modules do when a parameter is set on them while a model is loaded."""
+
+    def __init__(
+        self, codecs: Sequence[Codec], is_kept: bool, store: KeptEncodings | None, noted: Noted
+    ) -> None:
+        self._codecs, self._is_kept, self._store, self._noted = codecs, is_kept, store, noted
+
+    @contextmanager
+    def setting(self, classes: set[type]) -> Iterator[None]:
+        before = os.environ.get(_IN_ORDER)
+        os.environ[_IN_ORDER] = "1"
         for each in classes:
-            del each.__setattr__
-        os.environ.pop(_IN_ORDER)
-        if before is not None:
-            os.environ[_IN_ORDER] = before
+            each.__setattr__ = self._method(each.__setattr__)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for each in classes:
+                del each.__setattr__
+            os.environ.pop(_IN_ORDER)
+            if before is not None:
+                os.environ[_IN_ORDER] = before
+
+    def _method(self, usual: Any) -> Callable[[Any, str, Any], None]:
+        def set_attribute(module: Any, name: str, value: Any) -> None:
+            if (
+                isinstance(value, nn.Parameter)
+                and name in module._parameters
+                and not value.is_meta
+                and is_matrices(module, value)
+            ):
+                if self._is_kept:
+                    module.__dict__[_IS_KEPT] = True
+                elif not takes_no_memory(value):
+                    self._encode(module, name, value)
+                value = shape_without_memory(value)
+                # Else transformers would fill what it takes for a parameter that nobody loaded.
+                value._is_hf_initialized = True
+            usual(module, name, value)
+
+        return set_attribute
+
+    def _encode(self, module: Any, name: str, value: nn.Parameter) -> None:
+        held: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
+        held[name] = encode(module, value, self._codecs, self._noted)
+        page_out_checkpoints()
+        if self._store is not None and set(held) == set(expert_matrices(module)):
+            module.__dict__[_WRITTEN] = self._store.write(module.__dict__.pop(_HELD))
 
 
 def _num_matrices(layer: MoELayer) -> int:
     return sum(len(stacked) for stacked in expert_matrices(layer.experts).values())
-
-
-def _setter(
-    usual: Any, codecs: Sequence[Codec], is_kept: bool, noted: Noted
-) -> Callable[[Any, str, Any], None]:
-    def set_attribute(module: Any, name: str, value: Any) -> None:
-        if (
-            isinstance(value, nn.Parameter)
-            and name in module._parameters
-            and not value.is_meta
-            and is_matrices(module, value)
-        ):
-            if is_kept:
-                module.__dict__[_IS_KEPT] = True
-            else:
-                module.__dict__.setdefault(_HELD, {})[name] = encode(module, value, codecs, noted)
-            page_out_checkpoints()
-            shape = shape_without_memory(value)
-            # Else transformers would fill what it takes for a parameter that nobody loaded.
-            shape._is_hf_initialized = True  # type: ignore[attr-defined]
-            value = shape
-        usual(module, name, value)
-
-    return set_attribute
 
 
 def take(
@@ -101,15 +130,35 @@ def take(
 def take_layer(
     index: int, layer: MoELayer, codecs: Sequence[Codec], kept: KeptEncodings | None = None
 ) -> dict[str, Encoded]:
-    """As `take`, of one layer; what was encoded now is kept for the next load."""
-    held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
+    """As `take`, of one layer; what was encoded now is kept for the next load.
+
+    A full disk costs that one its time and fails none.
+    """
     if vars(layer.experts).pop(_IS_KEPT, False):
         assert kept is not None, "skipped without a place to read from"
         return kept.read(index, layer.experts)
+    held = _rest(layer, codecs)
+    if kept is not None:
+        try:
+            kept.place(index, kept.write(held))
+        except OSError as error:
+            logger.warning("encoded_dir: %s; these experts are encoded again.", error)
+    return held
+
+
+def settle_layer(index: int, layer: MoELayer, kept: KeptEncodings) -> None:
+    """Bring one layer to its kept files, where it was not there already. Raises OSError."""
+    if vars(layer.experts).pop(_IS_KEPT, False):
+        return
+    written = vars(layer.experts).pop(_WRITTEN, None)
+    kept.place(index, written or kept.write(_rest(layer, kept.codecs)))
+
+
+def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> dict[str, Encoded]:
+    """Return what was encoded of a layer while it was loaded, and encode what is left of it."""
+    held: dict[str, Encoded] = vars(layer.experts).pop(_HELD, {})
     for name, stacked in expert_matrices(layer.experts).items():
         if name not in held:
             held[name] = encode(layer.experts, stacked, codecs)
             setattr(layer.experts, name, shape_without_memory(stacked))
-    if kept is not None:
-        kept.write(index, held)
     return held

@@ -73,3 +73,8 @@ def shape_without_memory(tensor: Tensor, device: Any = None) -> nn.Parameter:
     place = tensor.device if device is None else device
     shape = torch.zeros((), dtype=tensor.dtype, device=place).expand(tensor.shape)
     return nn.Parameter(shape, requires_grad=False)
+
+
+def takes_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a shape that `shape_without_memory` has made."""
+    return tensor.numel() > 1 and not any(tensor.stride())

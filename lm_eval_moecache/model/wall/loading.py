@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_submodules
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
+from lm_eval_moecache.model.precision.as_stored import AsStored
 from lm_eval_moecache.model.precision.base import Codec
 from lm_eval_moecache.model.precision.kept import KeptEncodings
-from lm_eval_moecache.model.precision.loading import encoding, take_layer
+from lm_eval_moecache.model.precision.loading import encoding, settle_layer, take_layer
+from lm_eval_moecache.model.precision.stored import expert_bytes, expert_matrices
 from lm_eval_moecache.model.sources import leaving_out
 from lm_eval_moecache.model.wall.in_place import find_in_place, names_of
-from lm_eval_moecache.model.wall.ladder import stored_parameters
+from lm_eval_moecache.model.wall.ladder import part_of, stored_parameters
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.scratch import scratch
-from lm_eval_moecache.model.wall.tiers import DiskTier, OnDisk, RamTier, Stored, Tier, find_stored
+from lm_eval_moecache.model.wall.tiers import DiskTier, OnDisk, RamTier, Tier, tensors_in
 
 try:
     import resource
@@ -36,12 +35,11 @@ except ImportError:  # Windows: there the peak of host memory is left out
 class ExpertLoader:
     """Takes the experts out of a model while transformers loads it, converted as it converts them.
 
-    `ram`: the model is read into host memory and the rest moves on to the device. `disk`: the
-    device gets the rest; experts stay in the checkpoint where they lie there as they are executed
-    (in one tensor or in several), and else are written to files under `folder`, layer after layer.
-    These have no name when loading ends: no later run can find them, and what a killed one leaves
-    the next removes.
-    With `codecs` experts are encoded as they come, and both stores hold them so, level by level.
+    The rest goes on to the device. `ram`: experts are read into host memory. `disk`: they stay in
+    the checkpoint where they lie there as they are executed (in one tensor or in several), and else
+    are written once to files under `folder`, layer after layer, where later loads of the same
+    weights find them. With `codecs` experts are encoded as they come, and both stores hold them so,
+    level by level.
     """
 
     def __init__(
@@ -52,16 +50,21 @@ class ExpertLoader:
         codecs: Sequence[Codec] | None = None,
         kept: KeptEncodings | None = None,
         files: Sequence[Path] = (),
+        identity: str = "",
     ) -> None:
-        """`files`: the checkpoint's safetensors files, where it has any."""
+        """`files`: the checkpoint's safetensors files, if it has any; `identity`: which they are.
+
+        Experts on disk that nothing can tell from others' are written anew at each load.
+        """
         self.codecs, self._kept = codecs, kept
         self._store = store
+        self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
+        self._skeleton = skeleton
+        self._identity = identity
+        self._files: KeptEncodings | None = None
         self._in_place: list[dict[str, OnDisk]] | None = None
         if store == "disk" and codecs is None:
             self._in_place = find_in_place(skeleton, files)
-        self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
-        self._skeleton = skeleton
-        self._scratch: str | None = None
         self.tiers: list[Tier] = []
         """Level -> where its experts lie."""
         self.parameters: list[dict[str, Tensor]]
@@ -70,33 +73,29 @@ class ExpertLoader:
         """Time and peak memory of loading."""
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return what `from_pretrained` has to be told about places."""
-        if self._store == "ram" or self.codecs is not None or self._in_place is not None:
-            return {"device_map": {"": "cpu"}, "max_memory": None}
-        paths = {layer.path for layer in find_moe_layers(self._skeleton)}
-        return {
-            "device_map": device_map(self._skeleton, paths, str(device)),
-            "max_memory": None,
-            "offload_folder": self._scratch,
-        }
+        """Return what `from_pretrained` is told about places: the device gets its part later."""
+        return {"device_map": {"": "cpu"}, "max_memory": None}
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Watch over a load: errors name the store, and the scratch folder goes in the end."""
+        """Watch over a load, `take_experts` included: errors name the store."""
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
+                layers = find_moe_layers(self._skeleton)
                 if self._in_place is not None:
-                    stack.enter_context(leaving_out(self._names()))
+                    names = {name for row in names_of(layers) for name in row.values()}
+                    stack.enter_context(leaving_out(names))
                 elif self._store == "disk":
-                    place = scratch(self._folder, self._needed())
-                    self._scratch = stack.enter_context(place)
-                stack.enter_context(self._encoding())
+                    self._write(stack, layers)
+                elif self.codecs is not None:
+                    stack.enter_context(encoding(layers, self.codecs, self._kept))
                 yield
         except (OSError, SafetensorError, RuntimeError) as error:
+            writes = self._store == "disk" and self._in_place is None
             raise ValueError(
                 f"store={self._store!r}: the model cannot be loaded: {error}"
-                + (f" (files are written to {self._folder})" if self._scratch else "")
+                + (f" (files are written to {self._folder})" if writes else "")
             ) from error
         self.figures = {"seconds": time.perf_counter() - start_s}
         if resource is not None:
@@ -110,16 +109,12 @@ class ExpertLoader:
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
         """Move a loaded model's experts into the tier; shapes without memory stay behind."""
         layers = find_moe_layers(model)
-        if self.codecs is not None:
-            self._take_encoded(model, layers, device)
-        elif self._in_place is not None:
+        if self._in_place is not None:
             self._move_rest(model, layers, device, [DiskTier(self._in_place)])
         elif self._store == "disk":
-            self.tiers = [DiskTier(self._stored(layers))]
-            remove_hook_from_submodules(model)
-            for name in ("hf_device_map", "forward"):
-                vars(model).pop(name, None)
-            _leave_shapes(layers, device)
+            self._move_rest(model, layers, device, self._written(layers))
+        elif self.codecs is not None:
+            self._move_rest(model, layers, device, self._encoded(layers, self.codecs))
         else:
             host = [expert_parameters(layer.experts) for layer in layers]
             self._move_rest(model, layers, device, [RamTier(host)])
@@ -133,30 +128,48 @@ class ExpertLoader:
             self.tiers[0].fill(layer, expert, target)
         return found
 
-    def _encoding(self) -> AbstractContextManager[None]:
-        if self.codecs is None:
-            return nullcontext()
-        return encoding(find_moe_layers(self._skeleton), self.codecs, self._kept)
+    def _write(self, stack: ExitStack, layers: Sequence[MoELayer]) -> None:
+        """Begin to write experts to files while they are loaded, unless they are there."""
+        dtype = next(iter(expert_parameters(layers[0].experts).values())).dtype
+        codecs = self.codecs or [AsStored(dtype)]
+        if not self._identity:
+            self._folder = Path(stack.enter_context(scratch(self._folder)))
+        elif self._kept is not None:
+            self._folder = self._kept.parent
+        needed = sum(
+            sum(expert_bytes(layer.experts, codecs)) * layer.num_experts for layer in layers
+        )
+        self._files = KeptEncodings(
+            self._folder, self._identity, dtype, codecs, thorough=False, needed=needed
+        )
+        stack.enter_context(encoding(layers, codecs, self._files, release=True))
 
-    def _take_encoded(self, model: nn.Module, layers: Sequence[MoELayer], device: Any) -> None:
-        """Put what was encoded while it was loaded into a tier for each level."""
-        assert self.codecs is not None
-        levels: list[list[dict[str, Tensor]]] = [[] for _ in self.codecs]
-        files: list[list[dict[str, OnDisk]]] = [[] for _ in self.codecs]
+    def _written(self, layers: Sequence[MoELayer]) -> list[Tier]:
+        """Return the files of each level as a tier; what is no matrix stays in host memory."""
+        assert self._files is not None
+        levels = range(1 if self.codecs is None else len(self.codecs))
+        rows: list[list[dict[str, OnDisk]]] = [[] for _ in levels]
+        beside: list[dict[str, Tensor]] = []
         for index, layer in enumerate(layers):
-            stored = take_layer(index, layer, self.codecs, self._kept)
-            for level in range(len(self.codecs)):
-                held = stored_parameters(layer.experts, stored, level)
-                if self._scratch is None:
-                    levels[level].append(held)
-                    continue
-                file = os.path.join(self._scratch, f"{index}-{level}.safetensors")
-                save_file({name: t.contiguous() for name, t in held.items()}, file)
-                files[level].append({name: find_stored(file, name) for name in held})
-        if self._scratch is not None:
-            self._move_rest(model, layers, device, [DiskTier(rows) for rows in files])
-        else:
-            self._move_rest(model, layers, device, [RamTier(rows) for rows in levels])
+            settle_layer(index, layer, self._files)
+            matrices = expert_matrices(layer.experts)
+            plain = expert_parameters(layer.experts).items()
+            beside.append({name: t for name, t in plain if name not in matrices})
+            for level in levels:
+                found = tensors_in(self._files.file(level, index).path)
+                if self.codecs is None:
+                    found = {name: found[part_of(name, 0)] for name in matrices}
+                rows[level].append({**found})
+        return [DiskTier(each, beside) for each in rows]
+
+    def _encoded(self, layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> list[Tier]:
+        """Return what was encoded while it was loaded, level by level."""
+        levels: list[list[dict[str, Tensor]]] = [[] for _ in codecs]
+        for index, layer in enumerate(layers):
+            stored = take_layer(index, layer, codecs, self._kept)
+            for level, rows in enumerate(levels):
+                rows.append(stored_parameters(layer.experts, stored, level))
+        return [RamTier(rows) for rows in levels]
 
     def _move_rest(
         self, model: nn.Module, layers: Sequence[MoELayer], device: Any, tiers: Sequence[Tier]
@@ -175,42 +188,6 @@ class ExpertLoader:
         rows = names_of(find_moe_layers(self._skeleton))
         return {name for row in rows for name in row.values()}
 
-    def _needed(self) -> int:
-        """Return the bytes of all experts."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer in find_moe_layers(self._skeleton)
-            for tensor in expert_parameters(layer.experts).values()
-        )
-
-    def _stored(self, layers: Sequence[MoELayer]) -> list[dict[str, OnDisk]]:
-        """Find where transformers left each layer's experts, and bring them to the model's type."""
-        found: list[dict[str, OnDisk]] = []
-        for layer in layers:
-            weights: Any = layer.experts._hf_hook.weights_map  # type: ignore[union-attr]
-            row: dict[str, OnDisk] = {}
-            for name, shape in expert_parameters(layer.experts).items():
-                entry = weights.dataset.index[f"{weights.prefix}{name}"]
-                stored = find_stored(entry["safetensors_file"], entry["weight_name"])
-                if stored.dtype != shape.dtype:
-                    stored = self._convert(stored, entry["weight_name"], shape.dtype)
-                if stored.shape != tuple(shape.shape):
-                    raise ValueError(
-                        f"store='disk': {stored.file} has {name} of MoE layer {len(found)} as "
-                        f"{stored.shape}, the model needs {tuple(shape.shape)}."
-                    )
-                row[name] = stored
-            found.append(row)
-        return found
-
-    def _convert(self, stored: Stored, name: str, dtype: torch.dtype) -> Stored:
-        assert self._scratch is not None
-        with safe_open(stored.file, framework="pt") as file:
-            tensor = file.get_tensor(name).to(dtype)
-        path = os.path.join(self._scratch, f"{name}.{dtype}.safetensors")
-        save_file({name: tensor.contiguous()}, path)
-        return find_stored(path, name)
-
 
 def own_bytes() -> int | None:
     """Return the memory that is this process' alone, without maps of files; None if not told."""
@@ -220,29 +197,6 @@ def own_bytes() -> int | None:
         return None
     found = re.search(r"RssAnon:\s+(\d+) kB", text)
     return None if found is None else int(found[1]) * 1024
-
-
-def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, str]:
-    """Return a place for every part of a model: `disk` for these modules, the device for others.
-
-    Accelerate puts all that lies under a name in one place: parts that hold experts are divided.
-    """
-    places: dict[str, str] = {}
-
-    def walk(prefix: str, module: nn.Module) -> None:
-        inside = f"{prefix}." if prefix else ""
-        if prefix in experts:
-            places[prefix] = "disk"
-        elif not any(path.startswith(inside) for path in experts):
-            places[prefix] = device
-        else:
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            places.update({inside + name: device for name, _ in own})
-            for name, child in module.named_children():
-                walk(inside + name, child)
-
-    walk("", model)
-    return places
 
 
 def _leave_shapes(layers: Sequence[MoELayer], device: torch.device) -> None:

@@ -17,11 +17,11 @@ PREFIX = "experts-"
 
 
 @contextmanager
-def scratch(parent: Path, needed: int) -> Iterator[str]:
-    """Make a folder in `parent` for this many bytes, which goes when the block ends.
+def scratch(parent: Path) -> Iterator[str]:
+    """Make a folder in `parent` which goes when the block ends.
 
     Folders there of runs that were killed are removed first: a run holds a lock on its own, which
-    goes with the process. Raises OSError where too little is free, or nothing may be written.
+    goes with the process. Raises OSError where nothing may be written.
     """
     parent.mkdir(parents=True, exist_ok=True)
     descriptors = [os.open(parent, os.O_RDONLY)]
@@ -29,9 +29,6 @@ def scratch(parent: Path, needed: int) -> Iterator[str]:
         # One run at a time: a new folder that is not locked yet must not look like a dead one.
         if lock(descriptors[0], wait=True):
             _remove_dead(parent)
-        free = shutil.disk_usage(parent).free
-        if free < needed:
-            raise OSError(f"{parent} has {free} bytes free, the experts take {needed}.")
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         descriptors.append(os.open(folder, os.O_RDONLY))
         lock(descriptors[1])

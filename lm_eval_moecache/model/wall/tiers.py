@@ -142,8 +142,13 @@ class OnDisk(Protocol):
 class DiskTier(Tier):
     """Experts in files. They are read, not mapped: a bad file is an error and no bus error."""
 
-    def __init__(self, parameters: Sequence[Mapping[str, OnDisk]]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Sequence[Mapping[str, OnDisk]],
+        beside: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """`beside`: layer -> small parameters [experts, ...] that stay in memory, as biases."""
+        self._parameters, self._beside = parameters, beside
         files = {file for row in parameters for stored in row.values() for file in stored.files}
         self._descriptors = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
 
@@ -153,6 +158,9 @@ class DiskTier(Tier):
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
         for name, tensor in target.items():
+            if self._beside is not None and name in self._beside[layer]:
+                tensor.copy_(self._beside[layer][name][expert])
+                continue
             data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
             view = memoryview(data)
             for file, offset, size in self._parameters[layer][name].spans(expert):

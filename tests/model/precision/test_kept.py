@@ -10,7 +10,7 @@ import pytest
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import encoding, kept, loading
+from lm_eval_moecache.model.precision import encoding, kept, loading, whole
 from tests.harness import answers
 from tests.models import save_model
 
@@ -110,7 +110,7 @@ def test_a_full_disk_costs_the_next_load_its_time(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(kept, "write_whole", full)
+    monkeypatch.setattr(whole, "write_whole", full)
     first = answers(load(path, folder))
     monkeypatch.undo()
     assert answers(load(path, folder)) == first

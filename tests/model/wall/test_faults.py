@@ -14,7 +14,8 @@ import pytest
 from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.model.wall import assemble, loading
+from lm_eval_moecache.model.precision import whole
+from lm_eval_moecache.model.wall import assemble
 from tests.harness import answers
 from tests.model.wall.models import BrokenPools
 from tests.models import save_model
@@ -112,15 +113,15 @@ def test_a_full_disk_is_said_while_experts_are_encoded(
 ) -> None:
     """Of what is only converted `test_loading.py` says the same."""
     path, folder = save_model(tmp_path / "model", "olmoe", hidden_size=64), tmp_path / "store"
-    write, calls = loading.save_file, []
+    write, calls = whole.write_whole, []
 
-    def full(tensors: Any, file: Any) -> None:
-        calls.append(file)
+    def full(path: Path, data: bytes) -> None:
+        calls.append(path)
         if len(calls) > 2:
             raise OSError(28, "No space left on device")
-        write(tensors, file)
+        write(path, data)
 
-    monkeypatch.setattr(loading, "save_file", full)
+    monkeypatch.setattr(whole, "write_whole", full)
     with pytest.raises(ValueError, match=r"store='disk'.*No space left.*files are written to"):
         within_the_limit(lambda: on_disk(path, folder, precision=precision, policy="on_demand"))
-    assert not list(folder.glob("experts-*"))
+    assert not list(folder.glob("*/layer-*"))

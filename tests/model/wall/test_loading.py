@@ -22,7 +22,6 @@ from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import assemble
-from lm_eval_moecache.model.wall.loading import device_map
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.scratch import scratch
 from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
@@ -61,7 +60,8 @@ def test_answers_are_those_of_the_hf_model(
     report = lm.report()
     assert report["clock"] == "wall" and report["store"] == store
     assert report["load"]["seconds"] > 0 and report["load"]["peak_host_bytes"] > 2**20
-    assert list(tmp_path.iterdir()) == []
+    # Where it lies in the checkpoint as it is executed, nothing is written.
+    assert bool(list(tmp_path.iterdir())) == (store == "disk" and dtype == "float32")
     lm.wrapped.unwrap()
 
 
@@ -123,12 +123,6 @@ def test_shapes_stay_behind_and_take_no_memory(checkpoint: Checkpoint, tmp_path:
     lm.wrapped.unwrap()
 
 
-def test_every_part_of_a_model_has_a_place() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    assert device_map(model, {"1.0"}, "cpu") == {"0": "cpu", "1.0": "disk"}
-    assert device_map(model, set(), "cuda:1") == {"": "cuda:1"}
-
-
 def test_too_little_room_for_the_files_is_said_before_they_are_written(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +146,7 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
     )
     assert "ValueError: store='disk': the model cannot be loaded" in result.stderr
     assert str(tmp_path) in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert not [file for file in tmp_path.rglob("*") if file.suffix in (".safetensors", ".part")]
 
 
 @pytest.mark.parametrize("store", ["ram", "disk"])
@@ -230,17 +224,18 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     )
     process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
     end = time.perf_counter() + 60
-    while not list(tmp_path.glob("experts-*/*layers.2*down*")) and time.perf_counter() < end:
+    while len(list(tmp_path.glob("*/pending-*.sha256"))) < 3 and time.perf_counter() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (left,) = tmp_path.iterdir()
-    for file in left.iterdir():
+    left = list(tmp_path.glob("*/pending-*.safetensors"))
+    assert len(left) == 3
+    for file in left:
         file.write_bytes(b"\0" * file.stat().st_size)
     expected = answers(HFLM(pretrained=str(path), dtype="float32", **HOST))
     lm = on_disk(path, tmp_path, dtype="float32")
     assert answers(lm) == expected
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("*/pending-*"))
     lm.wrapped.unwrap()
 
 
@@ -249,7 +244,7 @@ def test_the_files_of_a_run_that_lives_are_left_alone(tmp_path: Path) -> None:
     dead = tmp_path / "experts-dead"
     dead.mkdir()
     (dead / "x").write_bytes(b"x")
-    with scratch(tmp_path, 0) as first, scratch(tmp_path, 0) as second:
+    with scratch(tmp_path) as first, scratch(tmp_path) as second:
         assert {str(path) for path in tmp_path.iterdir()} == {first, second}
     assert list(tmp_path.iterdir()) == []
 
