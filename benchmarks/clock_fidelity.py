@@ -37,12 +37,12 @@ def overheads(hardware: Hardware) -> str:
     return f"{', '.join(told)} us, memory {hardware.memory_bytes_per_s / 1e9:.2f} GB/s"
 
 
-def medians(passes: list[PassRecord]) -> tuple[float, float]:
-    """Return the median seconds of a prefill and of a decode step."""
+def speed(passes: list[PassRecord], tokens: int) -> tuple[float, float]:
+    """Return the medians over the requests of TTFT and TPOT, in seconds."""
     first = [p.duration_s for p in passes if p.phase == PREFILL]
-    return statistics.median(first), statistics.median(
-        p.duration_s for p in passes if p.phase != PREFILL
-    )
+    steps = [p.duration_s for p in passes if p.phase != PREFILL]
+    requests = [steps[i : i + tokens] for i in range(0, len(steps), tokens)]
+    return statistics.median(first), statistics.median(map(statistics.mean, requests))
 
 
 def passes_of(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> list[PassRecord]:
@@ -73,7 +73,7 @@ def measured(
     told = passes_of(virtual(model, policy, capacity, hardware), texts, options.tokens)
     real = passes_of(wall(moved, loader, policy, capacity, rate), texts, options.tokens)
     misses = [sum(p.misses + p.late for p in passes) for passes in (told, real)]
-    return Cell(medians(told), medians(real), (misses[0], misses[1]))
+    return Cell(speed(told, options.tokens), speed(real, options.tokens), (misses[0], misses[1]))
 
 
 def row_of(cells: list[Cell], met: dict[str, int]) -> str:
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="0.5GB/s")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sweeps", type=int, default=3)
     options = parser.parse_args()
     device = device_of(options.device)
