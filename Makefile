@@ -42,7 +42,7 @@ SECONDS ?= 600
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS)
 
-# Whole commands killed at random moments and run again: TIMES by each signal, about a minute each on a busy machine.
+# Whole commands killed at random moments and run again: TIMES by each signal, a quarter of an hour on two cores.
 TIMES ?= 10
 kills: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak.kills --times $(TIMES)

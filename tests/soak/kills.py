@@ -21,7 +21,7 @@ from tests.soak.victims import Command, Fault, commands
 SIGNALS = (signal.SIGKILL, signal.SIGINT)
 
 
-def kills(times: int, seed: int, only: str = "") -> int:
+def kills(times: int, seed: int, only: str = "", cold: bool = False) -> int:
     """Kill each command this often by each signal, print a table, return the exit code."""
     begin, faults, chance = time.monotonic(), 0, random.Random(seed)
     sys.stdout.write(
@@ -33,6 +33,7 @@ def kills(times: int, seed: int, only: str = "") -> int:
                 continue
             place = Path(scratch) / command.name.replace(" ", "-").replace(",", "")
             place.mkdir()
+            command.cold = cold
             command.measure(place / "whole")
             for number in SIGNALS:
                 killed, lasted = kill_often(command, place, number, times, chance)
@@ -72,5 +73,6 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a command's name")
+    parser.add_argument("--cold", action="store_true", help="workers import all by themselves")
     chosen = parser.parse_args()
-    raise SystemExit(kills(chosen.times, chosen.seed, chosen.only))
+    raise SystemExit(kills(chosen.times, chosen.seed, chosen.only, chosen.cold))

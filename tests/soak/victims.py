@@ -39,9 +39,7 @@ SPACE = {
     "miss": {"fetch": {}},
 }
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
-    ["lm_eval_moecache.harness.lm", "lm_eval_moecache.sweep.run", "lm_eval.__main__"]
-)
+WARM.set_forkserver_preload(["tests.soak.warm"])
 
 
 class Fault(AssertionError):
@@ -66,9 +64,13 @@ class Ended(NamedTuple):
     """Of these, those after the signal."""
 
 
-def play(argv: Sequence[str], folder: str, out: str, err: str) -> None:
+def play(argv: Sequence[str], folder: str, out: str, err: str, cold: bool) -> None:
     """Be the command, as an entry point is, in this forked process."""
+    from tests.soak.warm import warm_workers
+
     os.setpgrp()
+    if not cold:
+        warm_workers()
     os.chdir(folder)
     # The second tells that this group is there and may be killed.
     for descriptor, path in ((1, out), (2, err)):
@@ -107,6 +109,8 @@ class Command(ABC):
     """Of the line that an interrupt ends with."""
     reference: Path
     seconds: float
+    cold: bool = False
+    """Workers of its pools begin with Python's imports, as a user's do."""
 
     @abstractmethod
     def argv(self, folder: Path) -> list[str]:
@@ -125,7 +129,8 @@ class Command(ABC):
         out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
         for said in (out, err):
             said.unlink(missing_ok=True)
-        child = WARM.Process(target=play, args=(self.argv(folder), str(folder), str(out), str(err)))
+        places = str(folder), str(out), str(err)
+        child = WARM.Process(target=play, args=(self.argv(folder), *places, self.cold))
         child.start()
         while not err.exists():
             time.sleep(0.001)
@@ -302,13 +307,22 @@ class Sweep(Kept):
 
 
 class Tune(Kept):
+    """On a small random model: two dozen runs take as long as two of the shipped one."""
+
     name, resumes, out = "tune", "goes on with the search", "found"
 
     def argv(self, folder: Path) -> list[str]:
         (folder / "space.yaml").write_text(yaml.safe_dump(SPACE))
+        model = folder.parent / "model"
+        if not model.exists():
+            # Imported late: only this command needs torch here.
+            from tests.models import save_model
+
+            save_model(model, "olmoe")
         return (
             f"tune --out {folder / self.out} --tasks tiny_arc --limit 2 --metric ttft_ms --json "
-            f"--space {folder / 'space.yaml'} --trials 4 --jobs 2 --model_args device=cpu"
+            f"--pretrained {model} --space {folder / 'space.yaml'} --trials 4 --jobs 2 "
+            "--model_args device=cpu"
         ).split()
 
     def check_whole(
