@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lm_eval_moecache.analysis import predictability
 from lm_eval_moecache.cli.main import main
 
 
@@ -40,12 +41,18 @@ def test_it_gives_figure_2_and_table_1_of_what_tasks_generate(
         (["--tasks", "tiny_bhb"], "tasks='tiny_bhb' is not known. Did you mean 'tiny_bbh'"),
         (["--limit", "0"], "limit=0 must be 1 or more"),
         (["--pretrained", "some/model"], "tasks: name tasks that generate text"),
-        (["--tasks", "tiny_arc", "--limit", "1"], "nothing was generated"),
+        (["--tasks", "tiny_arc"], "tasks='tiny_arc' generate nothing (multiple_choice)"),
         (["--profile", "nowhere.safetensors"], "there is no such file"),
+        (["--pretrained", "./none"], "pretrained='./none': there is no such folder"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Before a model is loaded, which takes a real one minutes."""
+    monkeypatch.setattr(predictability, "MoECacheLM", None)
     assert main(["analyze", "predictability", *words]) == 2
     assert message in capsys.readouterr().err

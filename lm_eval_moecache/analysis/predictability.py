@@ -17,6 +17,7 @@ from typing import Any
 
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.preflight import geometry_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.predictor.accuracy import (
     Judged,
@@ -28,9 +29,16 @@ from lm_eval_moecache.model.predictor.accuracy import (
 from lm_eval_moecache.model.predictor.collect import RouterCapture
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import Samples
+from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.results import SPEED_FILTER
-from lm_eval_moecache.sweep.evaluation import check_task_names, evaluate, quiet
+from lm_eval_moecache.sweep.evaluation import (
+    answers_of,
+    check_task_names,
+    evaluate,
+    leaf_tasks,
+    quiet,
+)
 from lm_eval_moecache.sweep.spec import Cell
 
 TITLE = "Router certainty against the number of experts predicted rightly"
@@ -57,11 +65,12 @@ def analyze(
     The frequency baseline names the experts that these very tokens chose most often, which no
     predictor made beforehand could know better.
     """
-    check_task_names(tasks, ())
+    _check_generates(tasks)
+    # Before the weights are loaded, which takes a real model minutes.
+    artifact = load_predictor(profile, "kl", geometry_of(pretrained))
     settings = [_config(profile, {}), _config(profile, _REPLACED)]
     with quiet():
         lm = MoECacheLM(pretrained=pretrained)
-        artifact = load_predictor(profile, "kl", lm.geometry)
         lm.install(settings[0])
         plain, judged = _watched(lm, _cell(tasks, limit), PredictorNetwork(artifact))
         lm.install(settings[1])
@@ -108,6 +117,16 @@ def _cell(tasks: Sequence[str], limit: int) -> Cell:
         options={"limit": limit},
         include_path=(),
     )
+
+
+def _check_generates(tasks: Sequence[str]) -> None:
+    check_task_names(tasks, ())
+    kinds = answers_of(leaf_tasks(tasks))
+    if GENERATE not in kinds:
+        raise ValueError(
+            f"tasks={','.join(tasks)!r} generate nothing ({', '.join(kinds)}), so there is nothing "
+            "to predict. Allowed: tasks of which one generates text, such as gsm8k."
+        )
 
 
 def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, list[Judged]]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import check_writable, read_yaml
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown
+from lm_eval_moecache.records.paths import check_place
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -110,6 +111,8 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
             if not isinstance(found, dict):
                 raise ValueError(f"{what} must hold a mapping of options; it holds {shown(found)}.")
     arguments = parser.parse_args(list(argv))
+    if getattr(arguments, "pretrained", None) is not None:
+        check_place("pretrained", arguments.pretrained)
     for key in WRITTEN:
         if getattr(arguments, key, None):
             check_writable(Path(getattr(arguments, key)))

@@ -29,9 +29,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    model = load_real_model(arguments.model)
+    context = read_count("--context", arguments.context, least=1)
+    model = load_real_model(arguments.model, key="model")
     hardware = load_hardware(arguments.hardware, arguments.bandwidth)
-    context = read_count("--context", arguments.context)
     room = fit(model, hardware, context)
     path = arguments.trace or str(stand_in(model))
     trace = load_trace(path)

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.records.schemas.recipe import Recipe
+from lm_eval_moecache.records.schemas.sweep import check_limit, read_jobs
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.runs_file import RUNS
@@ -38,6 +39,8 @@ def run(arguments: Namespace) -> int:
         _list(arguments.json)
         return 0
     found = load_recipe(arguments.figure)
+    read_jobs(arguments.jobs)
+    check_limit(arguments.limit, "reproduce")
     recipe = fit(found, arguments.pretrained, arguments.limit)
     folder = Path(arguments.out or Path("reproduced") / found.name)
     folder.mkdir(parents=True, exist_ok=True)

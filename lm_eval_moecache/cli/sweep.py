@@ -6,12 +6,15 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.numbers import read_count
-from lm_eval_moecache.sweep.run import Report, run_sweep
+from lm_eval_moecache.records.schemas.sweep import read_jobs
 from lm_eval_moecache.sweep.spec import EXECUTORS, SweepFile, read_sweep
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.sweep.run import Report
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,13 +36,15 @@ def run(arguments: Namespace) -> int:
     path = Path(arguments.sweep)
     sweep = read_sweep(path)
     if arguments.jobs is not None:
-        jobs = read_count("--jobs", arguments.jobs, least=1, most=1024)
-        sweep = dataclasses.replace(sweep, jobs=jobs)
+        sweep = dataclasses.replace(sweep, jobs=read_jobs(arguments.jobs))
     if arguments.executor is not None and arguments.executor != sweep.executor:
         # The file's options are for the file's executor.
         sweep = dataclasses.replace(sweep, executor=arguments.executor, executor_options={})
     if arguments.dry_run:
         return _list(sweep, path.parent, arguments)
+    # Imported late: it brings torch and lm-eval, and a file that is wrong should not wait for them.
+    from lm_eval_moecache.sweep.run import run_sweep
+
     report = run_sweep(sweep, path.parent, rerun=arguments.rerun, live=arguments.live)
     if arguments.json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")

@@ -12,8 +12,7 @@ from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
 from lm_eval_moecache.records.numbers import read_count, read_number
-from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.sweep import Options
+from lm_eval_moecache.records.schemas.sweep import check_limit, read_jobs
 from lm_eval_moecache.report.columns import METRICS
 
 # Of our own keys those that a replay knows from the trace.
@@ -125,7 +124,6 @@ def _check(arguments: Namespace) -> None:
     read_number("slack", arguments.slack, least=0, below=1)
     read_number("timeout", arguments.timeout, above=0)
     read_count("trials", arguments.trials)
-    read_count("jobs", arguments.jobs, least=1, most=1024)
+    read_jobs(arguments.jobs)
     read_count("seed", arguments.seed)
-    if arguments.limit is not None:
-        check(Options, {"limit": arguments.limit}, "tune")
+    check_limit(arguments.limit, "tune")

@@ -11,10 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.experts import IMPLEMENTATION
-from lm_eval_moecache.records.errors import nearest, unknown
-from lm_eval_moecache.records.files import exists
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
+from lm_eval_moecache.records.paths import check_place
 
 BACKENDS = ("default", "causal", "seq2seq")
 _LEAST = {"batch_size": 1, "max_batch_size": 1, "max_length": 2, "prefix_token_id": 0}
@@ -24,8 +23,6 @@ _SWITCHES = (
     *("add_bos_token", "enable_thinking", "local_files_only", "low_cpu_mem_usage"),
     "use_safetensors",
 )
-_LONGEST_ID = 96
-"""Characters of a name on the hub."""
 
 
 def check_host(pretrained: object, config: Config, theirs: dict[str, Any]) -> None:
@@ -74,18 +71,6 @@ def check_kernels(model: Any, theirs: Mapping[str, Any]) -> None:
         known = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
         if attention not in known:
             raise unknown("attn_implementation", attention, known)
-
-
-def check_place(key: str, name: str) -> None:
-    """Refuse the name of a model that is neither a folder nor anything that the hub could have."""
-    if name in (TINY, TINY_DRAFT) or (name.strip() and exists(name)):
-        return
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
-    if is_path or not name.strip() or set(name) & {"\0", "\\"} or len(name) > _LONGEST_ID:
-        raise ValueError(
-            f"{key}={shown(name)}: there is no such folder, nor can the hub have a model of that "
-            f"name.{nearest(name, (TINY, TINY_DRAFT))} Allowed: a folder, a hub id, or {TINY!r}."
-        )
 
 
 def _check_type(key: str, value: object) -> None:

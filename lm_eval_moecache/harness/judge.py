@@ -31,6 +31,7 @@ from lm_eval.api.metrics import mean
 
 from lm_eval_moecache.harness.tasks import SpeedTask
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.report.results import SPEED_FILTER as SPEED
 
@@ -154,7 +155,7 @@ class JudgedTask(SpeedTask):
         for key in given:
             if key not in KEYS:
                 raise unknown("metadata", key, KEYS)
-        if self.OUTPUT_TYPE != "generate_until":
+        if self.OUTPUT_TYPE != GENERATE:
             raise ValueError(
                 f"task {self.config.task!r}: output_type={self.OUTPUT_TYPE!r} gives no text to "
                 "judge. Allowed with JudgedTask: generate_until."

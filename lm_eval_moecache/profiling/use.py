@@ -23,7 +23,7 @@ def run(arguments: Namespace) -> int:
     """Count and write; print how uneven the use is."""
     if Path(arguments.out).suffix != ".json":
         raise ValueError(f"out={arguments.out!r} must end in .json.")
-    profile = load_use(arguments.trace)
+    profile = load_use(arguments.trace, key="trace")
     if arguments.model is not None:
         profile = replace(profile, model=bare_name(arguments.model))
     write_use(Path(arguments.out), profile)

@@ -10,7 +10,7 @@ from typing import Any
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import read_count, read_number
+from lm_eval_moecache.records.numbers import read_count, read_number, shown
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 _DTYPE_BYTES = 2
@@ -97,26 +97,27 @@ def emulated_names() -> list[str]:
     return sorted(path.stem for path in EMULATED_DIR.glob("*.yaml"))
 
 
-def load_real_model(name: str) -> RealModel:
+def load_real_model(name: str, key: str = "emulate") -> RealModel:
     """Load a model by name, from a folder with its `config.json`, or from a YAML of the same keys.
 
     Names are matched without regard to case and organisation: `allenai/OLMoE-1B-7B` is one.
-    Raises ValueError for what is not known and for a configuration without Mixture-of-Experts.
+    Raises ValueError, naming `key` and the value, for what is not known and for a configuration
+    without Mixture-of-Experts.
     """
-    path = Path(name)
+    path, what = Path(name), f"{key}={shown(name)}"
     if str(name).endswith((".yaml", ".yml")):
         if not is_file(path):
-            raise ValueError(f"emulate={name!r}: there is no such file.")
-        return read_real_model(read_yaml(path, f"emulate={name!r}"), f"emulate={name!r}")
+            raise ValueError(f"{what}: there is no such file.")
+        return read_real_model(read_yaml(path, what), what)
     if is_file(path / "config.json"):
-        config = read_json(path / "config.json", f"emulate={name!r}")
-        return read_real_model({"name": path.resolve().name, **config}, f"emulate={name!r}")
+        config = read_json(path / "config.json", what)
+        return read_real_model({"name": path.resolve().name, **config}, what)
     known = {stem.lower(): stem for stem in emulated_names()}
     stem = known.get(str(name).rpartition("/")[2].lower())
     if stem is None:
-        raise unknown("emulate", name, emulated_names())
+        raise unknown(key, name, emulated_names())
     file = EMULATED_DIR / f"{stem}.yaml"
-    return read_real_model(read_yaml(file, f"emulate={name!r}"), f"emulate={name!r}")
+    return read_real_model(read_yaml(file, what), what)
 
 
 def read_real_model(config: object, what: str) -> RealModel:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from operator import add, attrgetter, sub
 
+GENERATE = "generate_until"
+"""The kind of a request, in lm-eval's words, that has output tokens."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Counters:

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.records.event import PREFILL, VERIFY
-from lm_eval_moecache.records.ledger import PassRecord, RequestRecord, total
+from lm_eval_moecache.records.ledger import GENERATE, PassRecord, RequestRecord, total
 from lm_eval_moecache.report.described import METRICS, Totals, ms, share
 
 Metrics = dict[str, Any]
-GENERATE = "generate_until"
 
 
 def totals(passes: Sequence[PassRecord]) -> Totals:

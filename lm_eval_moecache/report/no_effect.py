@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lm_eval_moecache.records.event import PREFILL
-from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.report.metrics import GENERATE
+from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 
 
 def settings_without_effect(

@@ -70,10 +70,20 @@ def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager
     return manager
 
 
+def leaf_tasks(tasks: Sequence[str]) -> dict[str, Any]:
+    """Load tasks and groups, quietly, and return lm-eval's leaf tasks by name."""
+    with quiet():
+        return dict(loadable(tasks, ()).load(list(tasks))["tasks"])
+
+
 def task_sizes(tasks: Sequence[str]) -> dict[str, int]:
     """Return how many documents each leaf task of these has."""
-    found = loadable(tasks, ()).load(list(tasks))["tasks"]
-    return {name: len(task.eval_docs) for name, task in found.items()}
+    return {name: len(task.eval_docs) for name, task in leaf_tasks(tasks).items()}
+
+
+def answers_of(tasks: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of requests that leaf tasks make, each once."""
+    return sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
 
 
 def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.harness.preflight import geometry_of
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.geometry import Geometry
@@ -72,6 +71,9 @@ def fit(found: Found, pretrained: str, limit: int | float | None) -> Recipe:
     tasks = {} if pretrained == TINY else {**REAL_TASKS, **recipe.real_tasks}
     data = recipe.model_dump(exclude_unset=True)
     if _PART.search(str(data)):
+        # Imported late: it brings torch, and a list of names should not wait for it.
+        from lm_eval_moecache.harness.preflight import geometry_of
+
         data = _filled(data, geometry_of(pretrained))
     data = _renamed(data, tasks)
     if recipe.analyze is not None:

@@ -7,6 +7,7 @@ finished request. Batches are marked: those up to the last mark belong to finish
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -53,6 +54,20 @@ class Kept:
         return {**scans, **({DRAFTS_KEY: write_drafts(self.drafts)} if self.drafts else {})}
 
 
+class WholeWrites(io.FileIO):
+    """A new file whose writes are whole, or fail.
+
+    Arrow does not look at how much was written, and a part is what a disk that is nearly full, a
+    quota or a network's file system may take: the stream would go on behind a gap.
+    """
+
+    def write(self, data: Any) -> int:
+        left = whole = memoryview(data).cast("B")
+        while left:
+            left = left[os.write(self.fileno(), left) :]
+        return len(whole)
+
+
 def mark(scans: Sequence[tuple[int, int]], drafts: Settled = ()) -> dict[bytes, bytes]:
     """Return what a batch says that ends a finished request.
 
@@ -97,7 +112,18 @@ def write_parquet(
 ) -> None:
     """Write the first batches of a stream as a trace that appears whole, under its name."""
     writing = target.with_name(f".{target.name}.writing")
-    with pa.ipc.open_stream(partial) as reader, _parquet(writing, reader.schema) as file:
+    try:
+        _write_batches(partial, writing, num_batches, extra)
+        os.replace(writing, target)
+    except BaseException:
+        writing.unlink(missing_ok=True)
+        raise
+
+
+def _write_batches(
+    partial: Path, path: Path, num_batches: int, extra: Mapping[bytes, bytes]
+) -> None:
+    with pa.ipc.open_stream(partial) as reader, _parquet(path, reader.schema) as file:
         waiting: list[Any] = []
         for number, (batch, _) in enumerate(_batches(reader), start=1):
             if number > num_batches:
@@ -109,7 +135,6 @@ def write_parquet(
         if waiting:
             file.write_table(pa.Table.from_batches(waiting).combine_chunks())
         file.add_key_value_metadata(dict(extra))
-    os.replace(writing, target)
 
 
 def _parquet(path: Path, schema: Any) -> Any:
@@ -142,7 +167,7 @@ def reserve(folder: Path, stem: str) -> tuple[Path, Any]:
         if target.exists():
             continue
         with contextlib.suppress(FileExistsError):
-            raw = target.with_name(f"{target.name}{SUFFIX}").open("xb", buffering=0)
+            raw = WholeWrites(target.with_name(f"{target.name}{SUFFIX}"), "xb")
             lock(raw.fileno())
             return target, raw
 

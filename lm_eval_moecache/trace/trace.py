@@ -14,6 +14,7 @@ import numpy as np
 
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.trace.checks import check_rows
 from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints
 from lm_eval_moecache.trace.detail import Proposed
@@ -180,7 +181,7 @@ def _tell_requests(
         requests.append(
             TracedRequest(
                 task="trace",
-                kind="generate_until" if generates else "loglikelihood",
+                kind=GENERATE if generates else "loglikelihood",
                 prompt_tokens=prompt,
                 output_tokens=drafted.output_tokens(served) if generates else None,
                 passes=tuple(served),

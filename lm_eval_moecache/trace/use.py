@@ -13,22 +13,25 @@ from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 
-def load_use(file: str) -> UseProfile:
-    """Return the profile in a JSON, or that of a routing trace of any known format."""
+def load_use(file: str, key: str = "warm") -> UseProfile:
+    """Return the profile in a JSON, or that of a routing trace of any known format.
+
+    ValueError begins with `key` and the value.
+    """
     if not file.strip():
         raise ValueError(
-            f"warm={file!r} names no file. Allowed: a routing trace, or the JSON of "
-            "`moecache profile use`; or leave warm= out."
+            f"{key}={file!r} names no file. Allowed: a routing trace, or the JSON of "
+            "`moecache profile use`."
         )
     path = Path(file)
     if path.suffix == ".json":
         return read_use(file)
     if not is_file(path):
-        raise ValueError(f"warm={file!r}: there is no such file.")
+        raise ValueError(f"{key}={file!r}: there is no such file.")
     try:
         return _counted(file, path.stat().st_mtime_ns)
     except ValueError as error:
-        raise ValueError(f"warm={file!r}: {error}") from None
+        raise ValueError(f"{key}={file!r}: {error}") from None
 
 
 @lru_cache(maxsize=4)

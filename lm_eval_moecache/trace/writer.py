@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.files import check_writable
-from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, NO_DRAFTING, Drafting
 from lm_eval_moecache.trace.header import (
     DRAFTS_KEY,
@@ -31,7 +31,6 @@ from lm_eval_moecache.trace.partial import ROW_GROUP, mark, recover, reserve, wr
 from lm_eval_moecache.trace.rows import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 
 logger = logging.getLogger(__name__)
-GENERATE = "generate_until"
 
 
 def prepare_folder(folder: str) -> Path:
@@ -214,15 +213,16 @@ class TraceWriter:
         return told
 
     def _finish(self, num_batches: int, told: Mapping[bytes, bytes]) -> Path | None:
-        file, self._file = self._file, None
-        file.close()
-        if not num_batches:
-            self._drop()
-            logger.warning("trace: no pass was run, so no trace was written.")
-            return None
-        write_parquet(self._partial, self._target, num_batches, told)
+        # An interrupt on the way leaves all as it is for the next call, at the process' end.
+        self._file.close()
+        if num_batches:
+            write_parquet(self._partial, self._target, num_batches, told)
+        self._file = None
         self._drop()
-        return self._target
+        if num_batches:
+            return self._target
+        logger.warning("trace: no pass was run, so no trace was written.")
+        return None
 
     def _drop(self) -> None:
         # Unlinked first: as long as it is open its lock keeps others from taking it for dead.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
-from lm_eval_moecache.sweep.evaluation import check_task_names, loadable, quiet
+from lm_eval_moecache.records.ledger import GENERATE
+from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.tune.measure import Objective
 
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
 """Metrics of the tokens after a request's first, which only a generating task has."""
-_GENERATES = "generate_until"
 
 
 def check_objective(objective: Objective) -> None:
@@ -22,12 +22,11 @@ def check_objective(objective: Objective) -> None:
     check_task_names(objective.tasks, ())
     # Before a folder is made, which would then be a search with these options.
     check_cell(objective.cell({"policy": "on_demand"}))
-    with quiet():
-        tasks = loadable(objective.tasks, ()).load(list(objective.tasks))["tasks"]
+    tasks = leaf_tasks(objective.tasks)
     named = f"tasks={','.join(objective.tasks)}"
     if objective.metric in OF_GENERATION:
-        kinds = sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})
-        if _GENERATES not in kinds:
+        kinds = answers_of(tasks)
+        if GENERATE not in kinds:
             others = "ttft_ms, hit_rate or miss_rate"
             raise ValueError(
                 f"{named} give no {objective.metric}: they generate nothing ({', '.join(kinds)}). "

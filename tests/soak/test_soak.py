@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.engine.engine import Engine
-from tests.soak.__main__ import damages, try_damaged, try_table
+from tests.soak.__main__ import damages, places_in, try_damaged, try_table
+from tests.soak.corpus import LIGHT
 from tests.soak.judge import CLEAR, Tally
 from tests.soak.shadow import Shadow, Violation, draw, run_case
 from tests.soak.victims import Ended, Fault, Sweep
@@ -24,6 +28,26 @@ def test_every_row_of_the_table_is_refused_in_words(tmp_path: Path) -> None:
     try_table(tmp_path, tally)
     assert tally.problems == []
     assert tally.counts[CLEAR] > 700
+
+
+def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Which takes seconds, or minutes where the machine is busy."""
+    places = places_in(tmp_path)
+    commands = [[word.format(**places) for word in given] for given, _ in LIGHT]
+    code = (
+        "import contextlib, io, json, sys\n"
+        "sys.modules['torch'] = None\n"
+        "from lm_eval_moecache.cli.main import main\n"
+        "for argv, words in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as said:\n"
+        "        try: code = main(argv)\n"
+        "        except SystemExit as ended: code = ended.code\n"
+        "    assert code == 2 and words in said.getvalue(), (argv, code, said.getvalue())\n"
+    )
+    words = [expected for _, expected in LIGHT]
+    given = json.dumps(list(zip(commands, words, strict=True)))
+    done = subprocess.run([sys.executable, "-c", code, given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_damaged_files_are_refused_in_words_or_still_sound(tmp_path: Path) -> None:

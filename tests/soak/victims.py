@@ -165,7 +165,7 @@ class Command(ABC):
         folder.mkdir()
         ended = self.start(folder, moment * self.seconds, number)
         if not ended.was_killed or ended.code == 0:
-            # It was slower before, on a machine that others use: no moment is to lie behind its end.
+            # Slower before, on a machine that others use: no moment is to lie behind its end.
             self.seconds = min(self.seconds, ended.seconds)
             return None
         if number == signal.SIGINT:

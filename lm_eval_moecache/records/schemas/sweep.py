@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lm_eval_moecache.records.numbers import plain_number, read_count
-from lm_eval_moecache.records.schemas.base import Schema, count
+from lm_eval_moecache.records.schemas.base import Schema, check, count
 from lm_eval_moecache.records.schemas.report import Figure, Names, View
 
 MOST_FEWSHOT = 1000
+_MOST_JOBS = 1024
 
 
 def _limit(value: object) -> object:
@@ -36,6 +37,17 @@ def _mappings(value: object) -> object:
         if not isinstance(item, dict) or not all(isinstance(key, str) for key in item):
             raise ValueError("must be a mapping of names to values, or a list of such")
     return list(listed)
+
+
+def read_jobs(value: object) -> int:
+    """Return what `--jobs` asks for."""
+    return read_count("--jobs", value, least=1, most=_MOST_JOBS)
+
+
+def check_limit(limit: object, what: str) -> None:
+    """Raise ValueError where `--limit` is given and no number of documents."""
+    if limit is not None:
+        check(Options, {"limit": limit}, what)
 
 
 def _one_empty() -> list[dict[str, Any]]:
@@ -74,6 +86,6 @@ class SweepSchema(Schema):
     bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
     executor: Literal["local", "ray", "submitit"] = "local"
     executor_options: dict[str, Any] = Field(default_factory=dict)
-    jobs: Annotated[int, count(1, 1024)] = 1
+    jobs: Annotated[int, count(1, _MOST_JOBS)] = 1
     views: list[View] = Field(default_factory=list)
     figures: list[Figure] = Field(default_factory=list)
