@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import Policy
+from lm_eval_moecache.algorithms.policy import Choice, Policy
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,
@@ -20,6 +22,7 @@ from lm_eval_moecache.records.artifact import (
 from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, WEIGHTED
 from lm_eval_moecache.records.sensitivity import LAYERS
 from lm_eval_moecache.testing.artifacts import (
+    MAKERS,
     artifact_folder,
     artifact_for,
     equip,
@@ -29,6 +32,7 @@ from lm_eval_moecache.testing.artifacts import (
 
 __all__ = [
     "artifact_for",
+    "artifacts_of",
     "equip",
     "other_profile",
     "predictor_of",
@@ -39,25 +43,36 @@ __all__ = [
 
 def predictor_of(model: Any, policy: Policy) -> dict[str, str]:
     """Give a policy that needs a trained predictor one that belongs to this very model."""
-    prefetch = policy.prefetch
-    if prefetch.algorithm.artifact_kind not in (PREDICTOR, DATA_AWARE):
-        return {}
+    return artifacts_of(model, policy, (PREDICTOR, DATA_AWARE))
+
+
+def artifacts_of(
+    model: Any, policy: Policy, kinds: Container[str] = tuple(MAKERS)
+) -> dict[str, str]:
+    """Give a policy's algorithms that need artifacts some that belong to this very model."""
     layers = find_moe_layers(model)
-    geometry = describe(model, layers, "any")
-    if prefetch.algorithm.foresees:
-        hidden, loss = model.get_input_embeddings().weight.shape[-1], ""
-        drawn = artifact_for(DATA_AWARE, geometry, hidden=hidden)
-    else:
-        hidden = next(layers[0].router.parameters()).shape[-1]
-        loss = prefetch.parameters["loss"]
-        drawn = artifact_for(PREDICTOR, geometry, hidden=hidden, loss=loss)
-    digest = router_digest(layers)
-    # Random routers of two families may be alike, and differ in how many experts they take.
-    name = f"{drawn.kind}-{digest}-{geometry.top_k}-{loss}.safetensors"
-    path = Path(artifact_folder().name) / name
-    if not path.exists():
-        write_artifact(path, dataclasses.replace(drawn, router_digest=digest))
-    return {"prefetch.profile": str(path)}
+    geometry, found = describe(model, layers, "any"), {}
+    for axis in AXES:
+        choice: Choice = getattr(policy, axis)
+        kind = getattr(choice.algorithm, "artifact_kind", None)
+        if kind is None or kind not in kinds:
+            continue
+        drawn: dict[str, Any] = {}
+        if kind == DATA_AWARE:
+            drawn["hidden"] = model.get_input_embeddings().weight.shape[-1]
+        elif kind == PREDICTOR:
+            drawn["hidden"] = next(layers[0].router.parameters()).shape[-1]
+            if "loss" in choice.parameters:
+                drawn["loss"] = choice.parameters["loss"]
+        digest = router_digest(layers)
+        # Random routers of two families may be alike, and differ in how many experts they take.
+        name = f"{kind}-{digest}-{geometry.top_k}-{drawn.get('loss', '')}.safetensors"
+        path = Path(artifact_folder().name) / name
+        if not path.exists():
+            made = artifact_for(kind, geometry, **drawn)
+            write_artifact(path, dataclasses.replace(made, router_digest=digest))
+        found[f"{axis}.profile"] = str(path)
+    return found
 
 
 @cache

@@ -6,8 +6,11 @@ from typing import Any, ClassVar
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.harness.loading import Loading
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft
+from lm_eval_moecache.model.speculative.overlap import measure_overlap
 from lm_eval_moecache.model.speculative.read_along import ReadAlong
 from lm_eval_moecache.model.wrap import WrappedModel
 
@@ -18,6 +21,7 @@ class Guided:
     is_speculative: ClassVar[bool] = False
     model: Any
     geometry: Any
+    loading: Loading
     _moe_layers: Any
     _guide: DraftModel | None = None
     _read_along: ReadAlong | None = None
@@ -34,11 +38,15 @@ class Guided:
         if self._guide is None or self._guide.name != config.draft:
             # Freed first: two drafts may not fit.
             self._guide = None
-            self._guide = make_draft(config.draft, self.model)
+            experts_of = self.loading.experts_of()
+            self._guide = make_draft(config.draft, self.model, experts_of=experts_of)
         return setting.with_draft(self._guide.cost)
 
     def _follow(self, wrapped: WrappedModel, engine: Engine) -> None:
         """Let the draft read before each of the wrapped model's passes."""
         if self._guide is not None:
+            if isinstance(engine.executor, WallExecutor):
+                assert engine.draft_stage is not None, "a draft model without a draft stage"
+                measure_overlap(self._guide, engine, engine.draft_stage)
             self._read_along = ReadAlong(self._guide, self._moe_layers, engine)
             wrapped.reads_first = self._read_along.begin_pass

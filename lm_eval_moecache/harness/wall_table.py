@@ -62,6 +62,18 @@ def wall_table() -> list[Cell]:
         return [_cell(key, value, given) for key, value, given in _values(folder)]
 
 
+def settings_that_run(folder: str) -> list[tuple[str, dict[str, Any], bool]]:
+    """Return every value that runs: its name, its setting, and whether it is `moecache-spec`'s.
+
+    A setting that names a folder, or what is found in one, has `folder` for it.
+    """
+    return [
+        (f"{key}={value}", given, _is_speculative(given))
+        for key, value, given in _values(folder)
+        if _refusal({"clock": "wall", **given}) is None
+    ]
+
+
 def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name every key and value, and the setting that it is tried in."""
     for name in policy_names():

@@ -1,0 +1,136 @@
+"""Under injected races every way of the wall clock computes what a model without a cache does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.model.wall.mover import DeviceMover
+from tests.model.wall import races
+from tests.model.wall.races import Family, compare, missing, share_of, ways
+from tests.models import FAMILIES
+
+SHARES = [(family, way.name) for family in FAMILIES for way in share_of(family)]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
+    root, made = tmp_path_factory.mktemp("races"), dict[str, Family]()
+
+    def family(name: str) -> Family:
+        if name not in made:
+            made[name] = Family(name, root)
+        return made[name]
+
+    yield family
+    for each in made.values():
+        each.close()
+    assert not [t.name for t in threading.enumerate() if t.name in ("moecache-link", "fake-device")]
+
+
+@pytest.mark.parametrize(("family", "way"), SHARES)
+def test_every_pass_is_a_plain_models_twenty_times_over(
+    family: str, way: str, families: Callable[[str], Family]
+) -> None:
+    (chosen,) = (each for each in ways() if each.name == way)
+    found = compare(families(family), chosen)
+    assert not found.wrong
+    assert not missing(chosen, found.counts)
+
+
+def test_each_family_has_a_part_and_all_that_meets_is_in_one() -> None:
+    assert {family for family, _ in SHARES} == set(FAMILIES)
+    assert {way for _, way in SHARES} >= set(races.TOGETHER)
+
+
+# What can go wrong: the waits and the pins that all of the above stands on, each taken away.
+
+
+def _executed_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
+    def at_once(self: WallExecutor, pending: Any) -> Iterator[Any]:
+        cache, link = self._placed[pending.event.layer], self.link
+        held = [key for key in pending.remaining if key in cache.slots]
+        pending.remaining = [key for key in pending.remaining if key not in cache.slots]
+        yield self._execute(pending, cache, held), False
+        while flying := {key for key in held if link.is_flying(key)}:
+            self._wait(flying)
+
+    patch.setattr(WallExecutor, "_wave", at_once)
+
+
+def _slots_given_away_while_their_event_needs_them(patch: pytest.MonkeyPatch) -> None:
+    demand = WallExecutor._demand
+    patch.setattr(WallExecutor, "_demand", lambda self, pending, pinned: demand(self, pending, {0}))
+
+
+def _arrived_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    begin = DeviceMover.begin
+
+    def soon(mover: DeviceMover, transfer: Any) -> None:
+        threading.Timer(0.0005, begin, (mover, transfer)).start()
+
+    patch.setattr(DeviceMover, "begin", soon)
+
+
+def _copied_without_a_fence(patch: pytest.MonkeyPatch) -> None:
+    put = WallLink._put
+
+    def fenceless(link: WallLink, transfer: Any, demanded: bool) -> None:
+        link._fence = (None,)
+        put(link, transfer, demanded)
+
+    patch.setattr(WallLink, "_put", fenceless)
+
+
+def _fenced_before_what_was_launched_last(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WallLink, "launched", lambda link: None)
+
+
+def _without_the_wait_for_the_host(patch: pytest.MonkeyPatch) -> None:
+    from lm_eval_moecache.model.wall import store
+
+    class Unawaited:
+        def __init__(self, future: Any) -> None:
+            self.future = future
+
+        def result(self) -> float:
+            return 0.0
+
+    run = store.Host.run
+    patch.setattr(store.Host, "run", lambda *args: Unawaited(run(*args)))
+
+
+MUTATIONS = [
+    (_executed_before_it_has_arrived, "policy=on_demand"),
+    (_executed_before_it_has_arrived, "miss=fetch_priority"),
+    (_slots_given_away_while_their_event_needs_them, "policy=on_demand"),
+    (_arrived_before_it_is_copied, "prefetch=next_gate"),
+    (_copied_without_a_fence, "prefetch=next_gate"),
+    (_fenced_before_what_was_launched_last, "policy=on_demand"),
+    (_without_the_wait_for_the_host, "host, prefetches"),
+]
+
+
+@pytest.mark.parametrize(("mutation", "way"), MUTATIONS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_race_that_is_there_is_found(
+    mutation: Callable[[pytest.MonkeyPatch], None],
+    way: str,
+    families: Callable[[str], Family],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (chosen,) = (each for each in ways() if each.name == way)
+    mutation(monkeypatch)
+    try:
+        wrong = bool(compare(families("olmoe"), chosen, 8).wrong)
+    except AssertionError:
+        # The books noticed first.
+        wrong = True
+    finally:
+        # Whatever it left of the model behind it.
+        families("olmoe").forget()
+    assert wrong
