@@ -4,7 +4,7 @@ DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test lint docs families soak kills clean
+.PHONY: demo test lint docs families soak kills races clean
 
 # One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
@@ -46,6 +46,10 @@ soak: $(VENV)/.installed
 TIMES ?= 10
 kills: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak.kills --times $(TIMES)
+
+# Every way of the wall clock with every family, 20 times under injected races. FAMILY: only these.
+races: $(VENV)/.installed
+	TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.model.wall.races $(FAMILY)
 
 clean:
 	rm -rf $(DEMO_VENV) output/demo

@@ -1,4 +1,4 @@
-"""Numbers of a layer, or a pass, brought to the host together: one wait for the device.
+"""Numbers of a layer, or a pass, brought to the host together (one wait for the device), and sent.
 
 Shapes: T tokens.
 """
@@ -30,3 +30,12 @@ def fetched(tensors: Sequence[Tensor], valid: BoolArray | None) -> list[Any]:
             arrays.append(packed[start : start + row.numel()].reshape(row.shape))
             start += row.numel()
     return arrays if valid is None else [array[valid] for array in arrays]
+
+
+def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return host numbers, an array or a tensor, on a device, without a wait for it.
+
+    They are copied out of pageable memory before this returns, so they may go or change at once.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)

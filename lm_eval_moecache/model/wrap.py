@@ -252,7 +252,12 @@ class WrappedModel:
     def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
         assert rule is not None, "a lossless policy changed a selection"
-        own = event.experts if len(event.experts) else None
+        if len(event.experts):
+            own = event.experts
+        else:
+            # One token, and its keys are its choice: looking again would wait for the device.
+            first = layer * self.engine.geometry.num_experts
+            own = np.asarray([event.keys], dtype=np.int64) - first
         return changed_output(output, choice, selection, rule, self._valid, own)
 
     def _rows(self, values: Tensor) -> Any:

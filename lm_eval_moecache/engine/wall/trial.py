@@ -15,6 +15,8 @@ TRIALS = 3
 
 def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:
     """Move keys into their slots, at the best level, and wait for all of them."""
+    # A pass that broke off may have left kernels behind that read these slots.
+    link.launched()
     for key, slot in places:
         drops = cache.take_dropped() if cache.slots else ()
         link.move(Transfer(key, slot, cache.size_of(key), drops=drops))

@@ -62,7 +62,10 @@ class DraftHooks:
         def hook(router: nn.Module, args: Any, output: Any) -> None:
             if self._stage.is_open:
                 experts: Tensor = output[2].reshape(-1, output[2].shape[-1])
-                self._stage.experts(index, len(set(experts.flatten().tolist())), len(experts))
+                # A token's experts are different ones: looking at them would wait for the device.
+                one = len(experts) == 1
+                count = experts.numel() if one else len(set(experts.flatten().tolist()))
+                self._stage.experts(index, count, len(experts))
 
         return hook
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lm_eval_moecache.model.fetched import fetched, sent
 from lm_eval_moecache.model.grouped import GroupedCall, Matrices
+from lm_eval_moecache.model.store import BoolArray
 
 Slots = Mapping[str, Tensor]
 """Parameter name -> [slots, ...]."""
@@ -68,8 +70,8 @@ class Work(ABC):
         """
 
     @abstractmethod
-    def pad(self, padding_TK: Tensor) -> None:
-        """Do what the assignments of padding [tokens, K] need for the others to be exact."""
+    def pad(self, padding: BoolArray) -> None:
+        """Do what the assignments of padding, a mark on tokens [T], need for others to be exact."""
 
     @abstractmethod
     def result(self) -> Tensor:
@@ -138,13 +140,14 @@ class WorkInGroups(Work):
         self._call.reserve(self._layer.elsewhere(self._module, experts[:1]))
         return self._call
 
-    def pad(self, padding_TK: Tensor) -> None:
+    def pad(self, padding: BoolArray) -> None:
         """Run the padding's own experts, from where they are stored.
 
         Nobody reads what padding computes, but it goes on to the next layers, where it shares
         products with tokens that count: with other rows in them, these would round differently.
         """
-        for expert in torch.unique(padding_TK).tolist():
+        index_TK = self._given[1]
+        for expert in torch.unique(index_TK[torch.from_numpy(padding)]).tolist():
             if expert not in self._done:
                 self._call.run([(expert, 0)], self._layer.elsewhere(self._module, [expert]))
 
@@ -187,19 +190,21 @@ class WorkOnPool(Work):
 
     def host_call(self, experts: Sequence[int]) -> GroupedCall:
         hidden_TD, index_TK, w_TK = self._hidden_TD, self._index_TK, self._w_TK
-        self._on_host = GroupedCall(
-            self._module, hidden_TD.cpu(), index_TK.cpu(), w_TK.cpu(), self._layer.num_experts
-        )
+        # Experts' numbers and values of 16 bits are exact in what they are fetched as.
+        found = map(torch.from_numpy, fetched([hidden_TD.float(), index_TK, w_TK.float()], None))
+        hidden, index, weights = found
+        hidden, index = hidden.to(hidden_TD.dtype), index.to(index_TK.dtype)
+        self._on_host = GroupedCall(self._module, hidden, index, weights, self._layer.num_experts)
         return self._on_host
 
-    def pad(self, padding_TK: Tensor) -> None:
+    def pad(self, padding: BoolArray) -> None:
         """Do nothing: here a row's result does not depend on the others."""
 
     def result(self) -> Tensor:
         if self._done is not None:
             return self._done
         if self._on_host is not None:
-            host_SD = self._on_host.unweighted().to(self._hidden_TD.device)
+            host_SD = sent(self._on_host.unweighted(), self._hidden_TD.device)
             if self._module.has_post_expert_norm:
                 host_SD = self._module.post_expert_norm(host_SD)  # type: ignore[operator]
             self._out_SD = host_SD if self._out_SD is None else self._out_SD + host_SD
@@ -214,7 +219,7 @@ class WorkOnPool(Work):
         # Experts that are not here point beyond the last slot.
         table_E = torch.full((self._layer.num_experts,), num_slots, dtype=torch.int64)
         table_E[list(slot_of)] = torch.tensor(list(slot_of.values()))
-        slot_TK = table_E.to(self._index_TK.device)[self._index_TK]
+        slot_TK = sent(table_E, self._index_TK.device)[self._index_TK]
         one_token = len(self._hidden_TD) == 1 and len(slot_of) == top_k
         stand_in = OnSlots(self._module, slots, sparse=not one_token)
         if is_all:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm_eval_moecache.engine.wall.worker import Transfer
-from lm_eval_moecache.model.wall.tiers import Row, Tier
+from lm_eval_moecache.model.wall.tiers import Row, Tier, locked_empty
 
 
 class DeviceMover(ABC):
@@ -92,7 +92,7 @@ class DeviceMover(ABC):
         for name, t in target.items():
             # Layers need not have experts of one size.
             if (name, t.shape) not in held:
-                held[name, t.shape] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                held[name, t.shape] = locked_empty(tuple(t.shape), t.dtype)
             buffer[name] = held[name, t.shape]
         tier.fill(layer, expert, buffer)
         return buffer

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.wall.host import HOST
@@ -86,7 +85,7 @@ class LayerOnWall(Layer):
             start_s = time.perf_counter()
             store.note_host(host.result(), time.perf_counter() - start_s)
         if store.padding is not None:
-            work.pad(index_TK[torch.from_numpy(store.padding).to(index_TK.device)])
+            work.pad(store.padding)
         return work.result()
 
     def _begin_on_host(self, work: Work, module: nn.Module, keys: Iterable[int]) -> Future[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -62,14 +63,26 @@ class RamTier(Tier):
 
 
 def locked_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in memory that is locked for a CUDA device, no larger than it has to be.
+    """Return a copy in `locked_empty`."""
+    locked = locked_empty(tuple(tensor.shape), tensor.dtype)
+    locked.copy_(tensor)
+    return locked
 
-    It stays locked as long as the memory is held.
+
+def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory that is locked for a CUDA device: whole pages of its own, so many and no more.
+
+    A page that two tensors shared could not be locked for both. It stays locked as long as it is
+    held. Raises OSError where the system does not lock so much.
     """
-    copied = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    copied.copy_(tensor)
+    nbytes = math.prod(shape) * dtype.itemsize
+    # Anonymous memory begins with a page; private, as all that is this process' own.
+    private = getattr(mmap, "MAP_PRIVATE", None)
+    given = {} if private is None else {"flags": private | mmap.MAP_ANONYMOUS}
+    buffer = mmap.mmap(-1, nbytes, **given)
+    made = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).view(dtype).reshape(shape)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    storage = copied.untyped_storage()
+    storage = made.untyped_storage()
     code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
     if code:
         raise OSError(
@@ -77,7 +90,7 @@ def locked_copy(tensor: Tensor) -> Tensor:
             f"{code}). Allowed: more memory, a higher limit of locked memory, or store=disk."
         )
     weakref.finalize(storage, runtime.cudaHostUnregister, storage.data_ptr())
-    return copied
+    return made
 
 
 Span = tuple[str, int, int]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_eval_moecache.model.fetched import sent
 from lm_eval_moecache.model.gate import Choice
 from lm_eval_moecache.model.store import BoolArray
 from lm_eval_moecache.model.weighting.base import WeightingRule
@@ -24,35 +25,33 @@ def changed_output(
     selection: Selection,
     rule: WeightingRule,
     valid: BoolArray | None,
-    own: IntArray | None = None,
+    own: IntArray,
 ) -> Any:
     """Return a router's output with this selection for its `valid` tokens (None: for all).
 
-    Tokens whose experts are the router's own keep its weights untouched. `own` are these, in any
-    order, where the caller has brought them from the device already.
+    Tokens whose experts are the router's own keep its weights untouched. `own` are these experts of
+    the valid tokens, in any order.
     """
     logits_TE, weights_TK, experts_TK = choice
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
     keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
-    if own is None:
-        own = _rows(experts_TK, valid)
     changed = _which_change(selection, own, weigh_as, keep)
     if not changed.any():
         return output
     served = np.arange(len(keep)) if valid is None else valid.nonzero()[0]
-    rows = torch.from_numpy(served[changed]).to(experts_TK.device)
+    rows = sent(served[changed], experts_TK.device)
     weighted = rule(
         logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
-        torch.from_numpy(weigh_as[changed]).to(experts_TK.device).long(),
+        sent(weigh_as[changed], experts_TK.device, torch.int64),
         torch.float32,
     )
     kept = _kept(selection, weighted, changed, keep)
     if len(keep) == 1 and valid is None:
-        chosen = torch.from_numpy(selection.experts).to(experts_TK)
+        chosen = sent(selection.experts, experts_TK.device, experts_TK.dtype)
         new_weights = kept.to(weights_TK.dtype).reshape(weights_TK.shape)
         return (output[0], new_weights, chosen.reshape(experts_TK.shape), *output[3:])
     experts, weights = experts_TK.clone(), weights_TK.clone()
-    experts[rows] = torch.from_numpy(selection.experts[changed]).to(experts)
+    experts[rows] = sent(selection.experts[changed], experts.device, experts.dtype)
     weights[rows] = kept.to(weights.dtype)
     return (output[0], weights, experts, *output[3:])
 
@@ -60,9 +59,9 @@ def changed_output(
 def _kept(selection: Selection, weighted: Tensor, changed: BoolArray, keep: BoolArray) -> Tensor:
     """Return the weights of the changed tokens' experts, 0 where one is dropped."""
     if selection.weights is not None:
-        given = torch.from_numpy(selection.weights[changed]).to(weighted)
+        given = sent(selection.weights[changed], weighted.device, weighted.dtype)
         weighted = torch.where(given.isnan(), weighted, given)
-    kept = weighted * torch.from_numpy(keep[changed]).to(weighted.device)
+    kept = weighted * sent(keep[changed], weighted.device)
     if selection.renormalize:
         # What a token gave to all its experts, the kept ones share; a token may have kept none.
         kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
@@ -76,8 +75,3 @@ def _which_change(selection: Selection, own: Any, weigh_as: Any, keep: Any) -> B
     if selection.weights is not None:
         changed |= ~np.isnan(selection.weights).all(-1)
     return changed
-
-
-def _rows(values: Tensor, valid: BoolArray | None) -> Any:
-    array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
-    return array if valid is None else array[valid]

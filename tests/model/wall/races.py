@@ -683,12 +683,12 @@ def main(families: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in families:
             family, start_s = Family(name, Path(folder)), time.process_time()
-            told = []
+            print(name, flush=True)
             for way in ways():
                 try:
                     found = compare(family, way)
                 except Refused as error:
-                    told.append(f"  refused  {way.name}: {error}")
+                    print(f"  refused  {way.name}: {error}", flush=True)
                     continue
                 wrong += bool(found.wrong)
                 wrong += bool(missing(way, found.counts))
@@ -696,10 +696,9 @@ def main(families: Sequence[str]) -> int:
                 equal = f"WRONG in {found.wrong}" if found.wrong else "equal  "
                 if never := missing(way, found.counts):
                     equal = f"WITHOUT {never}"
-                told.append(f"  {equal}  {way.name}: {counts}")
+                print(f"  {equal}  {way.name}: {counts}", flush=True)
             family.close()
-            print(f"{name} ({time.process_time() - start_s:.0f} s of CPU)")
-            print("\n".join(told), flush=True)
+            print(f"  {time.process_time() - start_s:.0f} s of CPU\n", flush=True)
     print(f"\n{wrong} wrong")
     return wrong
 

@@ -1,0 +1,156 @@
+"""On a device a layer waits for the host once: every call that would wait is counted on a CPU.
+
+A device's kernels run here on the CPU. Whatever torch would end in a wait for a device (numbers
+that are looked at, masks whose hits are counted, copies that are not `non_blocking`) is noted
+where this package calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lm_eval_moecache.model import router_events
+from lm_eval_moecache.model.fetched import fetched, sent
+from lm_eval_moecache.model.wall import kernels
+from tests.model.wall.models import wrap_ladder, wrap_wall
+from tests.models import random_model
+
+LOOKS = {
+    *(Tensor.cpu, Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__),
+    *(Tensor.__index__, Tensor.nonzero, torch.nonzero, torch.unique),
+}
+
+
+class Waits(TorchFunctionMode):
+    """Notes the calls of this package that would wait, but those of `fetched`, counted as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.inside = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not self.inside and self._would_wait(function, args, kwargs or {}):
+            frame = sys._getframe(1)
+            while "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
+                frame = frame.f_back
+            file = frame.f_code.co_filename
+            # What is executed on the host has come there.
+            if "lm_eval_moecache" in file and not file.endswith("/grouped.py"):
+                self.found.append(f"{file.rpartition('/')[2]}:{frame.f_lineno}")
+        return function(*args, **(kwargs or {}))
+
+    def _would_wait(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        if function in LOOKS:
+            return True
+        if function in (Tensor.__getitem__, Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return any(isinstance(i, Tensor) and i.dtype == torch.bool for i in index)
+        if function is Tensor.to:
+            places = [a for a in (*args[1:], kwargs.get("device")) if _is_place(a)]
+            return bool(places) and not kwargs.get("non_blocking")
+        return False
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, (torch.device, str, Tensor))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    noted = Waits()
+
+    def once(tensors: Sequence[Tensor], valid: Any) -> list[Any]:
+        noted.found.append("fetched")
+        noted.inside = True
+        try:
+            return fetched(tensors, valid)
+        finally:
+            noted.inside = False
+
+    monkeypatch.setattr(router_events, "fetched", once)
+    monkeypatch.setattr(kernels, "fetched", once)
+    return noted
+
+
+CASES: list[tuple[str, dict[str, str], int]] = [
+    ("on_demand", {}, 1),
+    ("specmd", {}, 1),
+    ("on_demand", {"miss": "drop"}, 1),
+    ("on_demand", {"miss": "substitute_score"}, 1),
+    ("on_demand", {"miss": "substitute_random", "prefetch": "next_gate"}, 1),
+    ("mixture_cache", {}, 1),
+    ("on_demand", {"precision": "int8:int4:int2", "miss": "fetch_priority"}, 1),
+    # The host needs the activations as well.
+    ("on_demand", {"miss": "host", "miss.rule": "always"}, 2),
+]
+
+
+@pytest.mark.parametrize("capacity", ["100%", "25%"])
+@pytest.mark.parametrize(("policy", "changes", "most"), CASES, ids=str)
+def test_a_layer_waits_once(
+    policy: str,
+    changes: dict[str, str],
+    most: int,
+    capacity: str,
+    waits: Waits,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Its routers do not sort what they choose.
+    model: Any = random_model("deepseek_v3", hidden_size=64, moe_intermediate_size=64)
+    if "precision" in changes:
+        wrapped = wrap_ladder(model, changes["precision"], policy, capacity, changes)
+    else:
+        wrapped = wrap_wall(model, policy, capacity, changes=changes)
+    monkeypatch.setattr(wrapped._store, "on_cpu", False)
+    layers = len(wrapped._layers)
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(2, 300, (2, 9), generator=generator)
+    mask = torch.ones_like(text)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        for ids, given in ((text[:1], {}), (text, {"attention_mask": mask})):
+            output = model(ids, use_cache=True, **given)
+            for what in ("a prefill", "a decode step"):
+                waits.found.clear()
+                past = None if what == "a prefill" else output.past_key_values
+                now = ids if past is None else ids[:, -1:]
+                longer = torch.cat([mask, mask[:, -1:]], -1)
+                rest = {"attention_mask": mask if past is None else longer} if given else {}
+                with waits:
+                    model(now, past_key_values=past, use_cache=True, **rest)
+                found = Counter(waits.found)
+                # Where a batch has padding is looked up once a pass.
+                whole = sum(found.values()) - bool(given)
+                assert layers <= whole <= most * layers, (what, found)
+    wrapped.unwrap()
+
+
+def test_what_waits_is_seen() -> None:
+    """The counter itself: each of these would wait for a device, and the last two would not."""
+    values, waits = torch.arange(4.0), Waits()
+    file = {"values": values, "torch": torch, "np": np, "sent": sent}
+    for text, count in (
+        ("values.tolist()", 1),
+        ("values[values > 2]", 1),
+        ("bool(values[0] > 2)", 1),
+        ("values.to('cpu')", 1),
+        ("values.to(values)", 1),
+        ("values.to(torch.float16)", 0),
+        ("sent(np.ones(3), torch.device('cpu'))", 0),
+    ):
+        waits.found.clear()
+        with waits:
+            eval(compile(text, "lm_eval_moecache/made_up.py", "eval"), file)
+        assert len(waits.found) == count, text
