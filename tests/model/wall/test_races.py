@@ -10,6 +10,7 @@ import pytest
 
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.model.wall.host import Host
 from lm_eval_moecache.model.wall.mover import DeviceMover
 from tests.model.wall import races
 from tests.model.wall.races import Family, compare, missing, share_of, ways
@@ -92,8 +93,6 @@ def _fenced_before_what_was_launched_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_the_wait_for_the_host(patch: pytest.MonkeyPatch) -> None:
-    from lm_eval_moecache.model.wall import store
-
     class Unawaited:
         def __init__(self, future: Any) -> None:
             self.future = future
@@ -101,8 +100,8 @@ def _without_the_wait_for_the_host(patch: pytest.MonkeyPatch) -> None:
         def result(self) -> float:
             return 0.0
 
-    run = store.Host.run
-    patch.setattr(store.Host, "run", lambda *args: Unawaited(run(*args)))
+    run = Host.run
+    patch.setattr(Host, "run", lambda *args: Unawaited(run(*args)))
 
 
 MUTATIONS = [
