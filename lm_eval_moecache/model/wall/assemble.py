@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wall.host import measure_host
 from lm_eval_moecache.model.wall.ladder import LadderPools, LadderSlotStore, shapes_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.model.wall.memory import available_host_bytes
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.store import KERNELS, SlotStore, WallStore
 from lm_eval_moecache.records.geometry import Geometry
@@ -56,18 +55,16 @@ def check_wall(
     if not geometry.compute_bytes:  # Slots of encoded experts have the size of what lies there.
         for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
             slots_of(size, geometry, layers)
-    _check_room(model, geometry, capacity, str(theirs["device"]))
-    if store == "ram":
-        _check_host_room(geometry, str(theirs["device"]))
+    _check_room(model, capacity, str(theirs["device"]))
+    _check_host_room(model, geometry, capacity, str(theirs["device"]), store)
 
 
-def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str) -> None:
+def _check_room(model: Any, capacity: Capacity, device: str) -> None:
     """Refuse a capacity that a GPU has no memory for, whatever else may be freed there."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
     experts, memory = capacity.total_bytes, torch.cuda.mem_get_info(device)[1]
-    dense = whole - geometry.total_expert_bytes
+    dense = _dense_bytes(model)
     if experts + dense > memory:
         raise ValueError(
             f"capacity: {experts} bytes of experts and {dense} bytes of the model's other weights "
@@ -76,27 +73,33 @@ def _check_room(model: Any, geometry: Geometry, capacity: Capacity, device: str)
         )
 
 
-def _check_host_room(geometry: Geometry, device: str) -> None:
-    """Refuse to lock more host memory for a GPU than there is: all experts, at every level."""
-    if not device.startswith("cuda") or not torch.cuda.is_available():
+def _dense_bytes(model: Any) -> int:
+    """Return what a model takes beside its experts, at its own precision."""
+    experts = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return int(whole - sum(p.numel() * p.element_size() for p in experts))
+
+
+def _check_host_room(
+    model: Any, geometry: Geometry, capacity: Capacity, device: str, store: str
+) -> None:
+    """Refuse what the host has no memory for: experts at every level, and all else on a CPU."""
+    experts = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts if store == "ram" else 0
+    needed = {"experts": experts}
+    if device == "cpu":
+        needed["slots"] = capacity.total_bytes
+        needed["the model's other weights"] = _dense_bytes(model)
+    elif not torch.cuda.is_available():
         return
-    needed = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts
     available = available_host_bytes()
-    if available is not None and needed > available:
+    if available is not None and sum(needed.values()) > available:
+        parts = " and ".join(f"{size} bytes of {what}" for what, size in needed.items() if size)
+        where = "memory" if device == "cpu" else "locked memory"
+        other = "store=disk, or more memory" if store == "ram" else "a smaller capacity"
         raise ValueError(
-            f"store='ram': {needed} bytes of experts have to lie in locked memory, but the host "
-            f"has {available} bytes to give. Allowed: store=disk, or more memory."
+            f"store={store!r}: {parts} have to lie in {where}, but the host has {available} bytes "
+            f"to give. Allowed: {other}."
         )
-
-
-def available_host_bytes() -> int | None:
-    """Return what the host can give without swapping; None where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return None if found is None else int(found[1]) * 1024
 
 
 def assemble(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,14 +21,10 @@ from lm_eval_moecache.model.precision.stored import expert_bytes, expert_matrice
 from lm_eval_moecache.model.sources import leaving_out
 from lm_eval_moecache.model.wall.in_place import find_in_place, names_of
 from lm_eval_moecache.model.wall.ladder import part_of, stored_parameters
+from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.scratch import scratch
 from lm_eval_moecache.model.wall.tiers import DiskTier, OnDisk, RamTier, Tier, tensors_in
-
-try:
-    import resource
-except ImportError:  # Windows: there the peak of host memory is left out
-    resource = None  # type: ignore[assignment]
 
 
 class ExpertLoader:
@@ -82,6 +77,7 @@ class ExpertLoader:
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
+                peak = stack.enter_context(watched())
                 layers = find_moe_layers(self._skeleton)
                 if self._in_place is not None:
                     names = {name for row in names_of(layers) for name in row.values()}
@@ -98,11 +94,10 @@ class ExpertLoader:
                 + (f" (files are written to {self._folder})" if writes else "")
             ) from error
         self.figures = {"seconds": time.perf_counter() - start_s}
-        if resource is not None:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            # Pages of mapped files count there, which the system takes back when it needs them.
-            self.figures["peak_host_bytes"] = peak
-            self.figures["own_host_bytes"] = own_bytes()
+        if peak.bytes is not None:
+            self.figures |= {"peak_host_bytes": peak.bytes, "own_host_bytes": own_bytes()}
+        if self._store == "disk":
+            self.figures["past_page_cache"] = self._past_cache()
         if torch.cuda.is_available():
             self.figures["peak_device_bytes"] = torch.cuda.max_memory_allocated()
 
@@ -110,7 +105,9 @@ class ExpertLoader:
         """Move a loaded model's experts into the tier; shapes without memory stay behind."""
         layers = find_moe_layers(model)
         if self._in_place is not None:
-            self._move_rest(model, layers, device, [DiskTier(self._in_place)])
+            self._move_rest(
+                model, layers, device, [DiskTier(self._in_place, past_cache=self._past_cache())]
+            )
         elif self._store == "disk":
             self._move_rest(model, layers, device, self._written(layers))
         elif self.codecs is not None:
@@ -136,9 +133,7 @@ class ExpertLoader:
             self._folder = Path(stack.enter_context(scratch(self._folder)))
         elif self._kept is not None:
             self._folder = self._kept.parent
-        needed = sum(
-            sum(expert_bytes(layer.experts, codecs)) * layer.num_experts for layer in layers
-        )
+        needed = _bytes_at(layers, codecs)
         self._files = KeptEncodings(
             self._folder, self._identity, dtype, codecs, thorough=False, needed=needed
         )
@@ -160,7 +155,14 @@ class ExpertLoader:
                 if self.codecs is None:
                     found = {name: found[part_of(name, 0)] for name in matrices}
                 rows[level].append({**found})
-        return [DiskTier(each, beside) for each in rows]
+        return [DiskTier(each, beside, self._past_cache()) for each in rows]
+
+    def _past_cache(self) -> bool:
+        """Whether files are read past the page cache: where it could not hold them all."""
+        layers = find_moe_layers(self._skeleton)
+        room = available_host_bytes()
+        codecs = self.codecs or [AsStored(next(layers[0].experts.parameters()).dtype)]
+        return room is not None and _bytes_at(layers, codecs) > room
 
     def _encoded(self, layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> list[Tier]:
         """Return what was encoded while it was loaded, level by level."""
@@ -189,14 +191,9 @@ class ExpertLoader:
         return {name for row in rows for name in row.values()}
 
 
-def own_bytes() -> int | None:
-    """Return the memory that is this process' alone, without maps of files; None if not told."""
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    found = re.search(r"RssAnon:\s+(\d+) kB", text)
-    return None if found is None else int(found[1]) * 1024
+def _bytes_at(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> int:
+    """Return what all experts take, at all levels together."""
+    return sum(sum(expert_bytes(layer.experts, codecs)) * layer.num_experts for layer in layers)
 
 
 def _leave_shapes(layers: Sequence[MoELayer], device: torch.device) -> None:

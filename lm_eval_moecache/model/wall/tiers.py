@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lm_eval_moecache.model.wall.reading import Bytes, FileReader, Piece
+
 Row = Mapping[str, Tensor]
 """Parameter name -> one expert's part of it."""
 _DTYPES = {
@@ -159,37 +161,27 @@ class DiskTier(Tier):
         self,
         parameters: Sequence[Mapping[str, OnDisk]],
         beside: Sequence[Mapping[str, Tensor]] | None = None,
+        past_cache: bool = False,
     ) -> None:
         """`beside`: layer -> small parameters [experts, ...] that stay in memory, as biases."""
         self._parameters, self._beside = parameters, beside
         files = {file for row in parameters for stored in row.values() for file in stored.files}
-        self._descriptors = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
-
-    def __del__(self) -> None:
-        for descriptor in self.__dict__.get("_descriptors", {}).values():
-            os.close(descriptor)
+        self._reader = FileReader(files, past_cache)
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
+        pieces: list[Piece] = []
         for name, tensor in target.items():
             if self._beside is not None and name in self._beside[layer]:
                 tensor.copy_(self._beside[layer][name][expert])
                 continue
-            data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            view = memoryview(data)
+            rest: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
             for file, offset, size in self._parameters[layer][name].spans(expert):
-                self._read(
-                    file, offset, view[:size], f"{name} of MoE layer {layer}, expert {expert}"
-                )
-                view = view[size:]
-
-    def _read(self, file: str, offset: int, view: memoryview, what: str) -> None:
-        while view:
-            count = os.preadv(self._descriptors[file], [view], offset)
-            if not count:
-                raise OSError(
-                    f"{file} ends at byte {offset}, inside {what}: the file is truncated."
-                )
-            view, offset = view[count:], offset + count
+                pieces.append((file, offset, rest[:size]))
+                rest = rest[size:]
+        try:
+            self._reader.read(pieces)
+        except OSError as error:
+            raise OSError(f"MoE layer {layer}, expert {expert}: {error}") from error
 
 
 def find_stored(file: Path | str, name: str) -> Stored:

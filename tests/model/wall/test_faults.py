@@ -73,7 +73,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(scoring: str, tmp_path: Pa
         pretrained=str(path), **{**HOST, **given}, store="disk", store_dir=str(tmp_path / "store")
     )
     tier: Any = lm.loading._experts.tiers[0]  # type: ignore[union-attr]
-    for file, descriptor in tier._descriptors.items():
+    for file, descriptor in tier._reader._files.items():
         # The model's other weights are a map of the checkpoint: that file stays whole.
         assert not file.startswith(str(path))
         opened = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY)

@@ -194,7 +194,7 @@ def test_a_tier_reads_what_was_stored(tmp_path: Path) -> None:
         tier.fill(0, expert, {"w": target})
         assert torch.equal(target, weights[expert])
     os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 4)
-    with pytest.raises(OSError, match="MoE layer 0, expert 4: the file is truncated"):
+    with pytest.raises(OSError, match=r"MoE layer 0, expert 4: .* the file is truncated"):
         tier.fill(0, 4, {"w": target})
 
 

@@ -190,4 +190,12 @@ def test_more_experts_than_the_host_can_lock_are_refused_before_loading(
     with pytest.raises(ValueError, match=r"store='ram': \d+ bytes.*has 60000 bytes.*store=disk"):
         check_arguments(path, {**given, "device": "cuda:0"})
     check_arguments(path, {**given, "device": "cuda:0", "store": "disk"})
+    # On a CPU the slots and the rest lie there, too.
+    words = r"store='ram': \d+ bytes of experts and \d+ bytes of slots and \d+ bytes of the model's"
+    with pytest.raises(ValueError, match=words):
+        check_arguments(path, {**given, "device": "cpu"})
+    words = r"store='disk': \d+ bytes of slots and .* has 60000 bytes.*a smaller capacity"
+    with pytest.raises(ValueError, match=words):
+        check_arguments(path, {**given, "device": "cpu", "store": "disk"})
+    monkeypatch.setattr(assemble, "available_host_bytes", lambda: None)
     check_arguments(path, {**given, "device": "cpu"})
