@@ -639,8 +639,8 @@ def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
             finally:
                 recording.close()
             lm.engine.check_integrity()
-            mover: Any = lm.engine.link._mover
-            assert mover.num_bytes <= lm.engine.setting.capacity.total_bytes
+            link: Any = lm.engine.link
+            assert link._mover.num_bytes <= lm.engine.setting.capacity.total_bytes
             found.add(lm.engine.ledger.passes)
             lossless = config.policy.is_lossless
             plan = b"" if lossless and not way.speculative else _fingerprint(recording.passes)

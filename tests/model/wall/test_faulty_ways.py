@@ -19,6 +19,7 @@ from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.harness.wall_table import LADDER
+from lm_eval_moecache.model.precision.whole import WholeFile
 from lm_eval_moecache.model.wall.mover import DeviceMover
 from tests.model.wall.races import Family, Way, generate, sizes_of
 from tests.model.wall.test_faults import within_the_limit
@@ -113,8 +114,9 @@ def test_folders_that_are_removed_under_a_run_do_it_no_harm(
 def test_a_file_that_is_cut_under_a_run_is_named(name: str, shared: Family, tmp_path: Path) -> None:
     lm = within_the_limit(lambda: load(WAYS[name], shared, tmp_path))
     cut = 0
-    for tier in lm.loading._experts.tiers:  # type: ignore[union-attr]
-        for file, descriptor in tier._descriptors.items():  # type: ignore[attr-defined]
+    loader: Any = lm.loading._experts
+    for tier in loader.tiers:
+        for file, descriptor in tier._descriptors.items():
             # The model's other weights are a map of its checkpoint, which stays whole.
             assert not file.startswith(str(tmp_path / "model"))
             opened = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY)
@@ -179,15 +181,15 @@ def test_a_full_disk_keeps_no_encoded_experts_and_ends_no_run_in_memory(
 def test_a_folder_that_is_removed_while_it_is_written_is_said(
     name: str, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by somebody who cleans up: the next file has no folder to lie in."""
-    usage = shutil.disk_usage
+    """As by somebody who cleans up: what was written is gone before its layer has its name."""
+    write, written = WholeFile.write, itertools.count()
 
-    def gone(path: Any) -> Any:
-        found = usage(path)
-        for folder in (tmp_path / "store", tmp_path / "encoded"):
-            shutil.rmtree(folder, ignore_errors=True)
-        return found
+    def gone(file: WholeFile, data: bytes) -> None:
+        write(file, data)
+        if next(written) == 2:
+            for folder in (tmp_path / "store", tmp_path / "encoded"):
+                shutil.rmtree(folder, ignore_errors=True)
 
-    monkeypatch.setattr(shutil, "disk_usage", gone)
+    monkeypatch.setattr(WholeFile, "write", gone)
     with pytest.raises(ValueError, match=r"store='disk': the model cannot be loaded.*No such file"):
         within_the_limit(lambda: load(WAYS[name], shared, tmp_path))

@@ -16,7 +16,7 @@ from lm_eval_moecache.records.ledger import PassRecord
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.precision.test_live import WIDE, WIDTHS, replaced, wrap
-from tests.model.wall.models import LateLadder, wrap_ladder
+from tests.model.wall.models import wrap_ladder
 from tests.model.wall.test_equality import assert_same
 from tests.models import FAMILIES, random_model
 from tests.test_equality import logits_of
@@ -83,35 +83,6 @@ def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
         wrapped.unwrap()
         assert_same(expected, found, f"{miss}, {seed}")
         assert counts(wrapped.engine.ledger.passes) == told
-
-
-def test_prefetches_change_levels_and_keep_the_laws_twenty_times_over() -> None:
-    model = random_model("olmoe", **WIDE)
-    lower = prefetched = 0
-    for seed in range(20):
-        changes = {"miss": "fetch_priority", "prefetch": "next_gate"}
-        options = {"seed": seed, "longest_s": 0.0005}
-        wrapped = wrap_ladder(model, LADDER, "on_demand", "30%", changes, **options)
-        found = logits_of(model)
-        wrapped.engine.check_integrity()
-        assert all(logits.isfinite().all() for logits in found)
-        mover = wrapped.engine.link._mover  # type: ignore[attr-defined]
-        assert isinstance(mover, LateLadder)
-        assert mover.num_bytes <= wrapped.engine.setting.capacity.total_bytes
-        lower += sum(p.low_precision for p in wrapped.engine.ledger.passes)
-        prefetched += sum(p.prefetch_hits for p in wrapped.engine.ledger.passes)
-        wrapped.unwrap()
-    assert lower > 0 and prefetched > 0
-
-
-def test_a_lossless_level_with_prefetches_is_exact_twenty_times_over() -> None:
-    model = random_model("olmoe", **WIDE)
-    expected = logits_of(model)
-    for seed in range(20):
-        wrapped = wrap_ladder(model, "bf16:int4", "specmd", "25%", seed=seed, longest_s=0.0005)
-        found = logits_of(model)
-        wrapped.unwrap()
-        assert_same(expected, found, str(seed))
 
 
 @pytest.mark.parametrize("store", ["ram", "disk"])

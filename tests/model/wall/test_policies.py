@@ -52,19 +52,6 @@ def test_dropping_and_substitution_are_the_virtual_clocks_twenty_times_over(fami
             assert counts(wrapped.engine.ledger.passes) == counts(virtual.ledger.passes)
 
 
-def test_the_resident_first_gives_the_same_bits_twenty_times_over() -> None:
-    model = random_model("olmoe")
-    expected = logits_of(model)
-    for seed in range(20):
-        policy = ("on_demand", "specmd")[seed % 2]
-        options = {"seed": seed, "longest_s": 0.0005}
-        changes = {"miss": "fetch_cached_first"}
-        wrapped = wrap_wall(model, policy, "40%", LatePools, changes=changes, **options)
-        found = logits_of(model)
-        wrapped.unwrap()
-        assert_same(expected, found, f"{policy}, {seed}")
-
-
 def test_the_resident_run_before_what_is_missing_is_there() -> None:
     """A decode step whose second expert never comes: the first one has run all the same."""
     model = random_model("olmoe")

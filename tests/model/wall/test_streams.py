@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.worker import Transfer, Worker
 from lm_eval_moecache.harness.lm import check_arguments
 from lm_eval_moecache.model.wall import assemble, kernels
+from lm_eval_moecache.model.wall.ladder import LadderPools
 from lm_eval_moecache.model.wall.mover import DeviceMover
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.tiers import RamTier, locked_copy
 from tests.conftest import Checkpoint
-from tests.model.wall.models import wrap_wall
+from tests.model.wall import models
+from tests.model.wall.models import wrap_ladder, wrap_wall
 from tests.model.wall.test_equality import assert_same
 from tests.models import random_model
 from tests.test_equality import logits_of
@@ -81,11 +85,32 @@ class OnStreams(SlotPools):
         return token
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-@pytest.mark.parametrize("capacity", ["25%", "1"])
-def test_no_slot_is_written_before_what_reads_it_is_done(
-    log: list[Entry], monkeypatch: pytest.MonkeyPatch, policy: str, capacity: str
-) -> None:
+def early(log: list[Entry]) -> tuple[dict[str, list[int]], int]:
+    """Divide the copies by whether what read their memory is done; and count the fences.
+
+    Memory is a slot's, and where slots are made as they are needed, that of all dropped before.
+    """
+    places = {id(e[2]): i for i, e in enumerate(log) if e[0] == "record" and e[1] == "compute"}
+    found: dict[str, list[int]] = {"early": [], "in time": []}
+    for place, entry in enumerate(log):
+        if entry[0] != "copied":
+            continue
+        _, slot, fence = entry
+        before = log[:place]
+        dropped = {e[1] for e in before if e[0] == "dropped"}
+        reads = [i for i, e in enumerate(before) if e[0] == "reads" and {slot, *dropped} & e[1]]
+        last = reads[-1] if reads else -1
+        waits = [i for i, e in enumerate(before) if e == ("wait", "copies", fence)]
+        # The fence was marked after the last kernel that reads the memory was launched, and the
+        # copies' stream waits for it before this copy.
+        in_time = places[id(fence)] > last and bool(waits) and waits[-1] > last
+        found["in time" if in_time else "early"].append(place)
+    return found, len(places)
+
+
+@pytest.fixture
+def reading(log: list[Entry], monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    """Write down as well which slots are read."""
     execute = kernels.WorkInGroups.execute
 
     def noted(self: Any, slot_of: Any, is_all: bool) -> None:
@@ -93,24 +118,87 @@ def test_no_slot_is_written_before_what_reads_it_is_done(
         execute(self, slot_of, is_all)
 
     monkeypatch.setattr(kernels.WorkInGroups, "execute", noted)
+    return log
+
+
+class LevelsOnStreams(LadderPools):
+    """Slots that are made as they are needed, filled by the calls that fill a device's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._on_cuda, self.depth = True, 2
+        self._staging = [{}, {}]
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def place(self, transfer: Transfer) -> None:
+        stream: Any = self._stream
+        stream.log.extend(("dropped", slot) for slot in transfer.drops)
+        super().place(transfer)
+
+    def begin(self, transfer: Transfer) -> object:
+        stream: Any = self._stream
+        token = super().begin(transfer)
+        stream.log.append(("copied", transfer.slot, transfer.after))
+        return token
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefetch": "next_gate"}], ids=str)
+def test_no_memory_of_a_dropped_slot_is_written_before_what_reads_it_is_done(
+    reading: list[Entry], monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
+    monkeypatch.setattr(models, "LateLadder", LevelsOnStreams)
+    model = random_model("olmoe", hidden_size=64, intermediate_size=64)
+    given = {"miss": "fetch_priority", **changes}
+    wrapped = wrap_ladder(model, "int8:int4:int2", "on_demand", "20%", given)
+    logits_of(model)
+    wrapped.unwrap()
+    copies, _ = early(reading)
+    assert any(entry[0] == "dropped" for entry in reading)
+    assert copies["in time"] and not copies["early"]
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
+def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind(
+    reading: list[Entry], policy: str
+) -> None:
+    """`cache_reset` with `warm`: after a pass that broke off nothing has waited for the device."""
+    model = random_model("olmoe")
+    wrapped = wrap_wall(model, policy, "25%", OnStreams)
+    logits_of(model)
+    wrapped.engine.executor.settle()
+    wrapped.engine.executor.fill()
+    wrapped.unwrap()
+    copies, _ = early(reading)
+    assert copies["in time"] and not copies["early"]
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
+def test_a_fence_that_is_not_renewed_is_noticed(
+    reading: list[Entry], monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """What the tests above stand on, taken away."""
+    monkeypatch.setattr(WallLink, "launched", lambda link: None)
+    wrapped = wrap_wall(random_model("olmoe"), policy, "25%", OnStreams)
+    logits_of(wrapped.model)
+    wrapped.unwrap()
+    assert early(reading)[0]["early"]
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
+@pytest.mark.parametrize("capacity", ["25%", "1"])
+def test_no_slot_is_written_before_what_reads_it_is_done(
+    reading: list[Entry], policy: str, capacity: str
+) -> None:
     model = random_model("olmoe")
     expected = logits_of(model)
     wrapped = wrap_wall(model, policy, capacity, OnStreams)
     found = logits_of(model)
     wrapped.unwrap()
     assert_same(expected, found)
-    places = {id(e[2]): i for i, e in enumerate(log) if e[0] == "record" and e[1] == "compute"}
-    copies = [(i, e) for i, e in enumerate(log) if e[0] == "copied"]
-    assert copies
-    for place, (_, slot, fence) in copies:
-        reads = [i for i in range(place) if log[i][0] == "reads" and slot in log[i][1]]
-        # The fence was marked after the last kernel that reads the slot was launched ...
-        assert not reads or places[id(fence)] > reads[-1]
-        # ... and the copies' stream waits for it before this copy.
-        waits = [i for i in range(place) if log[i] == ("wait", "copies", fence)]
-        assert waits and waits[-1] > (reads[-1] if reads else -1)
+    copies, fences = early(reading)
+    assert not copies["early"] and copies["in time"]
     # One fence serves all transfers that an event gives to the link.
-    assert len(places) < len(copies) or capacity == "1"
+    assert fences < len(copies["in time"]) or capacity == "1"
 
 
 def test_a_copy_waits_then_is_timed_then_is_awaited(log: list[Entry]) -> None:
@@ -170,6 +258,8 @@ def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.Monke
     copied = locked_copy(source)
     assert torch.equal(copied, source) and copied.data_ptr() != source.data_ptr()
     assert list(registered.values()) == [3 * 700 * 4]
+    # A page that two tensors share could not be locked for both.
+    assert all(place % mmap.PAGESIZE == 0 for place in registered)
     del copied
     assert not registered
     tier = RamTier([{"w": torch.randn(2, 5)}, {"w": torch.randn(2, 9)}])
