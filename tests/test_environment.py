@@ -48,6 +48,9 @@ def bad_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         leaderboard_of_four(folder)
         traces.record(folder)
         (folder / "sweep.yaml").write_text("tasks: tiny_arc\nlimit: 1\nbase: {seed: 1}\n")
+        (folder / "traces").mkdir()
+        path, _ = traces.record(folder / "traces")
+        (folder / "traces" / "sweep.yaml").write_text(f"traces: {path}\ngrid: {{capacity: 50%}}\n")
         (folder / "claims.yaml").write_text(CLAIMS)
         write_packed(folder / "packed" / PACKED, [record("packed")])
         if request.param == "full":
@@ -83,10 +86,15 @@ COMMANDS = {
     "replay": ("replay", TRACE, "--plot={0}/curve.svg"),
     "replay into a new folder": ("replay", TRACE, "--plot={0}/new/curve.png"),
     "sweep": ("sweep", "{0}/sweep.yaml"),
+    "sweep over traces": ("sweep", "{0}/traces/sweep.yaml"),
     "reproduce": ("reproduce", "specmd/table-2", "--out={0}/new"),
     "tune": ("tune", "--out={0}/new"),
     "eval, results": ("eval", "--tasks=tiny_arc", "--output_path={0}/new"),
     "eval, trace": ("eval", "--tasks=tiny_arc", "--model_args=trace={0}/new"),
+    "eval, encoded experts": (
+        *("eval", "--tasks=tiny_arc"),
+        "--model_args=precision=int8,encoded_dir={0}/new",
+    ),
     "eval, files of experts": (
         "eval",
         "--tasks=tiny_arc",

@@ -13,6 +13,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.report.claims import Verdict, answer, read_claims
 from lm_eval_moecache.report.claims_page import page
 
@@ -30,7 +31,7 @@ def run(arguments: Namespace) -> int:
     verdicts = answer(claims, path.parent)
     if arguments.json:
         rows = {"claims": [_told(each) for each in verdicts]}
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        sys.stdout.write(json.dumps(finite(rows), indent=2) + "\n")
         return 0
     text = page(claims, verdicts)
     if arguments.write:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import read_json, read_yaml
 from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.found import FrontFile, RowsFile
 from lm_eval_moecache.records.schemas.report import Board
 from lm_eval_moecache.report.html import as_html
 from lm_eval_moecache.report.render import as_csv, as_json, as_latex, as_markdown, rows_as_markdown
@@ -23,6 +25,7 @@ from lm_eval_moecache.sweep.files import write_atomically
 from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.tune.outcome import front_table
 
+logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
 _FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "md": as_markdown,
@@ -107,20 +110,38 @@ def _has_runs(folder: Path) -> bool:
 
 
 def other_tables(folder: Path) -> dict[Path, str]:
-    """Return the Markdown of analyses and searches, remade from the JSON beside it."""
+    """Return the Markdown of analyses and searches, remade from the JSON beside it.
+
+    A file that does not fit is left out with a warning that names file and field.
+    """
     found = {}
     for path in sorted(folder.rglob("*.json")):
         target = path.with_suffix(".md")
         if path.name == "table.json" or not target.is_file():
             continue
-        data = read_json(path, repr(str(path)))
-        if not isinstance(data, dict):
+        try:
+            text = other_table(path)
+        except ValueError as error:
+            logger.warning("left out: %s", error)
             continue
-        if "rows" in data:
-            found[target] = rows_as_markdown(data["rows"])
-        elif "front" in data:
-            found[target] = front_table(data)
+        if text is not None:
+            found[target] = text
     return found
+
+
+def other_table(path: Path) -> str | None:
+    """Return the Markdown of one JSON of an analysis or a search; None for any other file."""
+    what = repr(str(path))
+    data = read_json(path, what)
+    if not isinstance(data, dict):
+        return None
+    if "rows" in data:
+        check(RowsFile, data, what)
+        return rows_as_markdown(data["rows"])
+    if "front" in data:
+        check(FrontFile, data, what)
+        return front_table(data)
+    return None
 
 
 def collect(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
@@ -57,6 +58,7 @@ KEYS = (
     *CHOICES,
     *("draft", "draft_tokens"),
 )
+NAMES = ("hardware", "trace", "store_dir", "encoded_dir", "emulate", "warm", "draft")
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 FROM_PRETRAINED = (
     "attn_implementation",
@@ -164,7 +166,7 @@ def read_config(
     means that the key is not given.
     """
     named = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
-    given = {k: v for k, v in named.items() if v is not None}
+    given = _named({k: v for k, v in named.items() if v is not None})
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
     policy = load_policy(given.get("policy", "specmd"), overrides)
     if not replayed:
@@ -193,6 +195,15 @@ def read_config(
         **choices,
         **drafting,
     )
+
+
+def _named(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refuse what is neither text nor a path; lm-eval makes whole numbers of digits."""
+    for key in NAMES:
+        value = given.get(key, "")
+        if isinstance(value, bool) or not isinstance(value, (str, int, PurePath)):
+            raise ValueError(f"{key}={shown(value)} must be text: a name, or a path.")
+    return given
 
 
 def _check_online(policy: Policy) -> None:

@@ -137,12 +137,15 @@ def read_real_model(config: object, what: str) -> RealModel:
     shared = read("shared_expert_intermediate_size", default=shared)
     dense = dense_layers * (attention + 3 * hidden * read("intermediate_size", default=inner))
     vocabulary = read("vocab_size") * hidden
+    top_k = read("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ValueError(f"{what}: num_experts_per_tok={top_k} of {num_experts} experts.")
     bits = read_number(f"{what}: expert_bits", config.get("expert_bits", 16), above=0, most=64)
     return RealModel(
         name=str(config.get("name", "model")),
         num_layers=total_layers - dense_layers,
         num_experts=num_experts,
-        top_k=read("num_experts_per_tok"),
+        top_k=top_k,
         expert_weights=3 * hidden * inner,
         expert_bits=bits,
         layer_weights=attention + hidden * num_experts + 3 * hidden * shared,
@@ -179,7 +182,8 @@ class _Reader:
     def __call__(self, *names: str, default: int | None = None) -> int:
         for name in names:
             if self._config.get(name) is not None:
-                return read_count(f"{self._what}: {name}", self._config[name])
+                least = 0 if default == 0 else 1
+                return read_count(f"{self._what}: {name}", self._config[name], least=least)
         if default is None:
             raise ValueError(
                 f"{self._what} lacks {' or '.join(names)}: it is no configuration of a "

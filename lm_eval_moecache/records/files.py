@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import math
 import os
 import tempfile
+import zlib
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,20 @@ def parse_yaml(text: str, what: str) -> Any:
 def read_json(path: str | Path, what: str) -> Any:
     """Read a JSON file. ValueError begins with `what`; NaN and infinities are read as null."""
     return parse_json(_text(Path(path), what, MOST_JSON_BYTES), what)
+
+
+def read_gzip(path: str | Path, what: str) -> bytes:
+    """Return what a compressed file holds; ValueError where that is more than is read of JSON."""
+    try:
+        with gzip.open(path, "rb") as file:
+            data = file.read(MOST_JSON_BYTES + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{what}: there is no such file.") from None
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{what} is not readable: {error}") from error
+    if len(data) > MOST_JSON_BYTES:
+        raise ValueError(f"{what} holds more than the {MOST_JSON_BYTES} bytes that are read.")
+    return data
 
 
 def parse_json(text: str | bytes, what: str) -> Any:

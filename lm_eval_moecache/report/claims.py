@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.records.files import parse_json, read_json, read_yaml
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, read_yaml
+from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.records.schemas.base import check, check_as
 from lm_eval_moecache.records.schemas.claims import Bounds, Claim, Claims, Part
+from lm_eval_moecache.records.schemas.found import RowsFile, TraceCell
 from lm_eval_moecache.report.evidence import Samples, Shown, of_runs, show
 from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.statistics import holm
@@ -58,7 +60,7 @@ def _judged(claim: Claim, alpha: float, root: Path) -> Verdict:
     for part in claim.parts:
         try:
             shown.append(measure(part, root))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
     # Two questions a part: does it lie where the claim says, or surely outside?
     chances = [_chances(each, part.expect) for each, part in zip(shown, claim.parts, strict=True)]
@@ -146,10 +148,15 @@ def _one(runs: Sequence[Run], where: Mapping[str, Any]) -> Run:
 
 def _of_rows(part: Part, root: Path) -> Samples:
     assert part.rows is not None, "a part without rows"
-    rows = read_json(root / part.rows.file, part.rows.file)["rows"]
+    file = part.rows.file
+    rows = check(RowsFile, read_json(root / file, file), file).rows
     names = [part.rows.new, *([part.rows.old] if part.rows.old else [])]
-    kept = [row for row in rows if all(isinstance(row.get(n), int | float) for n in names)]
-    columns = [np.asarray([float(row[name]) for row in kept]) for name in names]
+    for name in names:
+        if name not in rows[0]:
+            raise unknown(f"{file}: the column", name, rows[0])
+    kept = [[row[name] for name in names] for row in rows]
+    kept = [each for each in kept if all(isinstance(value, int | float) for value in each)]
+    columns = np.asarray(kept, dtype=np.float64).reshape(-1, len(names)).T
     old = columns[1] if part.rows.old else np.empty(0)
     return Samples(kind="figures", new=columns[0], old=old, unit=part.rows.unit)
 
@@ -160,7 +167,7 @@ def _of_cells(part: Part, root: Path) -> Samples:
     cells = _cells(str(root / part.cells))
     sides = [part.where, {**part.where, **(part.versus or {})}]
     found = [
-        {cell["cell"]["trace"]: float(cell[part.metric]) for cell in cells if _is(cell, side)}
+        {_trace_of(cell): _figure(cell, part.metric) for cell in cells if _is(cell, side)}
         for side in sides
     ]
     traces = [name for name in found[0] if name in found[1]]
@@ -169,9 +176,24 @@ def _of_cells(part: Part, root: Path) -> Samples:
     return Samples(kind="traces", new=new, old=old, unit="traces")
 
 
+def _trace_of(cell: Mapping[str, Any]) -> str:
+    if "trace" not in cell["cell"]:
+        raise ValueError(f"cell={shown(cell['cell'])} does not say its `trace`.")
+    return str(cell["cell"]["trace"])
+
+
+def _figure(cell: Mapping[str, Any], metric: str) -> float:
+    found = cell.get(metric)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        known = [name for name, value in cell.items() if isinstance(value, int | float)]
+        raise unknown("metric", metric, known)
+    return float(found)
+
+
 @lru_cache(maxsize=4)
 def _cells(path: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = parse_json(gzip.decompress(Path(path).read_bytes()), path)
+    found: list[dict[str, Any]] = parse_json(read_gzip(path, path), path)
+    check_as(list[TraceCell], found, path)
     return found
 
 

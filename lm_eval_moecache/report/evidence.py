@@ -25,6 +25,8 @@ from lm_eval_moecache.report.statistics import (
 )
 
 Floats = npt.NDArray[np.float64]
+_MOST = 1e150
+"""Ratios and squares of more overflow."""
 Form = Literal["ratio", "difference", "value"]
 
 
@@ -107,7 +109,11 @@ def _beyond(data: Samples, bound: float, form: Form) -> Floats:
 
 
 def show(data: Samples, form: Form) -> Shown:
-    """Return the figure of these samples with its interval. ValueError for fewer than two."""
+    """Return the figure of these samples with its interval.
+
+    ValueError for fewer than two samples, and for a ratio to nothing.
+    """
+    _check(data, form)
     if data.kind == "answers":
         low, high = paired_share_interval(data.new, data.old)
         figure = float(np.mean(data.new) - np.mean(data.old))
@@ -131,9 +137,25 @@ def show(data: Samples, form: Form) -> Shown:
         return np.asarray(mean / old if form == "ratio" else mean - old)
 
     places = np.arange(data.new.size, dtype=np.float64)
-    low, high = bootstrap_interval(places.tolist(), statistic=statistic)
+    # Of few samples a draw may have only zeros to compare with: an interval without end.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = bootstrap_interval(places.tolist(), statistic=statistic)
     figure = float(statistic(places[None, :])[0])
     return Shown(figure=figure, low=low, high=high, samples=data, form=form)
+
+
+def _check(data: Samples, form: Form) -> None:
+    if data.new.size < (1 if data.kind == "traces" else 2):
+        raise ValueError(f"{data.new.size} {data.unit} have the figure, which are too few.")
+    if form == "value" and data.kind != "answers":
+        return
+    if data.old.size != data.new.size:
+        raise ValueError("there is no other side to compare with: `versus`, or the column `old`.")
+    old = data.old if data.kind == "traces" else data.old.mean(keepdims=True)
+    if form == "ratio" and data.kind != "texts" and not old.all():
+        raise ValueError("what is compared with is 0, to which there is no ratio.")
+    if max(np.abs(data.new).max(), np.abs(data.old).max()) > _MOST:
+        raise ValueError(f"a figure is beyond {_MOST:g}, which nobody has measured.")
 
 
 def _by_trace(data: Samples, form: Form) -> Floats:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.records.files import parse_json, read_json, write_whole
+from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, write_whole
+from lm_eval_moecache.records.numbers import shown
 
 PACKED = "runs.jsonl.gz"
 RUNS = "runs"
@@ -24,12 +24,12 @@ Record = dict[str, Any]
 
 def read_packed(path: Path) -> list[Record]:
     """Return the records of a packed file, in order. Raises ValueError naming file and line."""
+    data = read_gzip(path, repr(str(path)))
     try:
-        with gzip.open(path, "rb") as file:
-            # Not splitlines: a text may hold what Unicode calls the end of a line.
-            lines = file.read().decode().removesuffix("\n").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"{str(path)!r} is no readable file of runs: {error}") from error
+        # Not splitlines: a text may hold what Unicode calls the end of a line.
+        lines = data.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error}") from error
     found = []
     for number, line in enumerate(lines, 1):
         record = parse_json(line, f"{str(path)!r}: line {number}")
@@ -77,11 +77,20 @@ def pack(folder: Path) -> int:
 
 
 def unpack(folder: Path) -> int:
-    """Write every packed run to its own file, and remove the packed one; return how many."""
+    """Write every packed run to its own file, and remove the packed one; return how many.
+
+    Raises ValueError, and writes nothing, where a run's id would lead out of the folder.
+    """
     source = folder / PACKED
     if not source.is_file():
         return 0
     records = read_packed(source)
+    for record in records:
+        # It becomes a file's name: what somebody else packed writes nowhere else.
+        if set(record["run_id"]) & {"/", "\\", "\0"}:
+            raise ValueError(
+                f"{str(source)!r}: run_id={shown(record['run_id'])} is no name of a file."
+            )
     for record in records:
         path = folder / RUNS / f"{record['run_id']}.json"
         # What has a file of its own was run later.

@@ -39,7 +39,7 @@ def prepare_folder(folder: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         check_writable(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte
         raise ValueError(f"trace={folder!r}: no folder that can be written to: {error}.") from error
     return path
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import METRICS, Column, Value
 from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.render import as_markdown
@@ -143,6 +144,8 @@ def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
 def front_table(found: Mapping[str, Any]) -> str:
     """Return front, shipped compositions and verdict as Markdown, from `Outcome.as_dict`."""
     metric = found["question"]["metric"]
+    if metric not in METRICS:
+        raise unknown("question.metric", metric, METRICS)
     heading, decimals, higher, *_ = METRICS[metric]
     speed = Column(metric, heading, decimals, None, True)
     shipped = sorted(found["shipped"], key=lambda e: -e["speed"] if higher else e["speed"])

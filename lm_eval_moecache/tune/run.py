@@ -40,8 +40,8 @@ def tune(
     """
     space = read_space(space_file or DEFAULT_SPACE)
     check_objective(objective)
-    study = open_study(folder, objective, effort.seed)
     with only_sweep(folder), CandidateRunner(objective, folder, effort.jobs) as runner:
+        study = open_study(folder, objective, effort.seed)
         runner.prepare(space.max_depth)
         search = Search(runner, space.fit(runner.trace.geometry), effort, study, say)
         search.run()

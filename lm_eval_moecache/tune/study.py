@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.report.columns import METRICS
 from lm_eval_moecache.tune.measure import Objective
 
+logger = logging.getLogger(__name__)
 JOURNAL = "study.journal"
 _STUDY = "moecache"
 _STARTUP_TRIALS = 24
@@ -29,21 +32,16 @@ def import_optuna() -> Any:
 
 
 def open_study(folder: Path, objective: Objective, seed: int) -> Any:
-    """Open or create the folder's study. Raises ValueError where it is of another objective."""
+    """Open or create the folder's study, which nobody else may be at work on.
+
+    Raises ValueError where it is of another objective, or its journal is no longer readable.
+    """
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
-    journal = optuna.storages.journal
-    storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
-    higher = METRICS[objective.metric][2]
-    study = optuna.create_study(
-        study_name=_STUDY,
-        storage=storage,
-        directions=["maximize", "maximize" if higher else "minimize"],
-        load_if_exists=True,
-    )
+    study = _read(folder, "maximize" if METRICS[objective.metric][2] else "minimize")
     asked = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
-    before = dict(study.user_attrs.get("question", asked))
+    before = {**asked, **study.user_attrs.get("question", {})}
     before["hardware"] = RENAMED.get(before["hardware"], before["hardware"])
     for key, value in asked.items():
         if before[key] != value:
@@ -62,6 +60,43 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
             constraints_func=lambda trial: (trial.user_attrs.get("excess", 1.0),),
         )
     return study
+
+
+def _read(folder: Path, direction: str) -> Any:
+    """Read the folder's journal, or begin one."""
+    optuna = import_optuna()
+    journal = optuna.storages.journal
+    _mend(folder / JOURNAL)
+    try:
+        storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
+        return optuna.create_study(
+            study_name=_STUDY,
+            storage=storage,
+            directions=["maximize", direction],
+            load_if_exists=True,
+        )
+    except OSError:
+        raise
+    except Exception as error:  # Optuna trusts its journal: any key that lacks, any assertion
+        raise ValueError(
+            f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
+            f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
+        ) from error
+
+
+def _mend(journal: Path) -> None:
+    """Take away what a kill or a full disk in the middle of a write has left.
+
+    That is the lock, for which Optuna would wait half a minute, and a torn last line: the next
+    one would be written behind it, and the journal would be lost.
+    """
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    if journal.is_file():
+        data = journal.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            logger.warning("%s: its last line was torn, and is left out.", journal)
+            os.truncate(journal, whole)
 
 
 def fail_unfinished(study: Any) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.records import files
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.runs_file import PACKED, pack, read_packed, unpack, write_packed
 from lm_eval_moecache.sweep.files import finished, only_sweep
@@ -99,9 +100,31 @@ def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, capsys: Cap
     pack(folder)
     data = (folder / PACKED).read_bytes()
     (folder / PACKED).write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="no readable file of runs"):
+    with pytest.raises(ValueError, match="is not readable: "):
         load_runs(folder / PACKED)
     (folder / PACKED).write_bytes(gzip.compress(json.dumps({"x": 1}).encode()))
     with pytest.raises(ValueError, match="line 1 is no run"):
         load_runs(folder / PACKED)
     assert main(["pack", str(tmp_path / "runs")]) == 2
+
+
+@pytest.mark.parametrize("run_id", ["../../away", "/away", "a\\b", "a\0b"])
+def test_what_somebody_else_packed_writes_nowhere_else(
+    tmp_path: Path, run_id: str, capsys: Captured
+) -> None:
+    folder = tmp_path / "a" / "b"
+    write_packed(folder / PACKED, [record("fine"), {**record("x"), "run_id": run_id}])
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["pack", str(folder), "--undo"]) == 2
+    assert f"run_id={run_id!r} is no name of a file" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_unpacks_to_more_than_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / PACKED
+    path.write_bytes(gzip.compress(b" " * 5000))
+    monkeypatch.setattr(files, "MOST_JSON_BYTES", 4999)
+    with pytest.raises(ValueError, match=f"{PACKED}' holds more than the 4999 bytes"):
+        read_packed(path)

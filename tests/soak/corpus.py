@@ -17,6 +17,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
+from lm_eval_moecache.records.emulation import EMULATED_DIR
 
 
 class Bad(NamedTuple):
@@ -39,9 +40,23 @@ HARDWARE = (
 SWEEP = "tasks: tiny_arc\ngrid: {policy: [on_demand, specmd], capacity: [25%, 50%]}\n"
 SPACE = "routing: {standard: {}}\nprefetch: {none: {}}\neviction: {lru: {}}\nmiss: {fetch: {}}\n"
 BOARD = "title: x\ncolumns: [policy]\n"
+CLAIMS = """title: x
+about: x
+claims:
+- id: A1
+  claim: x
+  where: x
+  regime: x
+  why: x
+  parts:
+  - {what: x, runs: results, metric: quiz, where: {policy: on_demand}, form: value, expect: {below: 1}}
+  - {what: y, rows: {file: x.json, new: a, old: b, unit: layers}, expect: {above: 0, below: 2}}
+"""
+EMULATED = (EMULATED_DIR / "OLMoE-1B-7B.yaml").read_text()
 SOUND = [("policy", POLICY), ("hardware", HARDWARE), ("sweep", SWEEP), ("space", SPACE), ("board", BOARD)]  # fmt: skip
 THOUSAND = f"[{', '.join(map(str, range(1000)))}]"
 
+PATHS = ("policy", "hardware", "trace", "trace_keep", "encoded_dir", "store_dir", "emulate", "warm")
 ARGUMENTS: list[tuple[str, Any, str]] = [
     ("capacity", "1_0%", "capacity='1_0%' is not a capacity"),
     ("capacity", "\u0661\u0662%", "is not a capacity"),
@@ -86,6 +101,7 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("trace", "", "names no folder"),
     ("trace", " ", "names no folder"),
     ("trace", "/dev/null/x", "trace="),
+    ("trace", "a\0b", "trace="),
     ("trace", "/proc/" + LONG, "trace="),
     ("clock", "wal", "Did you mean 'wall'"),
     ("clock", 3, "clock="),
@@ -112,6 +128,27 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("precision", "int5", "precision"),
     ("precision", "", "precision"),
     ("precision", "int4:int8", "precision"),
+    ("trace_keep", "rout", "Did you mean 'routing'"),
+    ("trace_keep", "routing", "trace_keep='routing'"),
+    ("encoded_dir", "x", "encoded_dir='x' has no effect without precision="),
+    ("encoded_dir", "", "encoded_dir=''"),
+    ("store_dir", "x", "store_dir="),
+    ("link", "fif", "Did you mean 'fifo'"),
+    ("link", True, "link="),
+    ("emulate", "none", "emulate='none' is not known"),
+    ("emulate", "OLMoE-1B-7", "Did you mean 'OLMoE-1B-7B'"),
+    ("emulate", "none.yaml", "emulate='none.yaml': there is no such file"),
+    ("emulate", 7, "emulate="),
+    ("emulate", "", "emulate=''"),
+    ("emulate", LONG, "emulate="),
+    ("emulate", "a\0b.yaml", "emulate="),
+    ("warm", "", "warm='' names no file"),
+    ("warm", "none.json", "warm='none.json'"),
+    ("warm", "none.parquet", "warm='none.parquet': there is no such file"),
+    ("warm", LONG, "warm="),
+    ("warm", 7, "warm="),
+    ("warm", "a\0b.json", "warm="),
+    *((key, value, key) for key in PATHS for value in ([], [[]], {}, {"a": 1}, True, math.nan)),
 ]  # fmt: skip
 DRAFTED: list[tuple[str, Any, str]] = [
     ("draft_tokens", 0, "draft_tokens=0"),
@@ -173,6 +210,50 @@ FILES: list[tuple[str, str, str]] = [
     ("hardware", HARDWARE.replace("1.0e+9", "0"), "link_bytes_per_s=0.0 must be above 0"),
     ("hardware", HARDWARE.replace("name: x", "name: 3"), "name=3 must be text"),
     ("hardware", HARDWARE + "sourc: x\n", "Did you mean 'source'"),
+    *(
+        ("hardware", HARDWARE + f"{key}: {value}\n", f"{key}=")
+        for key in ("host_flops", "host_memory_bytes_per_s", "layer_overhead_s")
+        for value in ("-1", ".inf", ".nan", "true", "x", "[1]")
+    ),
+    ("hardware", HARDWARE + "host_flop: 1\n", "Did you mean 'host_flops'"),
+    ("sweep", "traces: none.parquet\n", "there is no such file"),
+    ("sweep", "traces: '*.nothing'\n", "is not known. Allowed: .parquet"),
+    ("sweep", "traces: 7\n", "traces=7 must be a name or a list of names"),
+    ("sweep", "traces: [[x]]\n", "traces="),
+    ("sweep", "traces: []\n", "names no tasks"),
+    ("sweep", "traces: x.csv\ntasks: tiny_arc\n", "beside `traces`"),
+    ("sweep", "traces: x.csv\nlimit: 2\n", "beside `traces`"),
+    ("sweep", "traces: x.csv\nmodel: moecache\n", "beside `traces`"),
+    ("sweep", "traces: x.csv\nbase: {tasks: tiny_arc}\n", "has no meaning in a sweep over"),
+    ("sweep", "traces: x.csv\nbase: {limit: 2}\n", "has no meaning in a sweep over"),
+    ("sweep", "traces: x.csv\nbase: {clock: wall}\n", "the key='clock' is not known"),
+    ("sweep", "traces: x.csv\nbase: {capcity: 5%}\n", "Did you mean 'capacity'"),
+    ("sweep", "traces: x.csv\nbounds: [belady, orcle]\n", "Did you mean 'oracle'"),
+    ("sweep", "tasks: tiny_arc\nbase: {eviction: belady}\n", "needs to know the future"),
+    *(("claims", CLAIMS + f"alpha: {value}\n", "alpha=") for value in ("0", "1", "-1", ".nan", ".inf", "true", "'0.05'")),
+    ("claims", CLAIMS + "alhpa: 0.05\n", "Did you mean 'alpha'"),
+    ("claims", CLAIMS.replace("id: A1", "id: a1"), "id='a1'"),
+    ("claims", CLAIMS.replace("{below: 1}", "{}"), "must have `above`, `below` or both"),
+    ("claims", CLAIMS.replace("{below: 1}", "{belw: 1}"), "Did you mean 'below'"),
+    ("claims", CLAIMS.replace("{below: 1}", "{below: .nan}"), "below=nan"),
+    ("claims", CLAIMS.replace("{below: 1}", "{below: '1'}"), "below='1'"),
+    ("claims", CLAIMS.replace("{below: 1}", "{below: 1, above: 1}"), "`above` smaller than `below`"),
+    ("claims", CLAIMS.replace("form: value", "form: valu"), "Did you mean 'value'"),
+    ("claims", CLAIMS.replace("form: value", "form: ratio"), "must have `versus`"),
+    ("claims", CLAIMS.replace("runs: results, ", ""), "one of `runs`, `rows` and `cells`"),
+    ("claims", CLAIMS.replace("runs: results", "runs: results, cells: x"), "one of `runs`, `rows` and `cells`"),
+    ("claims", CLAIMS + CLAIMS.partition("claims:\n")[2], "has A1 twice"),
+    ("claims", "title: x\nabout: x\nclaims: []\n", "must not be empty"),
+    *(("rows", text, "rows") for text in ('{"rows": []}', '{"rows": 7}', '{"rows": [7]}', '{"rows": [{"a": [1]}]}', '{"rows": [{"a": 1}, {"b": 1}]}')),
+    *(("front", text, "front.json") for text in ('{"front": 7}', '{"front": []}', '{"front": [], "front": []}')),
+    *(("use", text, "x.json") for text in ("[]", "{}", '{"format": 2}', "7", '{"counts": [[-1]]}')),
+    *(("sizes", text, "x.json") for text in ("[]", "{}", "7", *(f'{{"experts_per_layer": {n}}}' for n in ("[]", "[0]", "[true]", "[1.5]", "7", "[1e30]")))),
+    ("emulated", "", "must hold a mapping"),
+    ("emulated", "hidden_size: 8\n", "lacks"),
+    *(("emulated", EMULATED.replace("num_attention_heads: 16", f"num_attention_heads: {n}"), "num_attention_heads") for n in (0, -1, "x", ".inf", "true", 10**40)),
+    *(("emulated", EMULATED.replace("num_experts: 64", f"num_experts: {n}"), "num_experts") for n in (0, 7, "[]")),
+    ("emulated", EMULATED + "expert_bits: .inf\n", "expert_bits"),
+    ("emulated", EMULATED + "first_k_dense_replace: 99\n", "leaves no MoE layer"),
     ("hardware", HARDWARE + "name: y\n", "'name' stands twice"),
     ("sweep", SWEEP + "limit: ten\n", "limit='ten' must be"),
     ("sweep", SWEEP + "limit: -1\n", "limit=-1 must be"),

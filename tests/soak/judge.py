@@ -14,15 +14,21 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.cli.table import other_table
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config, split_arguments
 from lm_eval_moecache.records.artifact import read_artifact
+from lm_eval_moecache.records.data_aware import load_data_aware
+from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.claims import Part
 from lm_eval_moecache.records.schemas.report import Board
-from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
+from lm_eval_moecache.report import claims as report_claims
+from lm_eval_moecache.report.claims_page import page
 from lm_eval_moecache.report.columns import setting
 from lm_eval_moecache.report.compare import compare
 from lm_eval_moecache.report.metrics import task_metrics
@@ -30,12 +36,34 @@ from lm_eval_moecache.report.render import as_json, as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.rules import Rules
 from lm_eval_moecache.report.tables import leaderboard
-from lm_eval_moecache.sweep.spec import Cell, read_sweep
+from lm_eval_moecache.sweep.on_traces import check_trace_cell
+from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
 from lm_eval_moecache.sweep.validation import check_cell
+from lm_eval_moecache.testing.base import GEOMETRY
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.use import load_use
+from lm_eval_moecache.tune.measure import Objective
+from lm_eval_moecache.tune.study import open_study
 from tests.soak.corpus import Bad
 
 GUARD_S = 60
+OF_CELLS = {
+    "what": "x",
+    "cells": "cells.json.gz",
+    "where": {"eviction": "lru"},
+    "versus": {"eviction": "lfu"},
+    "expect": {"below": 1},
+}
+OBJECTIVE = Objective(
+    pretrained="tiny",
+    tasks=("tiny_arc",),
+    limit=2,
+    capacity="25%",
+    hardware="h200",
+    bandwidth=None,
+    metric="ttft_ms",
+    budget=1.0,
+)
 CLEAR, ACCEPTED, UNCLEAR, TRACEBACK, HANG = "clear", "accepted", "unclear", "traceback", "hang"
 
 
@@ -67,8 +95,12 @@ def _read_space(path: Path) -> object:
 
 def _use_sweep(path: Path) -> object:
     """Read the settings of every cell, as is done before the first run."""
-    cells = read_sweep(path).cells()
-    return [read_config(split_arguments(cell.arguments, ())[0]) for cell in cells[:20]]
+    return [
+        check_trace_cell(cell)
+        if cell.model == REPLAY
+        else read_config(split_arguments(cell.arguments, ())[0])
+        for cell in read_sweep(path).cells()[:20]
+    ]
 
 
 def _use_results(path: Path) -> object:
@@ -77,6 +109,32 @@ def _use_results(path: Path) -> object:
     tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
     names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
     return compare(runs, runs, Rules()), [write(tables) for write in (as_markdown, as_json)], names
+
+
+def _use_claims(path: Path) -> object:
+    """Read the claims, and answer those whose runs are there."""
+    found = report_claims.read_claims(path)
+    with contextlib.suppress(ValueError):
+        return page(found, report_claims.answer(found, path.parent))
+    return None
+
+
+def _use_table(path: Path) -> object:
+    """Remake the table beside an analysis' or a search's JSON."""
+    path.with_suffix(".md").touch()
+    try:
+        return other_table(path)
+    finally:
+        path.with_suffix(".md").unlink()
+
+
+def _use_cells(path: Path) -> object:
+    report_claims._cells.cache_clear()
+    return report_claims.measure(Part.model_validate(OF_CELLS), path.parent)
+
+
+def _use_journal(path: Path) -> object:
+    return open_study(path.parent, OBJECTIVE, 0)
 
 
 def _use_trace(path: Path) -> object:
@@ -103,6 +161,16 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "csv": ("x.csv", _use_trace),
     "jsonl": ("x.jsonl", _use_trace),
     "artifact": ("x.safetensors", lambda path: read_artifact(path, "buddies", "miss.profile")),
+    "data_aware": ("x.safetensors", lambda path: load_data_aware(str(path), GEOMETRY)),
+    "use": ("x.json", lambda path: load_use(str(path)).hottest),
+    "sizes": ("x.json", lambda path: capacity_text(str(path))),
+    "emulated": ("x.yaml", lambda path: load_real_model(str(path)).geometry()),
+    "claims": ("claims.yaml", _use_claims),
+    "rows": ("x.json", _use_table),
+    "front": ("front.json", _use_table),
+    "cells": ("cells.json.gz", _use_cells),
+    "packed": ("runs.jsonl.gz", _use_results),
+    "journal": ("study.journal", _use_journal),
 }
 """Kind of file -> the name it is given, and what reads it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import gzip
 import json
 import math
 from collections.abc import Callable
@@ -12,12 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from lm_eval_moecache.records.artifact import write_artifact
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.artifact import DATA_AWARE, write_artifact
+from lm_eval_moecache.records.use import write_use
+from lm_eval_moecache.testing.artifacts import artifact_for
+from lm_eval_moecache.testing.base import GEOMETRY
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.use import use_of
+from lm_eval_moecache.tune.study import open_study
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
-from tests.soak.corpus import BOARD, HARDWARE, POLICY, SPACE, SWEEP
-from tests.soak.judge import READERS
+from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP
+from tests.soak.judge import OBJECTIVE, READERS
 from tests.trace.test_trace import CSV, JSONL, forget, half_a_recording
 
 WRONG: tuple[Any, ...] = (
@@ -45,57 +52,109 @@ def sound_files(folder: Path) -> dict[str, bytes]:
     [partial] = (folder / "p").iterdir()
     texts = {"policy": POLICY, "hardware": HARDWARE, "sweep": SWEEP, "space": SPACE, "board": BOARD}
     texts |= {"csv": CSV, "jsonl": JSONL, "results": json.dumps(record("a"))}
+    (folder / "j").mkdir()
+    study = open_study(folder / "j", OBJECTIVE, 0)
+    study.tell(study.ask(), [0.5, 1.0])
+    write_artifact(folder / "d.safetensors", artifact_for(DATA_AWARE, GEOMETRY))
+    write_use(folder / "u.json", use_of(load_trace(str(trace))))
+    texts |= {"claims": CLAIMS, "emulated": EMULATED}
     return {
         **{kind: text.encode() for kind, text in texts.items()},
+        **{kind: _dumped(kind, data) for kind, data in FOUND.items()},
+        "use": (folder / "u.json").read_bytes(),
+        "data_aware": (folder / "d.safetensors").read_bytes(),
+        "journal": (folder / "j" / "study.journal").read_bytes(),
         "trace": trace.read_bytes(),
         "partial": partial.read_bytes(),
         "artifact": (folder / "a.safetensors").read_bytes(),
     }
 
 
-CLOSED = ("policy", "hardware", "sweep", "space", "board")
+CLOSED = ("policy", "hardware", "sweep", "space", "board", "claims", "use")
 """Kinds of which every field is known: one that is not is an error."""
+JSONS = ("results", "use", "sizes", "rows", "front", "cells", "packed")
+COMPRESSED = ("cells", "packed")
+CHECKED = ("artifact", "data_aware")
+"""Kinds with a checksum: whichever byte it is, it is seen."""
+ENTRY: dict[str, Any] = {
+    "name": "lru",
+    "policy": {axis: {"name": "x"} for axis in AXES},
+    "accuracy": 0.5,
+    "stderr": None,
+    "speed": 3.0,
+    "measured_by": "replay",
+    "within_budget": True,
+}
+FOUND: dict[str, Any] = {
+    "sizes": {"experts_per_layer": [3, 2, 1], "capacity": 6},
+    "rows": {"model": "tiny", "rows": [{"layer": n, "share": n / 7, "x": None} for n in range(3)]},
+    "front": {
+        "question": {"metric": "ttft_ms"},
+        "verdict": "x",
+        "best": ENTRY,
+        "front": [ENTRY],
+        "shipped": [ENTRY],
+        "left_out": {"specmd": "x"},
+        "confirmation": None,
+    },
+    "cells": [
+        {"cell": {"trace": trace, "eviction": eviction}, "miss_rate": 0.1 + 0.2 * number}
+        for trace in ("a", "b")
+        for number, eviction in enumerate(("lru", "lfu"))
+    ],
+    "packed": record("a"),
+}
 
 
 def damage(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
     """Do one thing to a sound file."""
-    if kind in (*CLOSED, "results") and rng.random() < 0.6:
+    if kind in (*CLOSED, *JSONS, "emulated") and rng.random() < 0.6:
         return _structure(kind, sound, rng)
     way: Callable[[str, bytes, np.random.Generator], Damaged] = _BYTES[rng.integers(len(_BYTES))]
     return way(kind, sound, rng)
 
 
 def _structure(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    load, dump = (json.loads, _as_json) if kind == "results" else (yaml.safe_load, _as_yaml)
-    data = copy.deepcopy(load(sound))
+    data = _loaded(kind, sound)
+
+    def dump(data: Any) -> bytes:
+        return _dumped(kind, data)
+
     places = list(_places(data))
     holder, key, path = places[rng.integers(len(places))]
     choice = rng.integers(4)
     if choice == 0 and isinstance(holder, dict):
         del holder[key]
         return Damaged(kind, f"without {path}", dump(data), False)
-    if choice == 1:
+    if choice == 1 and isinstance(data, dict):
         data["unheard_of"] = 1
         return Damaged(kind, "an unknown field", dump(data), kind in CLOSED)
-    if choice == 2:
-        text = dump(data)
+    if choice == 2 and isinstance(data, dict):
         name = next(iter(data))
         twice = (
-            text[:-1] + f', "{name}": 1}}'.encode()
-            if kind == "results"
-            else text + f"{name}: 1\n".encode()
+            _packed(kind, json.dumps(data)[:-1] + f', "{name}": 1}}')
+            if kind in JSONS
+            else dump(data) + f"{name}: 1\n".encode()
         )
         return Damaged(kind, f"{name} twice", twice, True)
     holder[key] = WRONG[rng.integers(len(WRONG))]
     return Damaged(kind, f"{path}={str(holder[key])[:40]}", dump(data), False)
 
 
-def _as_json(data: Any) -> bytes:
-    return json.dumps(data).encode()
+def _loaded(kind: str, sound: bytes) -> Any:
+    if kind not in JSONS:
+        return yaml.safe_load(sound)
+    return json.loads(gzip.decompress(sound) if kind in COMPRESSED else sound)
 
 
-def _as_yaml(data: Any) -> bytes:
-    return str(yaml.safe_dump(data, sort_keys=False)).encode()
+def _dumped(kind: str, data: Any) -> bytes:
+    if kind not in JSONS:
+        return str(yaml.safe_dump(data, sort_keys=False)).encode()
+    return _packed(kind, json.dumps(data))
+
+
+def _packed(kind: str, text: str) -> bytes:
+    return gzip.compress(text.encode(), mtime=0) if kind in COMPRESSED else text.encode()
 
 
 def _places(data: Any, path: str = "") -> Any:
@@ -114,27 +173,30 @@ def _flip(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
     # Numbers and names of an artifact stand under its checksum, whichever byte it is.
     changed = bytes(data) != sound
     return Damaged(
-        kind, f"flipped {sorted(places.tolist())}", bytes(data), kind == "artifact" and changed
+        kind, f"flipped {sorted(places.tolist())}", bytes(data), kind in CHECKED and changed
     )
 
 
 def _cut(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
     length = int(rng.integers(0, len(sound)))
-    binary = kind in ("trace", "artifact")
+    binary = kind in ("trace", *CHECKED)
     return Damaged(kind, f"cut at {length}", sound[:length], binary)
 
 
 def _insert(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
     place, length = int(rng.integers(0, len(sound))), int(rng.integers(1, 64))
     data = sound[:place] + rng.bytes(length) + sound[place:]
-    return Damaged(kind, f"{length} bytes at {place}", data, kind == "artifact")
+    return Damaged(kind, f"{length} bytes at {place}", data, kind in CHECKED)
 
 
 def _drop(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
     place, length = int(rng.integers(0, len(sound))), int(rng.integers(1, 64))
     data = sound[:place] + sound[place + length :]
-    return Damaged(kind, f"without {length} bytes at {place}", data, kind == "artifact")
+    return Damaged(kind, f"without {length} bytes at {place}", data, kind in CHECKED)
 
 
 _BYTES = (_flip, _cut, _insert, _drop)
-assert set(READERS) == {*CLOSED, "results", "trace", "partial", "csv", "jsonl", "artifact"}
+assert set(READERS) == {
+    *(*CLOSED, *JSONS, *CHECKED),
+    *("emulated", "trace", "partial", "csv", "jsonl", "journal"),
+}

@@ -16,8 +16,9 @@ from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.tune import search
 from lm_eval_moecache.tune.measure import BY_MODEL, BY_REPLAY, CandidateRunner, Objective
-from lm_eval_moecache.tune.study import open_study
+from lm_eval_moecache.tune.study import JOURNAL, open_study
 from tests.conftest import Checkpoint
+from tests.soak.judge import OBJECTIVE
 from tests.sweep.toy import write_tasks
 
 SPACE = {
@@ -131,6 +132,27 @@ def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
     study = open_study(folder, asked(checkpoint), 0)
     drawn = [t.params for t in study.get_trials() if t.params and t.number != left.number]
     assert drawn[:3] != drawn[3:]
+
+
+@pytest.mark.parametrize("torn", ["{", '{"op_code":4,"worker_id"', '{"op_code":4}'])
+def test_a_journal_whose_last_write_was_cut_short_goes_on(tmp_path: Path, torn: str) -> None:
+    """By a kill, or a full disk: the next line was written behind it, and all was lost."""
+    study = open_study(tmp_path, OBJECTIVE, 0)
+    study.tell(study.ask(), [0.5, 1.0])
+    journal = tmp_path / JOURNAL
+    with journal.open("a") as file:
+        file.write(torn)
+    (tmp_path / f"{JOURNAL}.lock").symlink_to(journal)
+    for number in (1, 2):
+        again = open_study(tmp_path, OBJECTIVE, 0)
+        assert len(again.get_trials()) == number
+        again.tell(again.ask(), [0.25, 1.0])
+
+
+def test_a_journal_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL).write_text('{"op_code": 2}\n')
+    with pytest.raises(ValueError, match=rf"{JOURNAL} is no readable journal of a search \(KeyErr"):
+        open_study(tmp_path, OBJECTIVE, 0)
 
 
 def test_a_folder_that_holds_another_question_is_refused(

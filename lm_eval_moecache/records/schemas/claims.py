@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from lm_eval_moecache.records.schemas.base import Schema
+from lm_eval_moecache.records.schemas.base import Schema, number
 
-Number = int | float
+Number = Annotated[float, number()]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -21,7 +21,9 @@ class Bounds(Schema):
     @model_validator(mode="after")
     def _some(self) -> Bounds:
         if self.above is None and self.below is None:
-            raise ValueError("expect must have `above`, `below` or both")
+            raise ValueError("must have `above`, `below` or both")
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            raise ValueError("must have `above` smaller than `below`")
         return self
 
 
@@ -86,5 +88,14 @@ class Claims(Schema):
 
     title: Name
     about: Name
-    alpha: float = 0.05
+    alpha: Annotated[float, number(above=0, below=1)] = 0.05
     claims: Annotated[list[Claim], Field(min_length=1)]
+
+    @field_validator("claims")
+    @classmethod
+    def _once_each(cls, claims: list[Claim]) -> list[Claim]:
+        names = [claim.id for claim in claims]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"has {', '.join(twice)} twice")
+        return claims
