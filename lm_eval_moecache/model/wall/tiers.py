@@ -71,6 +71,10 @@ def locked_copy(tensor: Tensor) -> Tensor:
     return locked
 
 
+PORTABLE = 1
+"""cudaHostRegisterPortable: locked for every device, whichever is the thread's own."""
+
+
 def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return memory that is locked for a CUDA device: whole pages of its own, so many and no more.
 
@@ -85,7 +89,7 @@ def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     made = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).view(dtype).reshape(shape)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     storage = made.untyped_storage()
-    code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
+    code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), PORTABLE))
     if code:
         raise OSError(
             f"{storage.nbytes()} bytes of host memory cannot be locked for the GPU (CUDA error "

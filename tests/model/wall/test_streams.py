@@ -239,6 +239,21 @@ def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
     assert all(torch.allclose(a[0], b[0], atol=1e-4, rtol=1e-3) for a, b in pairs)
 
 
+def test_windows_give_the_bits_of_one_product_where_rows_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the kernel whose rows do not depend on each other on a CPU, either."""
+    monkeypatch.setattr(kernels, "MOST", 5)
+    model = random_model("olmoe")
+    model.set_experts_implementation("batched_mm")
+    expected = logits_of(model)
+    for capacity in ("60%", "25%", "100%"):
+        wrapped = wrap_wall(model, "specmd", capacity)
+        found = logits_of(model)
+        wrapped.unwrap()
+        assert_same(expected, found, capacity)
+
+
 def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[int, int] = {}
 
