@@ -38,6 +38,9 @@ class Store(Protocol):
         `padding` marks the tokens [T] that nobody waits for, where there are any.
         """
 
+    def close(self) -> None:
+        """End what runs beside the caller. Safe to call twice."""
+
     def at(self, layer: int, waves: Waves) -> LayerStore:
         """Return the store of one layer's experts, which are executed as the `waves` come."""
 
@@ -60,6 +63,9 @@ class InPlaceStore:
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps."""
         self.kernel = self._kernel(decoding)
+
+    def close(self) -> None:
+        """Do nothing: the caller executes."""
 
     def at(self, layer: int, waves: Waves) -> InPlaceLayer:
         return InPlaceLayer(self)

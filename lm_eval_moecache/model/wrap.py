@@ -98,6 +98,7 @@ class WrappedModel:
                 delattr(layer.experts, STORE_ATTRIBUTE)
         self.model.set_experts_implementation(self._before)
         self.engine.close()
+        self._store.close()
 
     def forget_batch(self) -> None:
         """Take every token of the passes to come for real."""

@@ -46,6 +46,9 @@ class LadderStore:
         """Choose the kernel of a pass, as the in-place store does."""
         self.kernels.begin_pass(decoding=decoding)
 
+    def close(self) -> None:
+        """Do nothing: the caller executes."""
+
     def at(self, layer: int, waves: Waves) -> LayerLadder:
         """Return the store of one layer's experts module."""
         return LayerLadder(self, layer)

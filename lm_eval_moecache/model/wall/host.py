@@ -49,6 +49,10 @@ class Host:
 
         return self._pool.submit(work)
 
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._pool.shutdown()
+
 
 def _grad_mode() -> Callable[[], AbstractContextManager[Any]]:
     """Return what a thread has to enter to be as the caller: modes are each thread's own."""

@@ -49,6 +49,10 @@ class WallStore(ABC):
         self.kernel = "batched_mm" if swap else self._kernel
         self.padding = padding
 
+    def close(self) -> None:
+        """End the host's thread, after what it works on."""
+        self.host.close()
+
     @abstractmethod
     def at(self, layer: int, waves: Waves) -> LayerOnWall:
         """Return the store of one layer's experts module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,19 @@ def test_an_error_on_the_host_ends_the_pass_with_it(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="the folder is gone"):
         logits_of(model)
     wrapped.unwrap()
+
+
+def test_the_hosts_thread_ends_with_its_wrapper() -> None:
+    """Also while somebody still holds the wrapper."""
+    model = random_model("olmoe")
+    before = set(threading.enumerate())
+    wrapped = wrap_wall(model, "on_demand", "40%", changes={"miss": "host", "miss.rule": "always"})
+    logits_of(model)
+    begun = {thread.name.rstrip("_0") for thread in set(threading.enumerate()) - before}
+    assert begun == {"moecache-host", "moecache-link"}
+    wrapped.unwrap()
+    wrapped.unwrap()
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_model_runs_with_its_absent_experts_on_the_host(checkpoint: Checkpoint) -> None:
