@@ -214,14 +214,21 @@ def changed(event: Event, selection: Selection, num_experts: int) -> Event:
         if selection.weights is not None:
             ruled = np.isnan(selection.weights)
             weights = np.where(ruled, weights, selection.weights)
-    if selection.keep is not None:
-        experts = np.where(selection.keep, experts, DROPPED)
-    keys = unique_in_order(event.layer, num_experts, experts[experts >= 0])
+    keep, base = selection.keep, event.layer * num_experts
+    if keep is None and event.num_tokens == 1:
+        keys = [*dict.fromkeys([base + expert for expert in experts.tolist()[0]])]
+    else:
+        if keep is not None:
+            experts = np.where(keep, experts, DROPPED)
+        keys = unique_in_order(event.layer, num_experts, experts[experts >= 0])
     return event._replace(keys=keys, experts=experts, weights=weights)
 
 
 def _judge(asked: IntArray, selection: Selection) -> tuple[int, int]:
     """Count what a changed selection drops, and what the router did not ask for."""
+    if len(asked) == 1 and selection.keep is None:
+        own_experts = asked.tolist()[0]
+        return 0, sum([expert not in own_experts for expert in selection.experts.tolist()[0]])
     own = (selection.experts[:, :, None] == asked[:, None, :]).any(axis=-1)
     dropped = 0
     if selection.keep is not None:

@@ -101,7 +101,9 @@ class Engine:
     @property
     def wants_weights(self) -> bool:
         """Whether events need `experts` and `weights` even where a pass has one token."""
-        return self.wants_logits or self.pools[0].eviction.uses_weights
+        routing, others = self.algorithms.routing, (self.algorithms.prefetch, self.algorithms.miss)
+        looks = (routing.uses_logits and routing.uses_weights) or any(o.uses_logits for o in others)
+        return looks or self.pools[0].eviction.uses_weights
 
     @property
     def wants_logits(self) -> bool:

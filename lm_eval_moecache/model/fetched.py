@@ -20,10 +20,10 @@ def fetched(tensors: Sequence[Tensor], valid: BoolArray | None) -> list[Any]:
     From a device in a single transfer, as float32, which holds whole numbers below 2^24 exactly:
     experts' numbers, too. In host memory they are looked at where they lie.
     """
-    rows = [values.detach().reshape(-1, values.shape[-1]) for values in tensors]
-    if all(row.device.type == "cpu" for row in rows):
-        arrays = [row.numpy() for row in rows]
+    if all([values.is_cpu for values in tensors]):
+        arrays = [_rows(values.detach().numpy()) for values in tensors]
     else:
+        rows = [_rows(values.detach()) for values in tensors]
         packed = torch.cat([row.float().ravel() for row in rows]).cpu().numpy()
         arrays, start = [], 0
         for row in rows:
@@ -39,3 +39,7 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     """
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return tensor.to(device=device, dtype=dtype or tensor.dtype, non_blocking=True)
+
+
+def _rows(values: Any) -> Any:
+    return values if values.ndim == 2 else values.reshape(-1, values.shape[-1])

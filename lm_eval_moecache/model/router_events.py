@@ -94,7 +94,9 @@ class RouterEvents:
             # Copies: what they come from is the model's.
             experts, own = _in_order(experts, found[1].copy(), in_order)
             if weights:
-                seen.update(experts=experts, weights=own)
+                seen["weights"] = own
+        if weights or self._wants_logits:
+            seen["experts"] = experts
         if self._wants_logits:
             seen["logits"] = found[-len(predicted) - 1]
         if predicted:

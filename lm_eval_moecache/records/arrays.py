@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,15 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Weigh = Callable[[FloatArray, IntArray], FloatArray]
 """(logits [tokens, experts], chosen experts [tokens, top_k]) -> their weights [tokens, top_k]."""
+
+
+def as_float32(values: Iterable[float]) -> list[float]:
+    """Round numbers to float32. Sums of two float32 become what float32 arithmetic gives.
+
+    (A double has more than twice the digits and two, so rounding twice does no harm.) For the few
+    numbers of one token, on which numpy spends more time than Python.
+    """
+    return array("f", values).tolist()
 
 
 def softmax(logits: FloatArray) -> FloatArray:

@@ -101,6 +101,8 @@ def num_assignments(event: Event, keys: Sequence[int], num_experts: int) -> int:
     if not len(event.experts):
         return len(keys)
     if len(keys) == len(event.keys):
+        if event.num_tokens == 1:
+            return sum([expert >= 0 for expert in event.experts.tolist()[0]])
         return int((event.experts >= 0).sum())
     own = np.asarray(keys) - event.layer * num_experts
     return int(np.isin(event.experts, own).sum())

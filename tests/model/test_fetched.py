@@ -17,8 +17,8 @@ class FromDevice(torch.Tensor):
     brought = 0
 
     @property
-    def device(self) -> Any:
-        return torch.device("meta")
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         type(self).brought += 1

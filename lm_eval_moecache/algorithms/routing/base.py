@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -29,7 +29,9 @@ class RoutingAlgorithm(ABC):
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
-    """Whether `Event.weights` and `Event.logits` are needed."""
+    """Whether `Event.logits` are needed, and `Event.weights` with them."""
+    uses_weights: ClassVar[bool] = True
+    """Whether it looks at `Event.weights` where it `uses_logits`."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach."""
     artifact_kind: ClassVar[str | None] = None
@@ -68,6 +70,11 @@ def ranking(event: Event) -> IntArray:
     np.put_along_axis(scores, event.experts, np.inf, axis=-1)
     rest = np.argsort(-scores, axis=-1, kind="stable")[:, top_k:]
     return np.concatenate([event.experts, rest], axis=-1)
+
+
+def is_by_logits(asked: Sequence[int], logits: Sequence[float]) -> bool:
+    """Whether a token's experts are those of the largest logits, the largest first."""
+    return [logits[expert] for expert in asked] == sorted(logits, reverse=True)[: len(asked)]
 
 
 def take_best(ranked: IntArray, cost: FloatArray | IntArray, count: int) -> IntArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -10,11 +10,12 @@ import numpy as np
 from lm_eval_moecache.algorithms.routing.base import (
     RoutingAlgorithm,
     check_top_j,
+    is_by_logits,
     ranking,
     take_best,
     unless_same,
 )
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import FloatArray, as_float32
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -38,6 +39,7 @@ class CachePrior(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 3.3, eq. 9-10; SpecMD eq. 1"
     uses_logits: ClassVar[bool] = True
+    uses_weights: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -64,21 +66,62 @@ class CachePrior(RoutingAlgorithm):
         self._count = [0] * geometry.num_layers
 
     def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        if event.num_tokens == 1:
+            asked, logits = event.experts.tolist()[0], event.logits.tolist()[0]
+            if is_by_logits(asked, logits):
+                prior = self._prior(event.layer, event.logits, logits)
+                found = self._of_one(event.layer, asked, logits, resident, prior)
+                return Selection(np.array([found])) if found != asked else None
+        prior = self._prior(event.layer, event.logits)
         ranked = ranking(event)
-        logits = -np.sort(-event.logits, axis=-1)  # by rank
+        by_rank = -np.sort(-event.logits, axis=-1)
         boosted = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
         boosted[:, : self.top_j] = True
-        prior = self.lambda_ * self._average(event.layer, event.logits)
-        modified = logits + np.float32(prior) * boosted
+        modified = by_rank + np.float32(prior) * boosted
         return unless_same(event, take_best(ranked, -modified, self.geometry.top_k))
 
-    def _average(self, layer: int, logits: FloatArray) -> float:
+    def _of_one(
+        self,
+        layer: int,
+        asked: Sequence[int],
+        logits: Sequence[float],
+        resident: Container[int],
+        prior: float,
+    ) -> list[int]:
+        """Return what `select` does of one token, without its `ranking` of all experts.
+
+        Beside the router's own choice, only resident experts can be among the best.
+        """
+        base = layer * self.geometry.num_experts
+        others = [e for e in range(len(logits)) if base + e in resident and e not in asked]
+        others.sort(key=logits.__getitem__, reverse=True)
+        ranked = [*asked, *others[: len(asked)]]
+        boosted = [
+            rank < self.top_j or rank >= len(asked) or base + expert in resident
+            for rank, expert in enumerate(ranked)
+        ]
+        prior = as_float32([prior])[0]
+        modified = as_float32(
+            [logits[e] + prior if up else logits[e] for e, up in zip(ranked, boosted, strict=True)]
+        )
+        places = sorted(range(len(ranked)), key=modified.__getitem__, reverse=True)
+        return [ranked[place] for place in sorted(places[: len(asked)])]
+
+    def _prior(
+        self, layer: int, logits: FloatArray, of_one: Sequence[float] | None = None
+    ) -> float:
+        """Return lambda * Delta_avg, these tokens included; `of_one` are the only one's logits."""
         if self._calibrated:
-            return self._calibrated[layer]
-        values = logits.max(-1) - logits.min(-1) if self.delta == "range" else logits.mean(-1)
-        self._sum[layer] += float(values.sum(dtype=np.float64))
-        self._count[layer] += len(values)
-        return self._sum[layer] / self._count[layer]
+            return self.lambda_ * self._calibrated[layer]
+        if self.delta == "mean":
+            total = float(logits.mean(-1).sum(dtype=np.float64))
+        elif of_one is not None:
+            total = as_float32([max(of_one) - min(of_one)])[0]
+        else:
+            total = float((logits.max(-1) - logits.min(-1)).sum(dtype=np.float64))
+        self._sum[layer] += total
+        self._count[layer] += len(logits)
+        return self.lambda_ * (self._sum[layer] / self._count[layer])
 
 
 def _per_layer(value: float | list[float] | None, num_layers: int) -> list[float]:

@@ -31,4 +31,5 @@ class WeightingRule(ABC):
         """Return float32 weights before the family's constant scale."""
 
     def __call__(self, logits_TE: Tensor, experts_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        return (self.raw(logits_TE.float(), experts_TK) * self.scale).to(dtype)
+        weights = self.raw(logits_TE.float(), experts_TK)
+        return (weights if self.scale == 1 else weights * self.scale).to(dtype)

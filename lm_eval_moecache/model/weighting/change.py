@@ -33,6 +33,8 @@ def changed_output(
     the valid tokens, in any order.
     """
     logits_TE, weights_TK, experts_TK = choice
+    if valid is None and _is_plain(selection):
+        return _of_one_token(output, choice, selection.experts, rule, own)
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
     keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
     changed = _which_change(selection, own, weigh_as, keep)
@@ -54,6 +56,33 @@ def changed_output(
     experts[rows] = sent(selection.experts[changed], experts.device, experts.dtype)
     weights[rows] = kept.to(weights.dtype)
     return (output[0], weights, experts, *output[3:])
+
+
+def _of_one_token(
+    output: Any, choice: Choice, experts: IntArray, rule: WeightingRule, own: IntArray
+) -> Any:
+    """Return the output with these experts [1, K] in place of the router's `own`."""
+    if sorted(experts.tolist()[0]) == sorted(own.tolist()[0]):
+        return output
+    logits_TE, weights_TK, experts_TK = choice
+    if logits_TE.dim() != 2:
+        logits_TE = logits_TE.reshape(1, -1)
+    chosen = sent(experts, experts_TK.device)
+    weights, chosen = rule(logits_TE, chosen, weights_TK.dtype), chosen.to(experts_TK.dtype)
+    if experts_TK.dim() != 2:
+        weights, chosen = weights.reshape(weights_TK.shape), chosen.reshape(experts_TK.shape)
+    return (output[0], weights, chosen, *output[3:])
+
+
+def _is_plain(selection: Selection) -> bool:
+    """Whether it is one token's, and says nothing but which experts."""
+    return (
+        len(selection.experts) == 1
+        and selection.keep is None
+        and selection.weigh_as is None
+        and selection.weights is None
+        and not selection.renormalize
+    )
 
 
 def _kept(selection: Selection, weighted: Tensor, changed: BoolArray, keep: BoolArray) -> Tensor:
