@@ -131,10 +131,13 @@ class Gate:
     def _product(self, hidden: Tensor, dtype: Any) -> Tensor:
         parts: Any = self.router._parameters
         weight, bias = parts["weight"], parts.get("bias")
+        if hidden.dim() != 2:
+            hidden = hidden.reshape(-1, self.hidden_size)
+        if not hidden.dtype == weight.dtype == dtype:
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
         if bias is not None:
             bias = bias.to(dtype)
-        inputs = hidden.reshape(-1, self.hidden_size).to(dtype)
-        return nn.functional.linear(inputs, weight.to(dtype), bias)
+        return nn.functional.linear(hidden, weight, bias)
 
     @torch.no_grad()
     def _find_linear(self, hidden: Tensor) -> torch.dtype | bool:

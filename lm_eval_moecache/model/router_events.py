@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.fetched import fetched
-from lm_eval_moecache.model.gate import Choice
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import network_of
 from lm_eval_moecache.model.store import BoolArray
@@ -38,7 +37,12 @@ class RouterCall(NamedTuple):
     """One call of a router: what it chose, and what its input says of layers to come."""
 
     layer: int
-    choice: Choice
+    experts: Tensor
+    """[T, K]"""
+    weights: Tensor | None
+    """[T, K]; None where nobody looks at them."""
+    logits: Tensor | None
+    """[T, E]; None where nobody looks at them."""
     predicted: Mapping[int, Tensor]
     """Target layer -> logits [T, E], not rounded yet."""
 
@@ -57,14 +61,26 @@ class RouterEvents:
         self._weigh = [{} if rule is None else {"weigh": in_numpy(rule)} for rule in rules]
         self._is_lossy = [rule is not None for rule in rules]
         self._is_sorted = [layer.gate.sorts for layer in layers]
-        self._all_sorted = all(self._is_sorted)
         self._wants_weights = engine.wants_weights
+        # A choice that is not in order is put in order by its weights.
+        self._weighed = self._wants_weights or not all(self._is_sorted)
         self._wants_logits = engine.wants_logits
 
-    def predictions(self, layer: int, phase: str, hidden: Tensor) -> Mapping[int, Tensor]:
+    def call(
+        self, layer: int, phase: str, hidden: Tensor, output: Any, weights: bool
+    ) -> RouterCall:
+        """Return what a call's event needs, `weights` in any case or as the engine asks."""
+        choice = self._layers[layer].gate.read(output)
+        return RouterCall(
+            layer,
+            choice.experts,
+            choice.weights if weights or self._weighed else None,
+            choice.logits if self._wants_logits else None,
+            self._predictions(layer, phase, hidden) if self._predicts else {},
+        )
+
+    def _predictions(self, layer: int, phase: str, hidden: Tensor) -> Mapping[int, Tensor]:
         """Ask the predictor, or the gates of the next layers, about this layer's input."""
-        if not self._predicts:
-            return {}
         if self._predictor is not None:
             target = target_of(layer, len(self._layers), phase)
             return {} if target is None else {target: self._predictor(layer, hidden)}
@@ -80,17 +96,17 @@ class RouterEvents:
         weights: bool,
     ) -> Event:
         """Return one call's event; with `weights` it has `experts` and `weights` in any case."""
-        layer, choice, predicted = call
+        layer, predicted = call.layer, call.predicted
         weights |= self._wants_weights
         in_order = self._is_sorted[layer]
-        asked = self._asked(call, weights or not in_order)
+        asked = self._asked(call)
         seen: dict[str, Any] = dict(self._weigh[layer])
         if len(asked) == 1:
-            keys = self._keys_of_one_token(layer, choice.experts)
+            keys = self._keys_of_one_token(layer, call.experts)
             return Event(record.index, layer, record.phase, 1, keys, **seen)
         found = fetched(asked, valid)
         experts = found[0].astype(np.int64)
-        if weights or not in_order:
+        if call.weights is not None:
             # Copies: what they come from is the model's.
             experts, own = _in_order(experts, found[1].copy(), in_order)
             if weights:
@@ -103,20 +119,20 @@ class RouterEvents:
             seen["predicted"] = dict(zip(predicted, found[-len(predicted) :], strict=True))
         if num_tokens == 1:
             base = layer * self._num_experts
-            keys = [base + expert for expert in experts[0].tolist()]
+            keys = [base + expert for expert in experts.tolist()[0]]
         else:
             keys = unique_in_order(layer, self._num_experts, experts)
         return Event(record.index, layer, record.phase, num_tokens, keys, **seen)
 
-    def _asked(self, call: RouterCall, weights: bool) -> list[Tensor]:
+    def _asked(self, call: RouterCall) -> list[Tensor]:
         """Return what has to come to the host of a call: experts, weights, logits, predictions."""
-        asked = [call.choice.experts]
-        if weights:
-            asked.append(call.choice.weights.float())
-        if self._wants_logits:
+        asked = [call.experts]
+        if call.weights is not None:
+            asked.append(call.weights.float())
+        if call.logits is not None:
             # Where results cannot change, what algorithms see is what a trace keeps.
-            logits = call.choice.logits
-            asked.append(logits.float() if self._is_lossy[call.layer] else rounded(logits))
+            is_lossy = self._is_lossy[call.layer]
+            asked.append(call.logits.float() if is_lossy else rounded(call.logits))
         asked += map(rounded, call.predicted.values())
         return asked
 
@@ -134,12 +150,13 @@ class RouterEvents:
 
         And what the prefetcher proposes at each; None where it has to be asked at every event.
         """
-        asked = [_stacked([call.choice.experts for call in calls])]
-        weighed = self._wants_weights or not self._all_sorted
-        if weighed:
-            asked.append(_stacked([call.choice.weights for call in calls]).float())
+        asked = [_stacked([call.experts for call in calls])]
+        given = [call.weights for call in calls if call.weights is not None]
+        if given:
+            asked.append(_stacked(given).float())
         if self._wants_logits:
-            asked.append(rounded(_stacked([call.choice.logits for call in calls])))
+            given_logits = [call.logits for call in calls if call.logits is not None]
+            asked.append(rounded(_stacked(given_logits)))
         targets = [target for call in calls for target in call.predicted]
         if targets:
             values = [logits for call in calls for logits in call.predicted.values()]
@@ -148,7 +165,7 @@ class RouterEvents:
         experts = found[0].astype(np.int64, copy=False)
         weights = logits = [UNSEEN_SCORES] * len(calls)
         rows = [UNSEEN_EXPERTS] * len(calls)
-        if weighed:
+        if given:
             in_order = np.array([[self._is_sorted[call.layer]] for call in calls])
             experts, by_weight = _in_order(experts, found[1], in_order)
             if self._wants_weights:

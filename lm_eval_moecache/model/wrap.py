@@ -66,6 +66,8 @@ class WrappedModel:
         self._waits = False
         """Whether the events of this pass wait for its end, as nothing that is computed depends
         on them: then they come to the host together."""
+        self._weighed = False
+        """Whether the events of this pass have weights, whoever looks at them."""
         self._calls: list[RouterCall] = []
         self._foresight = foresight_of(engine.algorithms.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
@@ -145,6 +147,8 @@ class WrappedModel:
         self._record = self._begin(phase, input_ids, past_length)
         # A recorder sees hidden states, which are not kept for the end of the pass.
         self._waits = self.engine.only_counts and not self._scanning and self.recorder is None
+        self._weighed = self._scanning or self.recorder is not None
+        self._weighed |= self._num_tokens > 1 or self._valid is not None
         self._calls.clear()
         if self.recorder is None:
             return
@@ -196,8 +200,7 @@ class WrappedModel:
                 return None
             engine, record = self.engine, self._record
             assert record is not None, "a router was called outside a pass"
-            predicted = self._routers.predictions(layer, record.phase, args[0])
-            call = RouterCall(layer, gate.read(output), predicted)
+            call = self._routers.call(layer, record.phase, args[0], output, self._weighed)
             if self._waits:
                 self._calls.append(call)
                 return None
@@ -205,7 +208,7 @@ class WrappedModel:
                 engine.enter(layer, self._num_tokens)
             event = self._event(call)
             if self.recorder is not None:
-                self._note(self.recorder, event, args[0], call.choice.logits)
+                self._note(self.recorder, event, args[0], gate.read(output).logits)
             if self._scanning:
                 selection, executed_at = engine.scan(event), None
             else:
@@ -224,9 +227,7 @@ class WrappedModel:
         """Build the event of one router call."""
         record = self._record
         assert record is not None
-        weights = self._scanning or self.recorder is not None
-        weights |= self._num_tokens > 1 or self._valid is not None
-        return self._routers.event(call, record, self._num_tokens, self._valid, weights)
+        return self._routers.event(call, record, self._num_tokens, self._valid, self._weighed)
 
     def _serve_calls(self) -> None:
         """Serve the events that have waited for the end of their pass, in their order."""
