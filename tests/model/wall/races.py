@@ -513,7 +513,7 @@ class Family:
                 given[key] = self._warm_profile() if key == "warm" else str(self._root / key)
         if given.get("draft") == "tiny":
             given["draft"] = str(self._draft())
-        policy = _config(way, given).policy
+        policy = config_of(way, given).policy
         top_k = describe(self.judge.plain, find_moe_layers(self.judge.plain), self.name).top_k
         for key, fitting in SMALL.items():
             axis, _, name = key.partition(".")
@@ -573,7 +573,7 @@ def _judge(folder: Path) -> Judge:
 def missing(way: Way, counts: Mapping[str, int]) -> list[str]:
     """Return what a way's repetitions never did, so that they would show nothing."""
     given = {key: value for key, value in way.given.items() if key not in FOLDERS}
-    policy = _config(way, {"policy": "on_demand", **given}).policy
+    policy = config_of(way, {"policy": "on_demand", **given}).policy
     needed = {
         "a miss": counts["misses"],
         "a prefetch": counts["late"] + counts["prefetch_hits"]
@@ -629,7 +629,7 @@ def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
         for repetition in range(repetitions):
             races.begin(repetition)
             capacity = CAPACITIES[repetition // 2 % len(CAPACITIES)]
-            config = _config(way, {"capacity": capacity, **given})
+            config = config_of(way, {"capacity": capacity, **given})
             lm.wrapped.unwrap()
             lm.model.set_experts_implementation(kernel)
             lm.install(config)
@@ -654,7 +654,7 @@ def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
     return found
 
 
-def _config(way: Way, given: Mapping[str, Any]) -> Config:
+def config_of(way: Way, given: Mapping[str, Any]) -> Config:
     """Read a setting, without what is transformers' own."""
     ours = {key: value for key, value in given.items() if key != KERNEL}
     return read_config({"clock": "wall", **ours}, way.speculative)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from lm_eval_moecache.model import router_events
 from lm_eval_moecache.model.fetched import fetched, sent
 from lm_eval_moecache.model.wall import kernels
 from tests.model.wall.models import wrap_ladder, wrap_wall
+from tests.model.wall.races import Family, config_of, ways
 from tests.models import random_model
 
 LOOKS = {
@@ -135,6 +137,39 @@ def test_a_layer_waits_once(
                 whole = sum(found.values()) - bool(given)
                 assert layers <= whole <= most * layers, (what, found)
     wrapped.unwrap()
+
+
+def test_every_way_waits_once_a_layer(tmp_path: Path, waits: Waits) -> None:
+    """Of all that runs on the wall clock: an algorithm that is added is asked here as well.
+
+    Left out are drafts, whose layers are looked at one by one, scans, and what stores encoded
+    experts or evicts in other ways, which the device does not see.
+    """
+    family, seen = Family("deepseek_v3", tmp_path), 0
+    ids = torch.arange(2, 9)[None]
+    for way in ways():
+        given = family.arguments(way)
+        config = config_of(way, {"capacity": "40%", **given})
+        is_alike = way.name.startswith(("eviction=", "precision="))
+        if is_alike or config.draft is not None or config.scoring == "scan" or config.trace:
+            continue
+        lm = family.lm(way, given)
+        lm.install(config)
+        store: Any = lm.wrapped._store
+        store.on_cpu = False
+        most = (1 + (config.policy.miss.name == "host")) * lm.geometry.num_layers
+        with torch.no_grad():
+            past = lm.model(ids, use_cache=True).past_key_values
+            for tokens, given in ((ids[:, :1], {"past_key_values": past}), (ids, {})):
+                waits.found.clear()
+                with waits:
+                    lm.model(tokens, use_cache=True, **given)
+                # What foresees a pass reads its tokens, once.
+                found = Counter(place for place in waits.found if "data_aware" not in place)
+                assert lm.geometry.num_layers <= sum(found.values()) <= most, (way.name, found)
+        seen += 1
+    family.close()
+    assert seen > 60
 
 
 def test_what_waits_is_seen() -> None:
