@@ -34,14 +34,14 @@ GEOMETRY = Geometry(
     expert_bytes=((100,),) * 3,
     dense_bytes=(200, 200, 600),
 )
-CALM = Step(20.0, (5.0, 7.0), (0.5, 0.5, 0.2), (0.0, 0.0), (0.0, 0.0))
+CALM = Step(20.0, (5.0, 7.0), (0.5, 0.5, 0.2), (0.0, 0.0))
 
 
 def test_a_step_is_taken_apart_by_hand() -> None:
-    # Layer 0 waited 10 s, 2 of them after the arrival: 18 - 8 = 10 s, 5 more than when calm.
-    # Layer 1 did not wait in the first step; in the second it did, 4 s, and took 3 s longer.
-    waited = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (10.0, 0.0), (2.0, 0.0))
-    again = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 4.0), (0.0, 1.0))
+    # What layer 0 demanded moved for 8 s: 18 - 8 = 10 s, 5 more than when calm.
+    # Layer 1 demanded nothing in the first step; in the second 3 s of it, and took 3 s longer.
+    waited = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (8.0, 0.0))
+    again = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 3.0))
     parts = parts_of([CALM], [waited, again])
     assert parts.layer_s == 6.0
     assert parts.bookkeeping_s == pytest.approx(0.4)
@@ -50,7 +50,7 @@ def test_a_step_is_taken_apart_by_hand() -> None:
 
 
 def test_without_waits_a_wait_costs_nothing_and_odd_steps_are_outvoted() -> None:
-    odd = Step(900.0, (300.0, 300.0), (90.0, 90.0, 90.0), (0.0, 0.0), (0.0, 0.0))
+    odd = Step(900.0, (300.0, 300.0), (90.0, 90.0, 90.0), (0.0, 0.0))
     parts = parts_of([CALM, odd, CALM], [CALM])
     assert parts == parts_of([CALM], [])
     assert parts.wait_s == 0.0

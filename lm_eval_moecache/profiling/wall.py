@@ -40,7 +40,7 @@ class Parts(NamedTuple):
     outside_s: float
     """What a pass takes beside its layers."""
     wait_s: float
-    """What a layer takes longer where it waited, the wait until the arrival apart."""
+    """What a layer takes longer where it waited, the time that its experts moved apart."""
 
 
 def parts_of(hot: Sequence[Step], cold: Sequence[Step]) -> Parts:
@@ -51,12 +51,12 @@ def parts_of(hot: Sequence[Step], cold: Sequence[Step]) -> Parts:
     calm = [_median(step.layers_s[i] for step in hot) for i in range(len(hot[0].layers_s))]
     layer_s = statistics.mean(calm)
     longer = [
-        span_s - stall_s + woken_s - calm[layer]
+        span_s - demanded_s - calm[layer]
         for step in cold
-        for layer, (span_s, stall_s, woken_s) in enumerate(
-            zip(step.layers_s, step.stalls_s, step.woken_s, strict=True)
+        for layer, (span_s, demanded_s) in enumerate(
+            zip(step.layers_s, step.demanded_s, strict=True)
         )
-        if stall_s > 0
+        if demanded_s > 0
     ]
     places = range(len(hot[0].bookkeeping_s))
     return Parts(
@@ -156,7 +156,7 @@ def _sources(hardware: Hardware, policy: str, bytes_per_s: float | None) -> dict
         "kernel_overhead_s": f"{how}a layer less its bookkeeping and reading, over its kernels",
         "layer_overhead_s": f"{how}the hooks of a layer's router, predicting gates apart",
         "pass_overhead_s": f"{how}a decode step less its layers",
-        "wait_overhead_s": f"{how}layers that waited, less the wait, beside those that did not",
+        "wait_overhead_s": f"{how}layers that waited, less the moving, beside those that did not",
     }
 
 

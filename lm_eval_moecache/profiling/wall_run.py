@@ -36,13 +36,11 @@ class Step(NamedTuple):
 
     total_s: float
     layers_s: Sequence[float]
-    """From the end of a layer's bookkeeping to the end of the next one's."""
+    """From where a layer's router has spoken to where the next one's has."""
     bookkeeping_s: Sequence[float]
     """In the hooks of the L routers."""
-    stalls_s: Sequence[float]
-    """What each of `layers_s` holds of waiting for the link."""
-    woken_s: Sequence[float]
-    """What each of `stalls_s` holds beyond the arrival of what was waited for."""
+    demanded_s: Sequence[float]
+    """In which experts moved that each of `layers_s` had demanded."""
 
 
 class WallRun:
@@ -74,8 +72,8 @@ class WallRun:
             self._fill()
         store = SlotStore(self.pools, geometry, "grouped_mm", device.type)
         self._model, self._experts = model, layers[0].experts
-        self._begun_s: list[float] = []
-        self._ended: list[tuple[float, float, float]] = []
+        self._begun: list[tuple[float, float]] = []
+        self._ended_s: list[float] = []
         begin = [layer.router.register_forward_hook(self._begin) for layer in layers]
         self._wrapped = WrappedModel(model, layers, self.engine, store)
         self._handles = [*begin]
@@ -132,8 +130,8 @@ class WallRun:
             output = self._model(prompt, use_cache=True)
             with self._model._optimize_model_for_decode():
                 for _ in range(_TOKENS):
-                    self._begun_s.clear()
-                    self._ended.clear()
+                    self._begun.clear()
+                    self._ended_s.clear()
                     token = output.logits[:, -1:].argmax(-1)
                     past = output.past_key_values
                     output = self._model(token, past_key_values=past, use_cache=True)
@@ -141,22 +139,22 @@ class WallRun:
         return found
 
     def _begin(self, router: nn.Module, args: Any, output: Any) -> None:
-        self._begun_s.append(time.perf_counter())
+        link = self.engine.link
+        assert isinstance(link, WallLink)
+        self._begun.append((time.perf_counter(), link.demanded_s))
 
     def _end(self, router: nn.Module, args: Any, output: Any) -> None:
-        link, record = self.engine.link, self.engine.executor.record
-        assert isinstance(link, WallLink)
-        self._ended.append((time.perf_counter(), record.stall_s, link.woken_s))
+        self._ended_s.append(time.perf_counter())
 
     def _step(self) -> Step:
         record = self.engine.ledger.passes[-1]
         assert record.phase == DECODE
-        between = zip(self._ended, self._ended[1:], strict=False)
-        told = [[b - a for a, b in zip(*marks, strict=True)] for marks in between]
-        layers_s, stalls_s, woken_s = zip(*told, strict=True)
-        marks = zip(self._begun_s, self._ended, strict=True)
-        bookkeeping_s = [end[0] - begun_s for begun_s, end in marks]
-        return Step(record.duration_s, layers_s, bookkeeping_s, stalls_s, woken_s)
+        pairs = zip(self._begun, self._begun[1:], strict=False)
+        told = [[b - a for a, b in zip(*marks, strict=True)] for marks in pairs]
+        layers_s, demanded_s = zip(*told, strict=True)
+        both = zip(self._begun, self._ended_s, strict=True)
+        bookkeeping_s = [end_s - begun[0] for begun, end_s in both]
+        return Step(record.duration_s, layers_s, bookkeeping_s, demanded_s)
 
 
 NOBODYS = Hardware(

@@ -14,7 +14,7 @@ from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.engine.wall.traffic import Traffic
-from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.engine.wall.worker import Transfer, Worker
 from tests.engine.scripted import OldestFirst, make_geometry
 
 
@@ -175,9 +175,36 @@ def test_a_link_foretells_its_end_by_the_rate_of_what_it_moved() -> None:
     link.demand(Transfer(2, 2, 300))
     begun_s = min(transfer.submitted_s for transfer in link._flying.values())
     assert link.free_s(begun_s) == pytest.approx(max(begun_s, ended_s) + 4 * took_s)
-    assert 0 < link.woken_s < 10  # how long after that its caller went on
     late_s = time.perf_counter() + 1000
     assert link.free_s(late_s) == late_s  # overdue: at any moment
     mover.open.release(2)
     link.wait_for([1, 2], 2)
     link.close()
+
+
+def test_how_long_demands_moved_leaves_out_what_was_no_moving() -> None:
+    """Three experts of 100 bytes at 10,000 bytes/s, whenever the worker got round to them."""
+    mover = Gated()
+    link = WallLink(mover, 1e4)
+    mover.open.release(3)
+    for key in range(3):
+        link.demand(Transfer(key, key, 100))
+    link.wait_for(range(3), 3)
+    assert link.demanded_s == pytest.approx(0.03, rel=0.02)
+    link.close()
+
+
+@pytest.mark.parametrize(("rate", "lag_s", "took_s"), [(None, 0.75, 1.0), (100.0, 0.0, 1.0)])
+def test_a_link_that_begins_late_says_by_how_much(
+    rate: float | None, lag_s: float, took_s: float
+) -> None:
+    """Demanded a second ago, begun a quarter of a second ago, there now: 100 bytes."""
+    worker = Worker(Gated(), rate)
+    transfer = Transfer(0, 0, 100)
+    now = time.perf_counter()
+    transfer.submitted_s = now - 1.0
+    worker._finish(transfer, now - 0.25, None)
+    worker.close()
+    # Slowed down to 100 bytes/s it would have taken that second anyway.
+    assert transfer.lag_s == pytest.approx(lag_s, abs=0.05)
+    assert transfer.ended_s - transfer.submitted_s == pytest.approx(took_s, abs=0.05)

@@ -37,8 +37,9 @@ class WallLink(Link):
         """As the last transfers were; None before the first."""
         self._ended_s = 0.0
         """When the last transfer that is known to have arrived was there."""
-        self.woken_s = 0.0
-        """What the caller has waited beyond the arrival of what it waited for."""
+        self.demanded_s = 0.0
+        """Seconds in which demands were on their way, without those that handing over took."""
+        self._demanded_until_s = 0.0
         # A run that is interrupted or dropped leaves no thread.
         self.close = weakref.finalize(self, self._worker.close)
 
@@ -145,15 +146,17 @@ class WallLink(Link):
                 self.bytes_moved += transfer.nbytes
                 self.transfers += 1
                 landed.append(transfer.key)
+            else:
+                since_s = max(transfer.submitted_s, self._demanded_until_s)
+                self._demanded_until_s = max(transfer.ended_s, since_s)
+                self.demanded_s += self._demanded_until_s - since_s - transfer.lag_s
         self.busy_s = self._worker.busy_s
         return landed
 
     def wait_for(self, keys: Collection[int], count: int = 1) -> list[int]:
         """Stand still until `count` of the flying `keys` are there; then as `arrivals`."""
         self._worker.wait_for(keys, count)
-        landed = self.arrivals()
-        self.woken_s += time.perf_counter() - self._ended_s
-        return landed
+        return self.arrivals()
 
     def _put(self, transfer: Transfer, demanded: bool) -> None:
         assert transfer.key not in self._flying, f"key {transfer.key} is already on its way"

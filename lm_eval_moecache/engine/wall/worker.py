@@ -37,7 +37,9 @@ class Transfer:
     moved_s: float = 0.0
     """Once it is there: how long it had the link."""
     ended_s: float = 0.0
-    """Once it is there: when that was."""
+    """Once it is there: when that was, by the rate of a link that is slowed down."""
+    lag_s: float = 0.0
+    """Once it is there: how long it took to begin, on a link that had nothing else to do."""
 
 
 class Mover(Protocol):
@@ -193,14 +195,18 @@ class Worker:
         if moved_s is not None:
             # Before that it waited for the device to be done with the slot, not for the link.
             begun_s = max(begun_s, end_s - moved_s)
+        free_s = max(self._free_s, transfer.submitted_s)
+        due_s, copied_s = end_s, end_s - begun_s
         if self._bytes_per_s is not None:
-            due_s = max(self._free_s, transfer.submitted_s) + transfer.nbytes / self._bytes_per_s
-            self._free_s = max(due_s, end_s)
-            while end_s < due_s and not self._closing.wait(due_s - end_s):
-                end_s = time.perf_counter()
+            least_s = transfer.nbytes / self._bytes_per_s
+            due_s, copied_s = max(free_s + least_s, end_s), max(copied_s, least_s)
+        self._free_s = transfer.ended_s = due_s
+        transfer.lag_s = max(due_s - free_s - copied_s, 0.0)
+        while end_s < due_s and not self._closing.wait(due_s - end_s):
+            end_s = time.perf_counter()
         with self._changed:
             transfer.moved_s = end_s - max(begun_s, self._busy_until_s)
-            transfer.ended_s = self._busy_until_s = end_s
+            self._busy_until_s = end_s
             self.busy_s += transfer.moved_s
             transfer.state = DONE
             self._finished.append(transfer)
