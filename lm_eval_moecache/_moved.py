@@ -10,9 +10,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # the import system asks for methods, and its base classes take as long as all else here
+    Loader = MetaPathFinder = object
 
 _PACKAGE = __package__
 MOVED = {

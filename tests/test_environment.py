@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from lm_eval.tasks import TaskManager
 
+from lm_eval_moecache import __main__
 from lm_eval_moecache.cli import main as module
 from lm_eval_moecache.cli.analyze import ANALYSES
 from lm_eval_moecache.cli.main import main
@@ -25,6 +27,7 @@ from lm_eval_moecache.sweep.files import only_sweep, write_atomically, write_rec
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four, record
 
+ROOT = Path(__file__).resolve().parent.parent
 Captured = pytest.CaptureFixture[str]
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -156,6 +159,31 @@ def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
         assert line.startswith(f"moecache {name}: interrupted. ")
     assert main(["sweep"]) == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_python_imports_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == module.__name__:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, module.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert __main__.main() == 130
+    assert capsys.readouterr().err == "moecache: interrupted. Nothing was begun.\n"
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
+    """As in `moecache policies | head -1`."""
+    for command in (["policies", "--json"], ["--help"]):
+        read, write = os.pipe()
+        os.close(read)
+        words = [sys.executable, "-m", "lm_eval_moecache", *command]
+        done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_names_it(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -50,20 +51,18 @@ def command_names() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; what a user got wrong is said in one line, with exit code 2."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(_overview())
-        return 0
-    if arguments == ["--version"]:
-        sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
-        return 0
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     name, rest = arguments[0], arguments[1:]
     try:
-        if name not in command_names():
-            raise unknown("command", name, command_names())
-        return _run(name, rest)
+        code = _answered(name, rest)
+        sys.stdout.flush()
+        return code
     except ValueError as error:
         return _told(name, str(error), 2)
+    except BrokenPipeError:
+        # Who read has enough, as in `| head`. What waits to be written would fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141  # as of a process that SIGPIPE has ended
     except OSError as error:
         # What the machine does not let us do: a full disk, a folder that may not be written.
         reason = error.strerror or str(error)
@@ -71,6 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(name, f"{place}{reason}", 2)
     except KeyboardInterrupt:
         return _told(name, f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130)
+
+
+def _answered(name: str, rest: list[str]) -> int:
+    if name in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return 0
+    if name == "--version" and not rest:
+        sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
+        return 0
+    if name not in command_names():
+        raise unknown("command", name, command_names())
+    return _run(name, rest)
 
 
 def _told(name: str, text: str, code: int) -> int:
