@@ -212,7 +212,7 @@ FILES: list[tuple[str, str, str]] = [
     ("hardware", HARDWARE + "sourc: x\n", "Did you mean 'source'"),
     *(
         ("hardware", HARDWARE + f"{key}: {value}\n", f"{key}=")
-        for key in ("host_flops", "host_memory_bytes_per_s", "layer_overhead_s")
+        for key in ("host_flops", "host_memory_bytes_per_s", "layer_overhead_s", "pass_overhead_s", "wait_overhead_s")
         for value in ("-1", ".inf", ".nan", "true", "x", "[1]")
     ),
     ("hardware", HARDWARE + "host_flop: 1\n", "Did you mean 'host_flops'"),
