@@ -109,8 +109,7 @@ class WallExecutor(Executor):
             yield from self._script.play(self.clock)
             self._script = None
             return
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if (pending := self._pending) is None:
             return
         event = pending.event
         if pending.on_host:
@@ -133,6 +132,7 @@ class WallExecutor(Executor):
             eviction.on_event(event)
         else:
             eviction.on_levels(event, pending.levels)
+        self._pending = None  # Until here `recover` waits for what was demanded.
 
     def recover(self) -> None:
         if self._script is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.precision.registry import ALIASES, codec_names
@@ -113,6 +116,29 @@ def test_the_best_level_alone_answers_as_the_hf_model(checkpoint: Checkpoint) ->
     )
     assert answers(lm) == expected
     lm.wrapped.unwrap()
+
+
+@pytest.mark.parametrize("miss", ["fetch_priority", "cascade"])
+def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
+    miss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
+    model, wait = random_model("olmoe", **WIDE), WallExecutor._wait
+    wrapped = wrap_ladder(model, LADDER, "on_demand", "3", {"miss": miss}, longest_s=0.01)
+    for place in range(14):
+        left = itertools.count(place, -1)
+
+        def interrupted(*args: Any, left: Iterator[int] = left) -> None:
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            wait(*args)
+
+        monkeypatch.setattr(WallExecutor, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(model)
+        monkeypatch.setattr(WallExecutor, "_wait", wait)
+        assert all(logits.isfinite().all() for logits in logits_of(model))
+    wrapped.unwrap()
 
 
 def test_slots_of_other_sizes_make_room_for_each_other() -> None:
