@@ -14,6 +14,7 @@ import transformers
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.harness.refusal import refusing
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
@@ -38,8 +39,9 @@ class AnalyzedModel:
     ) -> None:
         path = model_path(pretrained)
         self.name = pretrained
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        with refusing(pretrained):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         self.layers: list[MoELayer] = find_moe_layers(self.model)
         self.geometry = describe(self.model, self.layers, pretrained)
         self.windows = self._windows(texts, max_tokens, window)

@@ -32,10 +32,6 @@ def analyze(
     Returns a row for each (perplexity, miss rates, lifetime in tokens, fidelity) and the selection
     map of `layer`, which counts MoE layers from 0.
     """
-    if not 0 <= layer < analyzed.geometry.num_layers:
-        raise ValueError(
-            f"layer={layer} must lie between 0 and {analyzed.geometry.num_layers - 1}."
-        )
     rows, maps = [], {}
     for name, overrides in routings.items():
         found = SelectionMap(layer)

@@ -65,8 +65,6 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
     `oracle` is the perplexity when every token gets its best expert there.
     """
     geometry = analyzed.geometry
-    if not 1 <= rank <= geometry.top_k:
-        raise ValueError(f"rank={rank} must lie between 1 and the router's top_k={geometry.top_k}.")
     rows = []
     with _forced(analyzed, rank) as (model, routing):
         for layer in tqdm(range(geometry.num_layers), desc="layers"):

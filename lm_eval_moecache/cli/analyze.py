@@ -11,7 +11,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.sizes import is_per_layer
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.render import rows_as_markdown
 
 ANALYSES = (
@@ -94,7 +95,10 @@ def run(arguments: Namespace) -> int:
         return 0
     # Imported late: they bring torch, and a misspelt analysis should not wait for it.
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
+    from lm_eval_moecache.harness.preflight import geometry_of
 
+    # Before the weights are loaded, which takes a real model minutes.
+    _check_sizes(arguments, geometry_of(arguments.pretrained))
     texts = read_texts(arguments.pretrained, arguments.text)
     analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
     rows = _RUN[arguments.analysis](analyzed, arguments)
@@ -134,6 +138,19 @@ def _settle(arguments: Namespace) -> None:
             f"capacity={arguments.capacity!r} is one cache for all layers, but analyze locality "
             "looks at a cache per layer. Allowed: like '8/layer'."
         )
+
+
+def _check_sizes(arguments: Namespace, geometry: Geometry) -> None:
+    """Refuse what this model is too small for."""
+    if arguments.layer is not None and not 0 <= arguments.layer < geometry.num_layers:
+        last = geometry.num_layers - 1
+        raise ValueError(f"layer={arguments.layer} must lie between 0 and {last}.")
+    if arguments.rank is not None and not 1 <= arguments.rank <= geometry.top_k:
+        raise ValueError(
+            f"rank={arguments.rank} must lie between 1 and the router's top_k={geometry.top_k}."
+        )
+    if arguments.capacity is not None:
+        parse_capacity(arguments.capacity, geometry)
 
 
 def _predictability(arguments: Namespace) -> None:
@@ -196,9 +213,6 @@ def _locality(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
 def _coactivation(analyzed: Any, arguments: Namespace) -> list[dict[str, Any]]:
     from lm_eval_moecache.analysis import coactivation
 
-    layers = analyzed.geometry.num_layers
-    if not 0 <= arguments.layer < layers:
-        raise ValueError(f"layer={arguments.layer} must lie between 0 and {layers - 1}.")
     found = coactivation.observe(analyzed, arguments.sample_tokens)
     similarity = found.similarity()
     rows = coactivation.analyze(found.counts, similarity, arguments.alpha, arguments.k_max)

@@ -59,10 +59,12 @@ def _make(arguments: Namespace, prompts: list[str], data: dict[str, Any]) -> Art
     # Imported late: they bring torch, and a wrong option should not wait for it.
     import transformers
 
+    from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.checkpoint import model_path
     from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
     from lm_eval_moecache.model.predictor.learn_data_aware import Recipe, record_texts, train
 
+    geometry_of(arguments.pretrained)  # says what cannot be read
     path = model_path(arguments.pretrained)
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     layers = find_moe_layers(model)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 4096
 _LAYERS = 8
 _TOP_K = 2
+ON_DEMAND = "on_demand"
 _CPU_EDGE = 1024
 MOST_EDGE = 65536
 """Of the measured product: beyond it one takes minutes on any device."""
@@ -47,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="decode a model of this one's shape on the wall clock, and measure what that takes",
     )
     parser.add_argument(
-        "--policy", type=str, default="on_demand", help="whose bookkeeping --pretrained measures"
+        "--policy", type=str, default=ON_DEMAND, help="whose bookkeeping --pretrained measures"
     )
     parser.add_argument("--bandwidth", type=str, help="what --pretrained slows the link down to")
 
@@ -60,8 +61,10 @@ def run(arguments: Namespace) -> int:
     if not 1 <= arguments.matmul <= MOST_EDGE:
         raise ValueError(f"matmul={arguments.matmul} must be 1 or more and at most {MOST_EDGE}.")
     nbytes = parse_bytes(arguments.size, "size")
-    if arguments.bandwidth and not arguments.pretrained:
-        raise ValueError(f"bandwidth={arguments.bandwidth!r} has no effect without pretrained=.")
+    of_model = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
+    for key, value in of_model.items() if not arguments.pretrained else ():
+        if value not in (None, ON_DEMAND):
+            raise ValueError(f"{key}={value!r} has no effect without pretrained=.")
     rate = parse_bandwidth(arguments.bandwidth) if arguments.bandwidth else None
     load_policy(arguments.policy)
     try:

@@ -53,9 +53,11 @@ def run(arguments: Namespace) -> int:
     _check(arguments)
     prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
+    from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.predictor.make import make
     from lm_eval_moecache.model.predictor.train import Recipe
 
+    geometry_of(arguments.pretrained)  # says what cannot be read
     recipe = {name: getattr(arguments, name) for name in _RECIPE}
     work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
     found = make(

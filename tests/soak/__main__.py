@@ -41,7 +41,14 @@ def places_in(folder: Path) -> dict[str, str]:
         (folder / name).mkdir()
     path, _ = traces.record(folder / "traces")
     results = leaderboard_of_four(folder / "results")
-    return {"trace": str(path), "results": str(results), "folder": str(folder / "empty")}
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(f"Some words to read: {number}." for number in range(20)))
+    return {
+        "trace": str(path),
+        "results": str(results),
+        "folder": str(folder / "empty"),
+        "text": str(text),
+    }
 
 
 def try_table(folder: Path, tally: Tally) -> None:

@@ -1,7 +1,7 @@
 """Bad inputs in one table: what is given, and words that the refusal must have.
 
-To add one, add a row. `{trace}`, `{results}` and `{folder}` in a command are a sound trace, a
-folder of sound results, and an empty folder.
+To add one, add a row. `{trace}`, `{results}`, `{folder}` and `{text}` in a command are a sound
+trace, a folder of sound results, an empty folder, and a text.
 """
 
 from __future__ import annotations
@@ -304,6 +304,8 @@ FILES: list[tuple[str, str, str]] = [
     ("board", BOARD + "where: {policy: []}\n", "where="),
     ("board", BOARD + "views: [7]\n", "views.0=7 must be a mapping"),
     ("board", "title: [x]\n", "title=['x'] must be text"),
+    ("board", BOARD + "distinct: 7\n", "distinct=7 must be true or false"),
+    ("board", BOARD + "distnct: true\n", "Did you mean 'distinct'"),
 ]  # fmt: skip
 LIGHT: list[tuple[list[str], str]] = [
     (["plan", "OLMoE-1B-7B", "--context=0"], "--context=0 must be a whole number"),
@@ -394,6 +396,41 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["profile", "use", "{trace}", "--out=/proc/x.json"], "/proc/x.json: No such file"),
     (["tune", "--out=/dev/null/x"], "/dev/null/x: Not a directory"),
     (["analyze", "locality", "--layer=99", "--out={trace}/x"], "Not a directory"),
+    (["analyze", "locality", "--layer=99"], "layer=99 must lie between 0 and 7"),
+    (["analyze", "locality", "--capacity=999/layer"], "capacity='999/layer' asks for more than"),
+    (["analyze", "coactivation", "--layer=8"], "layer=8 must lie between 0 and 7"),
+    (["analyze", "optimal_expert", "--rank=9"], "rank=9 must lie between 1"),
+    *(
+        (
+            [
+                "profile",
+                name,
+                "--pretrained=no/such",
+                "--data={text}",
+                "--out={folder}/x.safetensors",
+            ],
+            "pretrained='no/such' cannot be read: ",
+        )
+        for name in ("buddies", "data_aware", "predictor", "sensitivity")
+    ),
+    (
+        ["analyze", "sensitivity", "--pretrained=no/such", "--text={text}"],
+        "pretrained='no/such' cannot be read: ",
+    ),
+    (
+        [
+            "tune",
+            "--out={folder}/x",
+            "--pretrained=no/such",
+            "--tasks=tiny_arc",
+            "--metric=ttft_ms",
+        ],
+        "pretrained='no/such' cannot be read: ",
+    ),
+    (
+        ["profile", "hardware", "--out={folder}/x.yaml", "--policy=specmd"],
+        "policy='specmd' has no effect without pretrained=",
+    ),
     *LIGHT,
 ]
 NASTY: tuple[Any, ...] = (
