@@ -58,7 +58,9 @@ class RouterEvents:
         self._depth = engine.depth
         self._predictor = network_of(engine.algorithms.prefetch, layers[0].gate.hidden_size)
         self._predicts = self._depth > 0 or self._predictor is not None
-        self._weigh = [{} if rule is None else {"weigh": in_numpy(rule)} for rule in rules]
+        self._weigh: list[dict[str, Any]] = [
+            {} if rule is None else {"weigh": in_numpy(rule)} for rule in rules
+        ]
         self._is_lossy = [rule is not None for rule in rules]
         self._is_sorted = [layer.gate.sorts for layer in layers]
         self._wants_weights = engine.wants_weights
@@ -97,17 +99,16 @@ class RouterEvents:
     ) -> Event:
         """Return one call's event; with `weights` it has `experts` and `weights` in any case."""
         layer, predicted = call.layer, call.predicted
+        if call.weights is None and call.logits is None and not predicted:
+            keys = self._keys_of_one_token(layer, call.experts)
+            return Event(record.index, layer, record.phase, 1, keys, **self._weigh[layer])
         weights |= self._wants_weights
         in_order = self._is_sorted[layer]
-        asked = self._asked(call)
-        seen: dict[str, Any] = dict(self._weigh[layer])
-        if len(asked) == 1:
-            keys = self._keys_of_one_token(layer, call.experts)
-            return Event(record.index, layer, record.phase, 1, keys, **seen)
-        found = fetched(asked, valid)
-        experts = found[0].astype(np.int64)
+        seen = self._weigh[layer].copy()
+        found = fetched(self._asked(call), valid)
+        # Copies where they may be kept (a recorder does): what they come from is the model's.
+        experts = found[0].astype(np.int64, copy=weights)
         if call.weights is not None:
-            # Copies: what they come from is the model's.
             experts, own = _in_order(experts, found[1].copy(), in_order)
             if weights:
                 seen["weights"] = own
