@@ -72,14 +72,13 @@ class RouterEvents:
         self, layer: int, phase: str, hidden: Tensor, output: Any, weights: bool
     ) -> RouterCall:
         """Return what a call's event needs, `weights` in any case or as the engine asks."""
+        predicted = self._predictions(layer, phase, hidden) if self._predicts else {}
+        if not (weights or self._weighed or self._wants_logits):
+            return RouterCall(layer, output[2], None, None, predicted)
         choice = self._layers[layer].gate.read(output)
-        return RouterCall(
-            layer,
-            choice.experts,
-            choice.weights if weights or self._weighed else None,
-            choice.logits if self._wants_logits else None,
-            self._predictions(layer, phase, hidden) if self._predicts else {},
-        )
+        looked_at = choice.weights if weights or self._weighed else None
+        logits = choice.logits if self._wants_logits else None
+        return RouterCall(layer, choice.experts, looked_at, logits, predicted)
 
     def _predictions(self, layer: int, phase: str, hidden: Tensor) -> Mapping[int, Tensor]:
         """Ask the predictor, or the gates of the next layers, about this layer's input."""
