@@ -9,7 +9,7 @@ from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import DTYPES, Geometry
 from lm_eval_moecache.records.numbers import read_count, read_number, shown
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
@@ -77,18 +77,27 @@ class RealModel:
 
         Layers, experts and top-k stay: they decide what is routed where. So do capacities given as
         a share or as a number of experts; those given in bytes count this model's. An expert
-        stored at a lower level keeps its share of the first level's bytes.
+        that is stored encoded (`precision=int4`) has as many bits a weight here as there, scales
+        included; at a dtype it has this model's own. A lower level keeps its share of the first.
         """
+        whole = _DTYPE_BYTES * self.expert_weights
+        if own.compute_bytes and own.precision[0] not in DTYPES:
+            first = [
+                whole * levels[0] / computed
+                for levels, computed in zip(own.expert_bytes, own.compute_bytes, strict=True)
+            ]
+        else:
+            first = [float(self.expert_bytes)] * own.num_layers
         sizes = tuple(
-            tuple(max(1, round(self.expert_bytes * size / levels[0])) for size in levels)
-            for levels in own.expert_bytes
+            tuple(max(1, round(best * size / levels[0])) for size in levels)
+            for best, levels in zip(first, own.expert_bytes, strict=True)
         )
         return replace(
             own,
             expert_bytes=sizes,
             dense_bytes=(self.layer_dense_bytes,) * own.num_layers,
             element_bytes=float(_DTYPE_BYTES),
-            compute_bytes=(_DTYPE_BYTES * self.expert_weights,) * own.num_layers,
+            compute_bytes=(whole,) * own.num_layers,
             emulates=self.name,
         )
 

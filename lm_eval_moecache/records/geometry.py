@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DTYPES = ("bf16", "fp16", "fp32")
+"""Names of precisions at which weights are stored as they are computed with, not encoded."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,31 @@ def test_a_layer_is_charged_as_the_real_one_and_counts_stay() -> None:
     assert (charged.num_experts, charged.top_k, charged.num_layers) == (8, 2, 3)
     assert charged.emulates == "Mixtral-8x7B" and charged.model == GEOMETRY.model
     assert model.emulated_by(charged) == charged
+
+
+def test_encoded_experts_keep_their_bits_a_weight() -> None:
+    """1,000 weights in 530 bytes at best are 4.24 bits each, whatever they are charged as."""
+    own = replace(
+        GEOMETRY,
+        precision=("int4", "int2"),
+        expert_bytes=((530, 265),) * 3,
+        compute_bytes=(2000,) * 3,
+    )
+    model = load_real_model("OLMoE-1B-7B")
+    charged = model.emulated_by(own)
+    best = round(3 * 2048 * 1024 * 4.24 / 8)
+    assert charged.expert_bytes == ((best, round(best / 2)),) * 3
+    assert charged.compute_bytes == (3 * 2048 * 1024 * 2,) * 3
+    assert model.emulated_by(charged) == charged
+    # Published at 4.25 bits, but asked for at these.
+    assert load_real_model("gpt-oss-20b").emulated_by(own).expert_bytes[0][0] == round(
+        3 * 2880**2 * 4.24 / 8
+    )
+    at_dtype = replace(own, precision=("bf16", "int4"), expert_bytes=((2000, 530),) * 3)
+    assert model.emulated_by(at_dtype).expert_bytes[0] == (
+        model.expert_bytes,
+        round(model.expert_bytes * 0.265),
+    )
 
 
 def test_a_folder_and_a_yaml_are_read_like_the_shipped_ones(tmp_path: Path) -> None:
