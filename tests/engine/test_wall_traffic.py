@@ -154,7 +154,7 @@ class Gated:
         return None
 
     def finish(self, token: object) -> float | None:
-        return 0.5
+        return None
 
     def synchronize(self) -> None:
         return
@@ -170,7 +170,7 @@ def test_a_link_foretells_its_end_by_the_rate_of_what_it_moved() -> None:
     link.wait_for([0])
     # It had the link from its beginning to its end, which the last arrival was.
     took_s, ended_s = link.busy_s, link._ended_s
-    assert 0 < took_s <= 0.5
+    assert took_s > 0
     link.demand(Transfer(1, 1, 100))
     link.demand(Transfer(2, 2, 300))
     begun_s = min(transfer.submitted_s for transfer in link._flying.values())
@@ -187,24 +187,26 @@ def test_how_long_demands_moved_leaves_out_what_was_no_moving() -> None:
     mover = Gated()
     link = WallLink(mover, 1e4)
     mover.open.release(3)
+    begun_s = time.perf_counter()
     for key in range(3):
         link.demand(Transfer(key, key, 100))
     link.wait_for(range(3), 3)
-    assert link.demanded_s == pytest.approx(0.03, rel=0.02)
+    assert 0.0299 <= link.demanded_s <= time.perf_counter() - begun_s
     link.close()
 
 
-@pytest.mark.parametrize(("rate", "lag_s", "took_s"), [(None, 0.75, 1.0), (100.0, 0.0, 1.0)])
+@pytest.mark.parametrize(("rate", "lag_s"), [(None, 0.75), (100.0, 0.0), (200.0, 0.5)])
 def test_a_link_that_begins_late_says_by_how_much(
-    rate: float | None, lag_s: float, took_s: float
+    monkeypatch: pytest.MonkeyPatch, rate: float | None, lag_s: float
 ) -> None:
-    """Demanded a second ago, begun a quarter of a second ago, there now: 100 bytes."""
+    """Demanded at 8 s, begun at 8.75 s, there at 9 s: 100 bytes.
+
+    A link slowed down to 100 bytes/s would have taken until then anyway, and at 200 bytes/s half
+    of it.
+    """
     worker = Worker(Gated(), rate)
-    transfer = Transfer(0, 0, 100)
-    now = time.perf_counter()
-    transfer.submitted_s = now - 1.0
-    worker._finish(transfer, now - 0.25, None)
+    transfer = Transfer(0, 0, 100, submitted_s=8.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 9.0)
+    worker._finish(transfer, 8.75, None)
     worker.close()
-    # Slowed down to 100 bytes/s it would have taken that second anyway.
-    assert transfer.lag_s == pytest.approx(lag_s, abs=0.05)
-    assert transfer.ended_s - transfer.submitted_s == pytest.approx(took_s, abs=0.05)
+    assert (transfer.lag_s, transfer.ended_s) == (lag_s, 9.0)
