@@ -35,6 +35,7 @@ from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.render import as_json, as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.rules import Rules
+from lm_eval_moecache.report.submission import check_submission, distinct
 from lm_eval_moecache.report.tables import leaderboard
 from lm_eval_moecache.sweep.on_traces import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
@@ -108,6 +109,9 @@ def _use_results(path: Path) -> object:
     runs = load_runs(path)
     tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
     names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
+    with contextlib.suppress(ValueError):
+        for run in distinct(runs):
+            check_submission(run, {"capacity": "25%"})
     return compare(runs, runs, Rules()), [write(tables) for write in (as_markdown, as_json)], names
 
 

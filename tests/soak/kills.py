@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.soak.victims import Command, Fault, commands
@@ -21,7 +22,13 @@ from tests.soak.victims import Command, Fault, commands
 SIGNALS = (signal.SIGKILL, signal.SIGINT)
 
 
-def kills(times: int, seed: int, only: str = "", cold: bool = False) -> int:
+def kills(
+    times: int,
+    seed: int,
+    only: str = "",
+    cold: bool = False,
+    signals: Sequence[signal.Signals] = SIGNALS,
+) -> int:
     """Kill each command this often by each signal, print a table, return the exit code."""
     begin, faults, chance = time.monotonic(), 0, random.Random(seed)
     sys.stdout.write(
@@ -35,7 +42,7 @@ def kills(times: int, seed: int, only: str = "", cold: bool = False) -> int:
             place.mkdir()
             command.cold = cold
             command.measure(place / "whole")
-            for number in SIGNALS:
+            for number in signals:
                 killed, lasted = kill_often(command, place, number, times, chance)
                 faults += killed - len(lasted)
                 sys.stdout.write(
@@ -74,5 +81,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a command's name")
     parser.add_argument("--cold", action="store_true", help="workers import all by themselves")
+    parser.add_argument("--signal", choices=[n.name for n in SIGNALS], help="default: both")
     chosen = parser.parse_args()
-    raise SystemExit(kills(chosen.times, chosen.seed, chosen.only, chosen.cold))
+    signals = SIGNALS if chosen.signal is None else (signal.Signals[chosen.signal],)
+    raise SystemExit(kills(chosen.times, chosen.seed, chosen.only, chosen.cold, signals))
