@@ -15,7 +15,7 @@ from tests.soak.__main__ import damages, places_in, try_damaged, try_table
 from tests.soak.corpus import LIGHT
 from tests.soak.judge import CLEAR, Tally
 from tests.soak.shadow import Shadow, Violation, draw, run_case
-from tests.soak.victims import Ended, Fault, Sweep
+from tests.soak.victims import Ended, Eval, Fault, Sweep
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -89,6 +89,15 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Violation, match="eviction=fifo"):
             for each in range(200):
                 run_case(each)
+
+
+def test_the_kills_ask_for_a_recording_once_a_request_was_finished(tmp_path: Path) -> None:
+    traced = Eval("traced", "trace=traces", limit=1)
+    told = "Running loglikelihood requests:   0%|     | {}/4 [00:00<?, ?it/s]"
+    ended = Ended(130, "", told.format(0), True, 1.0, 0.1)
+    assert traced.check_killed(tmp_path, ended) is None
+    with pytest.raises(Fault, match="1 requests were finished and no recording is there"):
+        traced.check_killed(tmp_path, ended._replace(err=told.format(1)))
 
 
 def test_the_kills_see_what_is_lost_doubled_or_left(tmp_path: Path) -> None:

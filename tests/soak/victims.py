@@ -220,8 +220,8 @@ class Eval(Command):
     def check_killed(self, folder: Path, ended: Ended) -> Any:
         """Every request that the progress bar has told finished is in the recording."""
         shown = [int(n) for n in re.findall(r"loglikelihood requests:.*?(\d+)/\d+", ended.err)]
-        if "trace=" not in self.extra or not shown:
-            return None
+        if "trace=" not in self.extra or not shown or not shown[-1]:
+            return None  # an interrupt before the first request is finished leaves no file
         recordings = list((folder / "traces").glob("*"))
         require(bool(recordings), f"{shown[-1]} requests were finished and no recording is there")
         return {path.name: path.read_bytes() for path in recordings}, shown[-1]
