@@ -16,7 +16,7 @@ from lm_eval_moecache.records.schemas.sweep import check_limit, read_jobs
 from lm_eval_moecache.report.columns import METRICS
 
 # Of our own keys those that a replay knows from the trace.
-_FOR_EVERY_RUN = ("precision",)
+_FOR_EVERY_RUN = ("precision", "emulate")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--model_args",
         type=str | None,
-        help="further arguments of every run: precision=int8:int4,dtype=bfloat16",
+        help="further arguments of every run: precision=int8:int4,emulate=OLMoE-1B-7B",
     )
     parser.add_argument(
         "--tasks", default="moecache_offline", help="comma-separated; their mean is the accuracy"

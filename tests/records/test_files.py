@@ -156,6 +156,7 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         *("tiny/documents.py", "model/checkpoint.py"),
         # What a run has written for itself, in a folder of its own.
         *("model/predictor/make.py", "profiling/_texts.py", "trace/partial.py"),
+        "model/precision/kept.py",
         *("sweep/replaying.py", "sweep/sharing.py", "harness/judge.py"),
     }
     words = ("yaml.safe_load(", "yaml.load(", "json.load(", "json.loads(", "torch.load(", "pickle.")

@@ -266,6 +266,7 @@ def test_a_missing_optuna_is_named(
         ("--out=", "--out must name a folder"),
         ("--model_args=eviction=lru", "'eviction' is searched"),
         ("--model_args=scoring=scan", "'scoring' is searched"),
+        ("--model_args=emulate=OLMoE-1B", "Did you mean 'OLMoE-1B-7B'"),
         ("--model_args=device", "'device' is not of the form"),
         ("--model_args=batch_size=x", "batch_size='x' must be a whole number"),
         ("--pretrained=./none", "pretrained='./none': there is no such folder"),
