@@ -13,7 +13,7 @@ import transformers
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.profiling.wall import (
+from lm_eval_moecache.profiling._wall import (
     MOST_LAYERS,
     Parts,
     measure_on_wall,
@@ -21,7 +21,7 @@ from lm_eval_moecache.profiling.wall import (
     parts_of,
     profile_of,
 )
-from lm_eval_moecache.profiling.wall_run import NOBODYS, Step
+from lm_eval_moecache.profiling._wall_run import NOBODYS, Step
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from tests.engine.scripted import make_hardware

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
-from lm_eval_moecache.profiling.timing import typical_s
+from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
@@ -87,7 +87,7 @@ def run(arguments: Namespace) -> int:
 
 def _on_wall(profile: Hardware, arguments: Namespace, rate: float | None) -> Hardware:
     from lm_eval_moecache.model.wall.loading import ExpertLoader
-    from lm_eval_moecache.profiling.wall import measure_on_wall, model_like
+    from lm_eval_moecache.profiling._wall import measure_on_wall, model_like
 
     device = _device(arguments.device)
     model = model_like(arguments.pretrained, _dtype(arguments.dtype), device)

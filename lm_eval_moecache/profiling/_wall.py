@@ -21,7 +21,7 @@ from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.profiling.wall_run import ALL, SOME, Step, WallRun
+from lm_eval_moecache.profiling._wall_run import ALL, SOME, Step, WallRun
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 
