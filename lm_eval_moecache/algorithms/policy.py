@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import Parameter
+from functools import wraps
+from inspect import Parameter, getmembers, isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
     source_of,
 )
-from lm_eval_moecache.records.errors import nearest, unknown
+from lm_eval_moecache.records.errors import AlgorithmError, nearest, unknown
 from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_number
@@ -36,7 +37,8 @@ class Choice:
 
     def build(self, geometry: Geometry, seed: int) -> Any:
         try:
-            return self.algorithm(geometry, seed=seed, **self.parameters)
+            built = self.algorithm(geometry, seed=seed, **self.parameters)
+            return _naming_itself(built, self, geometry) if "." in self.name else built
         except ValueError as error:
             raise ValueError(f"{self.axis}={self.name}: {error}") from error
         except Exception as error:
@@ -53,6 +55,38 @@ class Choice:
         return {key: self.name, **{unmangle(n): v for n, v in self.parameters.items()}}
 
 
+def _naming_itself(algorithm: Any, choice: Choice, geometry: Geometry) -> Any:
+    """Let every error from inside an outside algorithm say whose it is, and in which layer."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        words = list(signature(method).parameters)
+
+        @wraps(method)
+        def call(*args: Any, **named: Any) -> Any:
+            try:
+                return method(*args, **named)
+            except AlgorithmError:
+                raise
+            except Exception as error:
+                given = dict(zip(words, args, strict=False)) | named
+                layer = getattr(given.get("event"), "layer", given.get("layer"))
+                if layer is None and "key" in given:
+                    layer = given["key"] // geometry.num_experts
+                raise AlgorithmError(
+                    f"{choice.axis}={choice.name} ({source_of(choice.algorithm)}): "
+                    f"{choice.algorithm.__name__}.{method.__name__}"
+                    f"{'' if layer is None else f' at layer {layer}'} raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+        return call
+
+    for name, _ in getmembers(choice.algorithm, isfunction):
+        if not name.startswith("_"):
+            setattr(algorithm, name, wrapped(getattr(algorithm, name)))
+    return algorithm
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """A composition: a choice on each axis, and the phases in which lossy algorithms act."""
@@ -62,6 +96,10 @@ class Policy:
     composition: str
     source: str
     phases: str
+    per_layer: bool
+    """Whether each layer has a cache of its own, of equal size, whatever form the capacity has."""
+    placed: bool
+    """Whether it starts from experts placed by a profile of use (`warm=`)."""
     routing: Choice
     prefetch: Choice
     eviction: Choice
@@ -81,7 +119,9 @@ class Policy:
         named = {"name": self.name}
         if self.composition != self.name:
             named["composition"] = self.composition
-        return {**named, "source": self.source, "phases": self.phases, **axes}
+        forms = {"cache": "layer"} if self.per_layer else {}
+        forms |= {"placement": "use"} if self.placed else {}
+        return {**named, "source": self.source, "phases": self.phases, **forms, **axes}
 
 
 def mangle(name: str) -> str:
@@ -125,11 +165,15 @@ def load_policy(
         if choice.name != composed[axis].get("class_path", composed[axis].get("name"))
     ]
     composition = str(data.get("name", stem))
+    # Placement is for experts that stay where they are: another miss algorithm needs none.
+    own_miss = choices["miss"].name == composed["miss"].get("name")
     policy = Policy(
         name=" + ".join([composition, *replaced]),
         composition=composition,
         source=str(data.get("source", "")).strip(),
         phases=phases,
+        per_layer=data.get("cache") == "layer",
+        placed=data.get("placement") == "use" and own_miss,
         **choices,
     )
     _check_phases(policy, overrides or {})
@@ -140,7 +184,7 @@ def load_policy(
 def check_cache_form(policy: Policy, per_layer: bool) -> None:
     """Refuse an eviction between layers where each layer has its own cache (`n/layer`)."""
     eviction = policy.eviction
-    if per_layer and eviction.algorithm.compares_layers:
+    if (per_layer or policy.per_layer) and eviction.algorithm.compares_layers:
         raise ValueError(
             f"eviction={eviction.name!r} chooses between layers, so it has no effect in a cache of "
             "one layer. Give a capacity for all layers together (a share, a size or a number of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.geometry import Geometry
@@ -66,12 +66,16 @@ class ExpertCache:
         self.unused_prefetches -= fresh
         return len(fresh)
 
-    def make_room(self, nbytes: int, pinned: Container[int], layer: int) -> bool:
-        """Evict until `nbytes` fit. False where all that is left is pinned or arriving.
+    def make_room(
+        self, nbytes: int, pinned: Container[int], layer: int, key: int | None = None
+    ) -> bool:
+        """Evict until `nbytes` fit, for `key`. False where all that is left is pinned or arriving.
 
         Evictions made before that was found out stand: what left had been chosen to leave.
         """
         most, eviction = self.capacity_bytes - nbytes, self.eviction
+        if key is not None and self.used_bytes > most:
+            eviction.on_miss(key)
         while self.used_bytes > most:
             victim = eviction.victim(pinned, layer)
             if victim is None:
@@ -120,6 +124,19 @@ class ExpertCache:
         """Free a resident's bytes: it is about to be loaded again at a better level."""
         self._remove(key)
         self.replaced += 1
+
+    def take_over(self, loaded_at: Mapping[int, int]) -> None:
+        """Hold these keys, the first loaded first, at the best level: a replay brought them.
+
+        `loaded_at` are the tokens processed before each. Bytes and counts are the caller's.
+        """
+        for key in self.resident.keys() - loaded_at.keys():
+            self.eviction.on_evict(key)
+        for key in loaded_at:
+            if key not in self.resident:
+                self.eviction.on_insert(key, False)
+        self.resident = dict.fromkeys(loaded_at, 0)
+        self._loaded_at = dict(loaded_at)
 
     def clear(self) -> None:
         """Evict everything that is resident; what is arriving still arrives."""

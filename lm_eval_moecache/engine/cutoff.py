@@ -79,6 +79,6 @@ def load_times(
     """Return, per layer, the seconds to load `critical` experts: one latency for a batch."""
     latencies = 1 if batched else critical
     return tuple(
-        latencies * hardware.link_latency_s + critical * levels[0] / hardware.link_bytes_per_s
+        latencies * hardware.link_latency_s + critical * levels[0] / hardware.link_rate
         for levels in geometry.expert_bytes
     )

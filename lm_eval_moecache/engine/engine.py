@@ -28,10 +28,15 @@ from lm_eval_moecache.trace.future import Future
 class Engine:
     """Serves passes: `begin_pass`, then for each layer `enter`, `run` and the `waves`, `end_pass`.
 
+    `uncompiled` says of a replay why its passes were served one event at a time, empty where a
+    compiled loop did that.
+
     `future` is what a replay knows of the events to come; offline algorithms cannot do without.
     With a `mover` the clock is the machine's, and the mover's bytes really move; else time is
     virtual, and `waves` has nothing left to execute.
     """
+
+    uncompiled: str = "a live run"
 
     def __init__(
         self,
@@ -103,13 +108,23 @@ class Engine:
         """Whether events need `experts` and `weights` even where a pass has one token."""
         routing, others = self.algorithms.routing, (self.algorithms.prefetch, self.algorithms.miss)
         looks = (routing.uses_logits and routing.uses_weights) or any(o.uses_logits for o in others)
-        return looks or self.pools[0].eviction.uses_weights
+        eviction, miss = self.pools[0].eviction, self.algorithms.miss
+        return looks or miss.uses_weights or eviction.uses_weights or eviction.uses_logits
 
     @property
     def wants_logits(self) -> bool:
         """Whether events need `logits` as well."""
-        chosen = self.algorithms
-        return chosen.routing.uses_logits or chosen.prefetch.uses_logits or chosen.miss.uses_logits
+        return self.weighs_changes or self.algorithms.prefetch.uses_logits
+
+    @property
+    def weighs_changes(self) -> bool:
+        """Whether what a changed selection executes is seen with its gate scores.
+
+        An eviction that looks at weights does, whatever the other algorithms ask for.
+        """
+        chosen, eviction = self.algorithms, self.pools[0].eviction
+        asked = any(a.uses_logits for a in (chosen.routing, chosen.miss, eviction))
+        return asked or (eviction.uses_weights and self.executor.rules.may_change)
 
     @property
     def only_counts(self) -> bool:

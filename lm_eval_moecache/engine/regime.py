@@ -70,7 +70,7 @@ def regime_of(geometry: Geometry, capacity_bytes: int, hardware: Hardware) -> Re
     """Return the regime of a model in a cache of these bytes, on this machine."""
     num_layers, top_k = geometry.num_layers, geometry.top_k
     best = [levels[0] for levels in geometry.expert_bytes]
-    transfers = [hardware.link_latency_s + size / hardware.link_bytes_per_s for size in best]
+    transfers = [hardware.link_latency_s + size / hardware.link_rate for size in best]
     clock = VirtualClock(hardware, geometry)
     for layer in range(num_layers):
         clock.dense(layer, 1)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.engine.compiled import CompiledReplay, reason_against
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.redraft import Redraft
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.sights import Sights, events_of, proposals
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import BEFORE, PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.trace.columns import Ints
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.stream import StreamedTrace
 from lm_eval_moecache.trace.trace import Trace
 
 _CHUNK_PASSES = 256
+_COMPILED_PASSES = 4096
 
 
 def replay(
@@ -29,29 +33,96 @@ def replay(
     future: Future | None = None,
     cache_reset: str = "never",
     on_progress: Callable[[int], object] | None = None,
+    on_engine: Callable[[Engine], object] | None = None,
+    compiled: bool = True,
 ) -> Engine:
     """Serve every pass of a trace; return the engine, whose ledger holds the counts.
 
     The draft is the trace's own, whatever the setting says. `on_progress` is called with the number
-    of passes just done. Raises ValueError where the trace lacks what an algorithm of the policy has
-    to see.
+    of passes just done, `on_engine` with the engine before the first one. Where it can, a compiled
+    loop serves them, unless `compiled` is False; the engine's `uncompiled` says why it did not.
+    Raises ValueError where the trace lacks what an algorithm of the policy has to see.
     """
     setting = setting.with_draft(trace.drafted.draft or setting.draft)
     engine = Engine(trace.geometry, setting, future)
-    waiting = _enter_requests(trace, engine)
+    if on_engine is not None:
+        on_engine(engine)
+    waiting = enter_requests(trace, engine)
+    engine.uncompiled = reason_against(trace, engine) if compiled else "asked not to be"
+    if on_engine is not None:
+        engine.uncompiled = "its events are looked at one by one"
+    core = None if engine.uncompiled else CompiledReplay(engine, future)
     before: Set[int] = frozenset()
     for part in trace.parts():
         cold: Set[int] = frozenset()
         if cache_reset == "request":
-            cold, before = _cold_passes(part, waiting, before)
-        needs, redraft = _needs_of(part, engine, setting), Redraft(part, engine)
+            cold, before = cold_passes(part, waiting, before)
+        needs = _needs_of(part, engine, setting)
         _check_needs(part, needs)
+        if core is not None:
+            _serve_compiled(core, engine, part, needs, waiting, cold, on_progress)
+            continue
+        redraft = Redraft(part, engine)
         for segment in _segments(part):
             _serve(engine, part, needs, redraft, segment, waiting, cold)
             if on_progress is not None:
                 on_progress(segment[1] - segment[0])
+    if core is not None:
+        core.finish()
     engine.ledger.serve([])
     return engine
+
+
+def _serve_compiled(
+    core: CompiledReplay,
+    engine: Engine,
+    part: Trace,
+    needs: Sights,
+    waiting: Sequence[list[RequestRecord]],
+    cold: Set[int],
+    on_progress: Callable[[int], object] | None,
+) -> None:
+    """Serve a part, a few thousand passes at a time."""
+    is_cold = np.isin(np.arange(part.num_passes), [*cold])
+    block: list[tuple[int, int]] = []
+    for first, last, _ in _segments(part):
+        block.append((first, last))
+        begin = block[0][0]
+        if last - begin < _COMPILED_PASSES and last < part.num_passes:
+            continue
+        proposed = _proposed(engine, part, needs, block)
+        core.serve(part, begin, last, proposed, is_cold[begin:last])
+        for record in engine.ledger.passes[part.first_pass + begin :]:
+            # Of a draft without a model of its own, all that a trace has.
+            if record.index in part.drafted.settled:
+                record.drafted, record.accepted = part.drafted.settled[record.index]
+            for request in waiting[record.index]:
+                request.passes.append(record)
+        if on_progress is not None:
+            on_progress(last - begin)
+        block = []
+
+
+def _proposed(
+    engine: Engine, part: Trace, needs: Sights, block: Sequence[tuple[int, int]]
+) -> tuple[Ints, IntArray]:
+    """Return what is proposed at the events of some passes: keys, and where each event's begin."""
+    prefetch = engine.algorithms.prefetch
+    told: list[Sequence[int]] = []
+    if not prefetch.is_active:
+        return np.zeros(0, np.int32), np.zeros(1, np.int64)
+    for start, stop in block:
+        known = proposals(part, needs, start, stop)
+        if known is not None:
+            told += known
+            continue
+        for event in events_of(part, needs, start, stop, False):
+            if event.layer == 0:
+                prefetch.on_pass(event.pass_index)
+            told.append(prefetch.propose(event))
+    bounds = np.zeros(len(told) + 1, np.int64)
+    np.cumsum([len(keys) for keys in told], out=bounds[1:])
+    return np.fromiter(chain.from_iterable(told), np.int32, int(bounds[-1])), bounds
 
 
 def _serve(
@@ -100,8 +171,9 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
         wants = engine.wants_weights, engine.wants_logits
         asked_ahead = None if looks_too else prefetch
         return Sights(*wants, engine.depth, digest, asked_ahead=asked_ahead)
-    logits = routing.uses_logits or engine.algorithms.miss.uses_logits
-    weights = logits or engine.pools[0].eviction.uses_weights
+    logits = engine.weighs_changes
+    weights = logits or engine.algorithms.miss.uses_weights
+    weights |= engine.pools[0].eviction.uses_weights
     return Sights(weights, logits, engine.depth, digest, recorded)
 
 
@@ -201,7 +273,7 @@ def _whose(digest: str) -> str:
     return f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
 
 
-def _enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[RequestRecord]]:
+def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[RequestRecord]]:
     """Enter the requests into the ledger; return for each pass those it serves."""
     waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
     for traced in trace.requests:
@@ -214,7 +286,7 @@ def _enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[R
     return waiting
 
 
-def _cold_passes(
+def cold_passes(
     part: Trace, waiting: Sequence[Sequence[RequestRecord]], before: Set[int]
 ) -> tuple[Set[int], Set[int]]:
     """Return the passes before which `cache_reset=request` empties the cache, and who came last.

@@ -18,6 +18,9 @@ PROMPT_LOOKUP = "prompt_lookup"
 """The draft that repeats what the prompt said."""
 
 
+TOGETHER, AS_THEY_ARRIVE = EXECUTIONS = ("together", "as_they_arrive")
+"""When an event's experts are executed: all of them once the last is there; or the resident ones
+at once, and each absent one as it arrives, so that later arrivals hide behind that work."""
 PRIORITY, FIFO = LINKS = ("priority", "fifo")
 """Disciplines of the link: demands first, or everything in order of issue."""
 
@@ -55,12 +58,24 @@ class Setting:
     """The draft model of speculative decoding; None also where drafts come from the prompt."""
     link: str = PRIORITY
     """Whether demands overtake prefetches, and these are withdrawn when their event is over."""
+    execute: str = TOGETHER
+    """When an event's experts are executed (virtual clock only): one of `EXECUTIONS`."""
+    reads_per_expert: int = 1
+    """Requests that an expert is read by: its projections, where an engine reads these apart."""
     emulate: RealModel | None = None
     """The model whose sizes each layer is charged as (virtual clock only)."""
     warm: UseProfile | None = None
     """What the cache holds before the first request (virtual clock only); None for nothing."""
     throttle_bytes_per_s: float | None = None
     """What the real link is slowed down to (wall clock only); None for as fast as it is."""
+
+    @property
+    def is_one_server(self) -> bool:
+        """Whether the link moves one expert at a time, and all are executed together."""
+        hardware = self.hardware
+        many = hardware.link_lanes > 1 or self.reads_per_expert > 1
+        slower = hardware.lane_rate < hardware.link_rate or hardware.load_overhead_s_per_byte > 0
+        return self.execute == TOGETHER and not many and not slower
 
     def charged(self, own: Geometry) -> Geometry:
         """Return the sizes by which a model's layers are charged: its own, or the emulated."""

@@ -27,7 +27,12 @@ class EvictionAlgorithm(ABC):
     draws: ClassVar[bool] = False
     """Whether its choices depend on the seed."""
     uses_weights: ClassVar[bool] = False
-    """Whether `Event.experts` and `Event.weights` are needed in every pass."""
+    """Whether `Event.experts` and `Event.weights` are needed in every pass.
+
+    Of a changed selection the weights are the gate's scores, whatever other algorithms look at.
+    """
+    uses_logits: ClassVar[bool] = False
+    """Whether `Event.logits` are needed, and the other two with them."""
     is_offline: ClassVar[bool] = False
     """Whether it needs the future, so that only a replay can run it."""
     compares_layers: ClassVar[bool] = False
@@ -65,6 +70,14 @@ class EvictionAlgorithm(ABC):
         """
         return
 
+    def on_executed(self, layer: int, keys: Sequence[int]) -> None:
+        """Note that these keys of the running event have been executed, and more are to come.
+
+        Called between the waves of an event larger than the cache: from here on these keys may be
+        evicted. `on_event` follows for all of the event's keys. Most algorithms need not know.
+        """
+        return
+
     def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
         """As `on_event`, which it stands for where the store has several levels of precision.
 
@@ -88,6 +101,13 @@ class EvictionAlgorithm(ABC):
     def on_evict(self, key: int) -> None:
         """Forget a key: the cache has evicted it."""
 
+    def on_miss(self, key: int) -> None:
+        """Note that room is about to be made for a key that is absent: what ghost lists ask.
+
+        Called before each request for a `victim` on its behalf, so possibly several times.
+        """
+        return
+
     @abstractmethod
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         """Name the resident key to evict while `layer` is being served, or None.
@@ -95,6 +115,80 @@ class EvictionAlgorithm(ABC):
         Never a pinned key; None only where every key it knows is pinned. State does not change
         until `on_evict`.
         """
+
+
+class HitRule(EvictionAlgorithm):
+    """Base of the textbook rules, which tell a hit from the use that loaded the expert.
+
+    The engine reports every use, the one that a demand load was made for included (`on_event`
+    follows `on_insert`); textbook rules count hits only. What a prefetch or `warm=` brought is hit
+    by its first use. A rule implements `admit`, `hit`, `forget` and `victim`, and may remember in
+    `victim` what its choice implies for the others: `forget` of that key puts it into effect.
+    """
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry, seed=seed)
+        self._loading: set[int] = set()
+        """Keys that a demand has just loaded: their next use is the demand itself."""
+
+    def on_pass(self, pass_index: int) -> None:
+        self._loading.clear()
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        if not prefetched:
+            self._loading.add(key)
+        self.admit(key)
+
+    def on_event(self, event: Event) -> None:
+        for key in event.keys:
+            if key in self._loading:
+                self._loading.remove(key)
+            else:
+                self.hit(key)
+
+    def on_evict(self, key: int) -> None:
+        self._loading.discard(key)
+        self.forget(key)
+
+    @abstractmethod
+    def admit(self, key: int) -> None:
+        """Note that a key became resident."""
+
+    @abstractmethod
+    def hit(self, key: int) -> None:
+        """Note a use of a key; it is not resident where its event was larger than the cache."""
+
+    @abstractmethod
+    def forget(self, key: int) -> None:
+        """Note that a key left, chosen by `victim` or not."""
+
+
+class GhostQueue:
+    """Keys that left, the oldest first, up to a size; one that is missed again is taken out.
+
+    `recall` may be told of a key several times before it is loaded. O(1) a call.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, None] = {}
+        self._recalled = -1
+
+    def recall(self, key: int) -> None:
+        """Note that a key is about to be loaded: if it is here, it leaves and is remembered."""
+        if key in self._keys:
+            del self._keys[key]
+            self._recalled = key
+
+    def admit(self, key: int) -> bool:
+        """Return whether a key that is loaded now was here."""
+        self.recall(key)
+        was_here, self._recalled = self._recalled == key, -1
+        return was_here
+
+    def add(self, key: int, size: int) -> None:
+        self._keys[key] = None
+        while len(self._keys) > size:
+            del self._keys[next(iter(self._keys))]
 
 
 class RankedKeys:

@@ -1,88 +1,61 @@
-"""Belady's bound: whoever is needed last leaves first."""
+"""Belady's rule: whoever is needed last leaves first."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Container
+from collections.abc import Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.algorithms.features import A_NEXT_USE, NEXT_USE, Features
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.future import Future
 
 
-class Belady(EvictionAlgorithm):
+def furthest_use(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    return float(-f.keys[key, NEXT_USE]), 0.0
+
+
+class Belady(RankedEviction):
     """Evicts, among what may be evicted, the expert whose next event is furthest away.
 
-    Belady 1966. It knows the events to come, so only a replay can run it. Misses are fewest
-    where every expert is equally large and nothing is prefetched; the bound is on misses, not on
-    time. Where the future counts no misses of prefill passes, needs there are as good as never
-    (`Future.ranks`), and the bound is on the others. Ties (never needed again) go to the smaller
-    key. Cost: O(log n) amortised per call.
+    Belady 1966. It knows the events to come, so only a replay can run it. What the running event
+    has executed counts with its need after this event. Ties (the same event, or never) go to the
+    smaller key. Where the future counts no misses of prefill passes, a need there is as good as
+    never (`Future.ranks`).
+
+    Requests are counted once per event and key. On demand, with experts of one size and every
+    event within the cache, no eviction has fewer misses (which are the loads, then). An event
+    larger than the cache runs in waves whose last one stays resident, whatever the rule evicts:
+    there a rule that breaks ties by luck can have fewer, and the bound is
+    `engine.bound.fewest_misses`. Neither says anything about time, nor about prefetching.
+    Cost: O(log n) amortised per call, beside pinned keys.
     """
 
     source: ClassVar[str] = "Belady 1966"
     is_offline: ClassVar[bool] = True
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
-        self._num_keys = geometry.num_layers * geometry.num_experts
-        self._next: dict[int, int] = {}
-        """Resident key -> its live heap entry."""
-        self._heap: list[int] = []
-        """key - rank of its next event * num_keys: the smallest goes first."""
-        self._pass = 0
-        self._now = 0
-        """Number of the earliest event that may still come."""
+    rank = staticmethod(furthest_use)
 
     def prepare(self, future: Future) -> None:
         self._times, self._ranks = future.times, future.ranks
         self._cursor = future.start[:-1]
+        self._pass = 0
+        self._take_in().keys[:, NEXT_USE] = future.first_use
 
     def on_pass(self, pass_index: int) -> None:
+        super().on_pass(pass_index)
         self._pass = pass_index
-        self._now = max(self._now, pass_index * self.geometry.num_layers)
 
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._push(key)
+    def on_executed(self, layer: int, keys: Sequence[int]) -> None:
+        self._pass_by(keys, self._pass * self.geometry.num_layers + layer)
 
     def on_event(self, event: Event) -> None:
-        self._now = event.pass_index * self.geometry.num_layers + event.layer + 1
-        for key in event.keys:
-            if key in self._next:
-                self._push(key)
+        super().on_event(event)
+        self._pass_by(event.keys, event.pass_index * self.geometry.num_layers + event.layer)
 
-    def on_evict(self, key: int) -> None:
-        del self._next[key]
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        passed_over, best = [], None
-        while self._heap and (best is None or self._heap[0] < best):
-            entry = self._heap[0]
-            key = entry % self._num_keys
-            if self._next.get(key) != entry:
-                heapq.heappop(self._heap)
-                continue
-            if key not in pinned:
-                if -(entry // self._num_keys) == self._pass * self.geometry.num_layers + layer:
-                    # Its event is the running one, larger than the cache, and has executed it.
-                    entry = key - self._times[self._cursor[key] + 1] * self._num_keys
-                best = entry if best is None else min(best, entry)
-            passed_over.append(heapq.heappop(self._heap))
-        for entry in passed_over:
-            heapq.heappush(self._heap, entry)
-        return None if best is None else best % self._num_keys
-
-    def _push(self, key: int) -> None:
-        """Find the key's next event and enter it; what it had before is found stale later."""
-        cursor, times, now = self._cursor[key], self._times, self._now
-        while times[cursor] < now:
-            cursor += 1
-        self._cursor[key] = cursor
-        entry = self._next[key] = key - self._ranks[cursor] * self._num_keys
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._next) + 64:
-            # Entries of the past are never popped: without this the heap would hold the trace.
-            self._heap = list(self._next.values())
-            heapq.heapify(self._heap)
+    def _pass_by(self, keys: Sequence[int], now: int) -> None:
+        """Let these keys count with their needs after event `now`."""
+        times, cursors = self._times, self._cursor
+        for key in keys:
+            while times[cursors[key]] <= now:
+                cursors[key] += 1
+            self._log.extend((A_NEXT_USE, key, self._ranks[cursors[key]]))

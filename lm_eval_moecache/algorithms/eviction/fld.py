@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, LayerQueues
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.features import LAST_USE, Features
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.geometry import Geometry
 
 
-class FLD(EvictionAlgorithm):
+def furthest_either_way(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    # Of two layers equally far, the earlier one goes first.
+    return float((home > layer) - 2 * abs(home - layer)), float(f.keys[key, LAST_USE])
+
+
+def furthest_ahead(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    return float(-((home - layer) % len(f.layers))), float(f.keys[key, LAST_USE])
+
+
+class FLD(RankedEviction):
     """Evicts an expert of the layer furthest from the one being served.
 
     SpecMD appendix B after HOBBIT: "the distance between each cached expert's layer and the
@@ -33,35 +41,4 @@ class FLD(EvictionAlgorithm):
         distance: Literal["absolute", "forward"] = "absolute",
     ) -> None:
         super().__init__(geometry, seed=seed)
-        self._distance = distance
-        self._queues = LayerQueues(geometry)
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._queues.append(key)
-
-    def on_event(self, event: Event) -> None:
-        for key in event.keys:
-            if key in self._queues:
-                self._queues.append(key)
-
-    def on_evict(self, key: int) -> None:
-        self._queues.remove(key)
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        mask = self._queues.mask
-        while mask:
-            furthest = self._furthest(mask, layer)
-            key = self._queues.first(furthest, pinned)
-            if key is not None:
-                return key
-            mask &= ~(1 << furthest)
-        return None
-
-    def _furthest(self, mask: int, layer: int) -> int:
-        last = mask.bit_length() - 1
-        if self._distance == "forward":
-            # Next turns come in the order layer, layer + 1, ..., last, 0, ..., layer - 1.
-            behind = mask & ((1 << layer) - 1)
-            return behind.bit_length() - 1 if behind else last
-        first = (mask & -mask).bit_length() - 1
-        return first if layer - first >= last - layer else last
+        self.rank = furthest_either_way if distance == "absolute" else furthest_ahead

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.features import USES, Features
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.geometry import Geometry
 
 
-class FrequencyLayer(EvictionAlgorithm):
+def uses_by_nearness(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    # Times layers, to compare whole numbers: a quotient could tie by rounding.
+    num_layers = len(f.layers)
+    return float(f.keys[key, USES] * (num_layers - (home - layer) % num_layers)), 0.0
+
+
+def uses_by_shallowness(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    return float(f.keys[key, USES] * (len(f.layers) - home)), 0.0
+
+
+class FrequencyLayer(RankedEviction):
     """Evicts the expert with the lowest product of activation frequency and nearness of its layer.
 
     EdgeMoE (Yi et al. 2023), of which BuddyMoE section 6 says that it improves upon LRU and LFU by
@@ -29,33 +37,4 @@ class FrequencyLayer(EvictionAlgorithm):
         self, geometry: Geometry, *, seed: int = 0, layer: Literal["forward", "index"] = "forward"
     ) -> None:
         super().__init__(geometry, seed=seed)
-        self._reading = layer
-        self._count: Counter[int] = Counter()
-        self._resident = [RankedKeys() for _ in range(geometry.num_layers)]
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._resident[key // self.geometry.num_experts].put(key, self._count[key])
-
-    def on_event(self, event: Event) -> None:
-        resident = self._resident[event.layer]
-        for key in event.keys:
-            self._count[key] += 1
-            if key in resident:
-                resident.put(key, self._count[key])
-
-    def on_evict(self, key: int) -> None:
-        self._resident[key // self.geometry.num_experts].remove(key)
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        num_layers = self.geometry.num_layers
-        best: tuple[float, int] | None = None
-        for other, resident in enumerate(self._resident):
-            lowest = resident.lowest(pinned)
-            if lowest is None:
-                continue
-            away = other if self._reading == "index" else (other - layer) % num_layers
-            # Times layers, to compare whole numbers: a quotient could tie by rounding.
-            candidate = (lowest[0] * (num_layers - away), lowest[1])
-            if best is None or candidate < best:
-                best = candidate
-        return None if best is None else best[1]
+        self.rank = uses_by_nearness if layer == "forward" else uses_by_shallowness

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, LayerQueues
-from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.algorithms.features import HELD, LAST_USE, Features
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-class LayeredLRU(EvictionAlgorithm):
+def fullest_layer(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    num_layers = len(f.layers)
+    away = (home - layer - 1) % num_layers
+    return -float(f.layers[home, HELD] * num_layers + away), float(f.keys[key, LAST_USE])
+
+
+class LayeredLRU(RankedEviction):
     """Keeps one LRU list per layer in a common pool; the longest list loses its oldest.
 
     Engines with one LRU list per layer (`n/layer` here) keep one layer's experts from pushing out
@@ -23,29 +27,4 @@ class LayeredLRU(EvictionAlgorithm):
 
     source: ClassVar[str] = "layer-wise LRU lists, as in llama.cpp#27861 and mixtral-offloading"
     compares_layers: ClassVar[bool] = True
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
-        self._queues = LayerQueues(geometry)
-        self._held = [0] * geometry.num_layers
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._queues.append(key)
-        self._held[key // self.geometry.num_experts] += 1
-
-    def on_event(self, event: Event) -> None:
-        for key in event.keys:
-            if key in self._queues:
-                self._queues.append(key)
-
-    def on_evict(self, key: int) -> None:
-        self._queues.remove(key)
-        self._held[key // self.geometry.num_experts] -= 1
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        num_layers, held = self.geometry.num_layers, self._held
-        places = sorted(
-            range(num_layers), key=lambda p: (-held[p], -((p - layer - 1) % num_layers))
-        )
-        firsts = (self._queues.first(place, pinned) for place in places)
-        return next((key for key in firsts if key is not None), None)
+    rank = staticmethod(fullest_layer)

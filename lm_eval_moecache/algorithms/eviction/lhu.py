@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
+from lm_eval_moecache.algorithms.features import A_LESSER_USE, A_TURN, A_USE, USES, Features
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
 
 
-class LHU(EvictionAlgorithm):
+def fewest_uses(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+    return float(f.keys[key, USES]), 0.0
+
+
+class LHU(RankedEviction):
     """Evicts the expert that was used least often at high precision.
 
     SpecMD appendix B after HOBBIT: it "tracks high-precision expert usage frequency", as misses of
@@ -28,29 +31,9 @@ class LHU(EvictionAlgorithm):
     pairs_because: ClassVar[str] = (
         "it counts uses at high precision, which are all uses where nothing is loaded lower"
     )
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
-        self._count: Counter[int] = Counter()
-        self._resident = RankedKeys()
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._resident.put(key, self._count[key])
-
-    def on_event(self, event: Event) -> None:
-        self.on_levels(event, {})
+    rank = staticmethod(fewest_uses)
 
     def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
         for key in event.keys:
-            if levels.get(key, 0):
-                continue
-            self._count[key] += 1
-            if key in self._resident:
-                self._resident.put(key, self._count[key])
-
-    def on_evict(self, key: int) -> None:
-        self._resident.remove(key)
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        lowest = self._resident.lowest(pinned)
-        return None if lowest is None else lowest[1]
+            self._log.extend((A_LESSER_USE if levels.get(key, 0) else A_USE, key, 0))
+        self._log.extend((A_TURN, event.layer, 0))

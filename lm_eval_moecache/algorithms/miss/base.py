@@ -45,6 +45,8 @@ class MissAlgorithm(ABC):
     """Whether every absent expert is loaded at full precision, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
     """Whether `Event.weights` and `Event.logits` are needed."""
+    uses_weights: ClassVar[bool] = False
+    """Whether `Event.weights` are needed and logits are not: such rules replay traces without."""
     cached_first: ClassVar[bool] = False
     """Whether the resident experts of an event are executed while the absent ones are loaded."""
     uses_host: ClassVar[bool] = False
@@ -118,6 +120,16 @@ def level_fetches(
     base = event.layer * geometry.num_experts
     wanted = [(key, int(best[key - base])) for key in keys]
     return [Fetch(key, level) for key, level in wanted if level < resident.get(key, never)]
+
+
+def weight_shares(event: Event) -> FloatArray:
+    """Return each expert's share of its token's weight, [tokens, top_k]; 0 where dropped.
+
+    Of the router's weights as they are, renormalised by the family or not: a token's sum to 1.
+    """
+    weights = np.where(event.experts != DROPPED, event.weights, 0)
+    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
+    return np.asarray(weights / total, dtype=np.float32)
 
 
 def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.importance import ImportanceScores
 
 
 class Importance(PrefetchAlgorithm):
@@ -46,14 +46,9 @@ class Importance(PrefetchAlgorithm):
             )
         if not 0 <= decay <= 1:
             raise ValueError(f"prefetch.decay={decay} must lie between 0 and 1.")
-        self._decay = decay
-        self._importance = np.zeros((geometry.num_layers, most))
+        self._scores = ImportanceScores(geometry, decay)
 
     def propose(self, event: Event) -> Sequence[int]:
         assert event.logits is not None, "importance is made of gate scores"
-        row = self._importance[event.layer]
-        row *= self._decay
-        row += softmax(event.logits).astype(np.float64).sum(axis=0)
-        # Rounded, so that equal sums tie whatever their last digits.
-        best = np.argsort(-np.round(row, 9), kind="stable")[: self._share]
+        best = np.argsort(-self._scores.add(event), kind="stable")[: self._share]
         return [self.geometry.key(event.layer, int(expert)) for expert in best]

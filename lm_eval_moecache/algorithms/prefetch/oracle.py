@@ -75,7 +75,9 @@ class Oracle(PrefetchAlgorithm):
         keys = [key for key, is_seen in zip(needed, seen, strict=True) if is_seen]
         num_experts = self.geometry.num_experts
         base = needed[0] // num_experts * num_experts
-        others = np.setdiff1d(np.arange(base, base + num_experts), needed)
+        is_other = np.ones(num_experts, bool)
+        is_other[np.subtract(needed, base)] = False
+        others = np.flatnonzero(is_other) + base
         # Rounded up as often as its fraction says: right on average.
         count = min(len(others), int(len(keys) * self._wrong + draw.random()))
         for key in draw.choice(others, count, replace=False).tolist():

@@ -45,14 +45,15 @@ class VirtualClock:
         self._dense_overhead_s = [layer_s + hardware.pass_overhead_s]
         self._dense_overhead_s += [layer_s] * (len(self._dense) - 1)
         self._overhead_s = layer_s + hardware.pass_overhead_s / len(self._dense)
-        self._wait_overhead_s = hardware.wait_overhead_s
-        self._expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
+        self.wait_overhead_s = hardware.wait_overhead_s
+        self._load_overhead_s_per_byte = hardware.load_overhead_s_per_byte
+        self.expert_overhead_s = EXPERT_KERNELS * hardware.kernel_overhead_s
         self._gate_s = GATE_KERNELS * hardware.kernel_overhead_s
 
     @property
     def overhead_s(self) -> float:
         """Seconds that a layer takes beside its arithmetic and its memory traffic, on average."""
-        return self._overhead_s + self._expert_overhead_s
+        return self._overhead_s + self.expert_overhead_s
 
     def synchronize(self) -> None:
         """Every step has been accounted for when it was taken: there is nothing to wait for."""
@@ -66,6 +67,10 @@ class VirtualClock:
         self.now = time_s
         return stall_s
 
+    def load(self, nbytes: int) -> None:
+        """Account for what the compute does about bytes that are to be loaded."""
+        self.now += self._load_overhead_s_per_byte * nbytes
+
     def await_link(self, time_s: float) -> float:
         """Wait for what the link brings at `time_s`; return the seconds waited for it.
 
@@ -73,14 +78,17 @@ class VirtualClock:
         """
         stall_s = self.wait_until(time_s)
         if stall_s:
-            self.now += self._wait_overhead_s
+            self.now += self.wait_overhead_s
         return stall_s
 
     def dense(self, layer: int, num_tokens: int) -> None:
         """Account for the dense part before a layer's experts (attention, norms, router ...)."""
+        self.now += self.dense_s(layer, num_tokens)
+
+    def dense_s(self, layer: int, num_tokens: int) -> float:
         flop_s, read_s = self._dense[layer]
         flop_s *= num_tokens
-        self.now += (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s[layer]
+        return (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s[layer]
 
     def gates(self, num_gates: int) -> float:
         """Return the seconds that applying `num_gates` further gates as predictors takes."""
@@ -98,11 +106,29 @@ class VirtualClock:
         flop_s, read_s = self._expert[layer][0]
         return max(flop_s * num_assignments, read_s)
 
-    def experts(self, layer: int, num_experts: int, num_assignments: int, level: int = 0) -> None:
-        """Account for `num_experts` experts of a layer serving `num_assignments` token slots."""
+    def expert_parts_s(self, layer: int) -> tuple[float, float]:
+        """Return what an expert's arithmetic takes for a token, and reading it (best level)."""
+        return self._expert[layer][0]
+
+    def experts(
+        self,
+        layer: int,
+        num_experts: int,
+        num_assignments: int,
+        level: int = 0,
+        launched: bool = False,
+        share: float = 1.0,
+    ) -> None:
+        """Account for `num_experts` experts of a layer serving `num_assignments` token slots.
+
+        Those that follow others of their event in kernels `launched` already launch none; `share`
+        is the part of the experts' weights (one projection of several).
+        """
         if not num_experts:
             return
         flop_s, read_s = self._expert[layer][level]
         flop_s *= num_assignments
         read_s *= num_experts
-        self.now += (flop_s if flop_s > read_s else read_s) + self._expert_overhead_s
+        overhead_s = 0.0 if launched else self.expert_overhead_s
+        # One addition: the last digits of a time decide what has arrived.
+        self.now += share * (flop_s if flop_s > read_s else read_s) + overhead_s

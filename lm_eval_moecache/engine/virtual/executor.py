@@ -8,7 +8,7 @@ from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.setting import FIFO, Setting
+from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, FIFO, Setting
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.draft_stage import VirtualDraftStage
 from lm_eval_moecache.engine.virtual.host import HostStage
@@ -37,8 +37,21 @@ class VirtualExecutor(Executor):
             for size in setting.capacity.bytes_by_partition
         ]
         super().__init__(
-            geometry, algorithms, pools, VirtualLink(setting.hardware, setting.link == FIFO)
+            geometry,
+            algorithms,
+            pools,
+            VirtualLink(setting.hardware, setting.link == FIFO, setting.reads_per_expert),
         )
+        self._in_batches = not setting.is_one_server
+        self._as_they_arrive = setting.execute == AS_THEY_ARRIVE
+        self._reads_per_expert = setting.reads_per_expert
+        self._arrivals: dict[int, Sequence[float]] = {}
+        """Demands of the event in progress -> when each of their reads is there."""
+        if self._as_they_arrive and self.rules.ladder:
+            raise ValueError(
+                f"execute={setting.execute!r} is for a store of one precision, and this miss "
+                "algorithm chooses among several. Allowed: execute='together'."
+            )
         self.clock = VirtualClock(setting.hardware, geometry)
         self._geometry = geometry
         self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
@@ -137,14 +150,19 @@ class VirtualExecutor(Executor):
                 remaining = self._execute_cached(on_device, demands, remaining)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._num_layers + event.layer)
-        if demands:
+        if demands and not self._as_they_arrive:
             self.record.stall_s += clock.await_link(ready_s)
         if prefetches:
-            ready_s = gate_s + self._predicting_s(event)
+            ready_s = gate_s + self.predicting_s(
+                event.layer, len(event.predicted), event.num_tokens
+            )
             if not self._after_layer:
                 self.prefetches.submit(event, ready_s)
             clock.wait_until(ready_s)
-        self._execute(on_device, remaining)
+        if demands and self._as_they_arrive:
+            self._execute_arriving(on_device, remaining)
+        else:
+            self._execute(on_device, remaining)
         if self._host is not None and self._host.is_open:
             self._await_host(self._host, pinned, event.layer)
         if self._after_layer:
@@ -161,14 +179,12 @@ class VirtualExecutor(Executor):
                 self.traffic.land()
         host.end(self.record)
 
-    def _predicting_s(self, event: Event) -> float:
-        """Return the seconds that the event's predictions take: of gates, or of a predictor."""
-        if not self._predictor or not event.predicted:
-            return self.clock.gates(len(event.predicted))
-        cost = self._predictor[event.layer]
-        return self.clock.network(
-            cost.num_weights, cost.num_bytes, cost.num_kernels, event.num_tokens
-        )
+    def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float:
+        """Return the seconds that a layer's predictions take: of gates, or of a predictor."""
+        if not self._predictor or not num_predicted:
+            return self.clock.gates(num_predicted)
+        cost = self._predictor[layer]
+        return self.clock.network(cost.num_weights, cost.num_bytes, cost.num_kernels, num_tokens)
 
     def _load(
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
@@ -179,6 +195,8 @@ class VirtualExecutor(Executor):
         to be executed then.
         """
         event, link = plan.event, self.link
+        if self._in_batches:
+            return self._load_in_batches(plan, cache, pinned)
         ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
         if self._host is not None and fetches:
             event, fetches = self._host.begin(event, fetches, self.record)
@@ -190,17 +208,79 @@ class VirtualExecutor(Executor):
             link.withdraw_queued([key for key, _ in fetches])
         for key, level in fetches:
             nbytes = cache.size_of(key, level)
-            if not cache.make_room(nbytes, pinned, event.layer):
+            if not cache.make_room(nbytes, pinned, event.layer, key):
                 wave = [k for k in remaining if k in cache.resident]
                 remaining = [k for k in remaining if k not in cache.resident]
                 self.record.stall_s += self.clock.await_link(ready_s)
                 self._execute(event, wave)
+                cache.eviction.on_executed(event.layer, wave)
                 ready_s, pinned = self.clock.now, set(remaining)
-                fits = cache.make_room(nbytes, pinned, event.layer)
+                fits = cache.make_room(nbytes, pinned, event.layer, key)
                 assert fits, f"no room for one expert of {nbytes} bytes after its wave"
             ready_s = link.transfer(nbytes, ready_s)
             cache.insert(key, level)
         return ready_s, event, remaining
+
+    def _load_in_batches(
+        self, plan: Plan, cache: ExpertCache, pinned: Set[int]
+    ) -> tuple[float, Event, Sequence[int]]:
+        """As `_load`, over a link of lanes: what finds room together moves together."""
+        event, link = plan.event, self.link
+        self.clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
+        ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
+        under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
+        self._arrivals = {key: [ready_s] * self._reads_per_expert for key in under_way}
+        if self._host is not None and fetches:
+            event, fetches = self._host.begin(event, fetches, self.record)
+            self._show_on_host(plan.event, event)
+        remaining = event.keys
+        if self._ladder:
+            let_worse_go(cache, fetches)
+        if (plan.late or self._ladder) and link.active and not link.fifo:
+            link.withdraw_queued([key for key, _ in fetches])
+        wave: list[tuple[int, int]] = []
+        for key, level in fetches:
+            nbytes = cache.size_of(key, level)
+            if not cache.make_room(nbytes, pinned, event.layer):
+                ready_s = self._move(wave, ready_s)
+                wave, done = [], [k for k in remaining if k in cache.resident]
+                remaining = [k for k in remaining if k not in cache.resident]
+                self.record.stall_s += self.clock.await_link(ready_s)
+                self._execute(event, done)
+                self._arrivals = {}
+                ready_s, pinned = self.clock.now, set(remaining)
+                fits = cache.make_room(nbytes, pinned, event.layer)
+                assert fits, f"no room for one expert of {nbytes} bytes after its wave"
+            wave.append((key, nbytes))
+            cache.insert(key, level)
+        return self._move(wave, ready_s), event, remaining
+
+    def _move(self, wave: Sequence[tuple[int, int]], ready_s: float) -> float:
+        """Move loads together; note when each is there, and return when the last one is."""
+        if not wave:
+            return ready_s
+        landed = self.link.batch([nbytes for _, nbytes in wave], ready_s)
+        self._arrivals |= {key: times for (key, _), times in zip(wave, landed, strict=True)}
+        return max(ready_s, self.link.busy_until)
+
+    def _execute_arriving(self, event: Event, keys: Sequence[int]) -> None:
+        """Execute projection by projection: resident experts first, others as theirs is there."""
+        arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
+        present = [key for key in keys if key not in arriving]
+        if self.on_wave is not None:
+            self.on_wave(keys)
+        launched = False
+        for part in range(self._reads_per_expert):
+            order = [(0.0, present)] if present else []
+            order += sorted((times[part], [key]) for key, times in arriving.items())
+            for at_s, now in order:
+                self.record.stall_s += self.clock.await_link(at_s)
+                assignments = len(now)
+                if len(event.experts):
+                    assignments = num_assignments(event, now, self._num_experts)
+                share = 1 / self._reads_per_expert
+                self.clock.experts(event.layer, len(now), assignments, 0, launched, share)
+                launched = True
 
     def _what_is_under_way(
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
@@ -235,7 +315,9 @@ class VirtualExecutor(Executor):
     ) -> list[int]:
         """Execute what was resident all along, before the wait; return what has to wait."""
         # The compute is busy from here on: predicting does not hide behind the wait.
-        self.clock.wait_until(self.clock.now + self._predicting_s(event))
+        self.clock.wait_until(
+            self.clock.now + self.predicting_s(event.layer, len(event.predicted), event.num_tokens)
+        )
         awaited = {fetch.key for fetch in demands}
         self._execute(event, [key for key in keys if key not in awaited])
         return [key for key in keys if key in awaited]

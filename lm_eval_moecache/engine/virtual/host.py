@@ -103,7 +103,7 @@ class HostStage:
         self._rule, self._link, self._clock = rule, link, clock
         self._geometry = geometry
         self._latency_s = hardware.link_latency_s
-        self._link_bytes_per_s = hardware.link_bytes_per_s
+        self._link_bytes_per_s = hardware.link_rate
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.host_flops
         computed = geometry.compute_bytes or [levels[0] for levels in geometry.expert_bytes]
         self._expert = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_eval_moecache.engine.link import Link
+from lm_eval_moecache.engine.virtual.lanes import arrivals
 from lm_eval_moecache.records.hardware import Hardware
 
 
@@ -14,13 +15,19 @@ class VirtualLink(Link):
     With `fifo` everything moves in the order in which it was asked for: prefetches are neither
     overtaken by demands nor withdrawn when their event is over. That is CommitMoE's premise, of
     transfers that "cannot be canceled once initiated".
+
+    Where the profile has lanes, or experts are read by their projections, an event's demands move
+    as one `batch` over them. Prefetches go one at a time, at what one request gets.
     """
 
-    def __init__(self, hardware: Hardware, fifo: bool = False) -> None:
+    def __init__(self, hardware: Hardware, fifo: bool = False, reads_per_expert: int = 1) -> None:
         super().__init__()
         self.fifo = fifo
+        self._lanes, self._lane_rate = hardware.link_lanes, hardware.lane_rate
+        self._reads_per_expert = reads_per_expert
         self._latency_s = hardware.link_latency_s
-        self._bytes_per_s = hardware.link_bytes_per_s
+        self._bytes_per_s = hardware.lane_rate
+        self._link_rate = hardware.link_rate
         self.busy_until = 0.0
         self.inflight: int | None = None
         """Key of the prefetch in flight, which lands at `busy_until`."""
@@ -41,6 +48,28 @@ class VirtualLink(Link):
     def without_pending(self, keys: Sequence[int]) -> list[int]:
         queued, inflight = self._queued, self.inflight
         return [key for key in keys if key not in queued and key != inflight]
+
+    def batch(self, sizes: Sequence[int], now: float) -> list[list[float]]:
+        """Move an event's demands over the lanes, not before `now`.
+
+        Read by projections, the first ones of all experts go first. Returns for each expert when
+        each of its reads lands.
+        """
+        start = now if now > self.busy_until else self.busy_until
+        reads, count = self._reads_per_expert, len(sizes)
+        times = arrivals(
+            [size / reads for size in sizes] * reads,
+            lanes=self._lanes,
+            lane_rate=self._lane_rate,
+            link_rate=self._link_rate,
+            latency_s=self._latency_s,
+        )
+        self._open_batch = None
+        self.busy_until = start + max(times)
+        self.busy_s += self.busy_until - start
+        self.bytes_moved += sum(sizes)
+        self.transfers += count
+        return [[start + at_s for at_s in times[i::count]] for i in range(count)]
 
     def duration_s(self, nbytes: int) -> float:
         """Return how long a transfer of its own takes on a free link."""

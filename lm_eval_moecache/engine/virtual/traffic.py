@@ -45,7 +45,7 @@ class Traffic:
             nbytes = cache.size_of(key, level)
             if key in cache.resident:
                 link.withdraw(key)
-            elif cache.make_room(nbytes, pinned, layer):
+            elif cache.make_room(nbytes, pinned, layer, key):
                 cache.reserve(key, level)
                 link.start(key, nbytes, start_s)
             else:
@@ -74,7 +74,7 @@ class Traffic:
             cache = self._caches[key // self._num_experts]
             level = self._prefetches.level_of(key)
             nbytes = cache.size_of(key, level)
-            if key in cache.resident or not cache.make_room(nbytes, pinned, layer):
+            if key in cache.resident or not cache.make_room(nbytes, pinned, layer, key):
                 link.withdraw(key)
             else:
                 cache.reserve(key, level)

@@ -112,6 +112,7 @@ class WallExecutor(Executor):
         if (pending := self._pending) is None:
             return
         event = pending.event
+        eviction = self._placed[event.layer].eviction
         if pending.on_host:
             yield self._execute_on_host(pending), False
         while True:
@@ -119,15 +120,16 @@ class WallExecutor(Executor):
             if not pending.demands:
                 break
             given = len(pending.demands)
+            left = set(pending.remaining)
+            eviction.on_executed(event.layer, [key for key in event.keys if key not in left])
             self.link.launched()
-            self._demand(pending, set(pending.remaining))
+            self._demand(pending, left)
             assert len(pending.demands) < given, "no room for one expert after its wave"
         if self.rules.prefetches:
             self.link.launched()
             if self.rules.algorithms.prefetch.after_layer:
                 self.prefetches.submit(event, self.clock.now)
             self.traffic.drain(set(event.keys), event.layer, (event.phase, event.layer, "executed"))
-        eviction = self._placed[event.layer].eviction
         if pending.levels is None:
             eviction.on_event(event)
         else:
@@ -230,7 +232,7 @@ class WallExecutor(Executor):
         cache, layer = self._placed[pending.event.layer], pending.event.layer
         for done, (key, level) in enumerate(pending.demands):
             nbytes = cache.size_of(key, level)
-            while not cache.make_room(nbytes, pinned, layer):
+            while not cache.make_room(nbytes, pinned, layer, key):
                 if not self._reclaim(cache, pinned):
                     pending.demands = pending.demands[done:]
                     return

@@ -90,7 +90,7 @@ class ScanScript:
         """Give demands their slots as far as they fit; return their transfers, and the rest."""
         transfers: list[Transfer] = []
         for done, (key, level) in enumerate(demands):
-            if not cache.make_room(cache.size_of(key, level), pinned, layer):
+            if not cache.make_room(cache.size_of(key, level), pinned, layer, key):
                 return transfers, demands[done:]
             cache.insert(key, level)
             transfers.append(transfer_of(cache, key, level))

@@ -80,7 +80,7 @@ class Traffic:
             level = self._prefetches.level_of(key)
             if key in cache.resident:
                 link.withdraw(key)
-            elif cache.make_room(cache.size_of(key, level), pinned, layer):
+            elif cache.make_room(cache.size_of(key, level), pinned, layer, key):
                 cache.reserve(key, level)
                 link.issue(transfer_of(cache, key, level))
             else:

@@ -1,0 +1,55 @@
+"""Importance: the experts that the router thinks least of leave first."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, RankedKeys
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.importance import ImportanceScores
+
+
+class Importance(EvictionAlgorithm):
+    """Evicts the expert with the least importance, the decayed sum of its gate scores.
+
+    SwapMoE (Kong et al. 2023), written from its abstract, as the text could not be had: the
+    important experts are kept. Importance is what `prefetch=importance` goes by, so that what it
+    brings stays; each layer's scores sum to its tokens, so layers compare. Ties go to the smaller
+    key. Cost: O(tokens x E + E log n) per event.
+
+    Args:
+        decay: Weight of a turn of the layer against the next one, 0 to 1.
+    """
+
+    source: ClassVar[str] = "Kong et al. 2023 (SwapMoE), by its abstract"
+    uses_logits: ClassVar[bool] = True
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, decay: float = 0.95) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 <= decay <= 1:
+            raise ValueError(f"eviction.decay={decay} must lie between 0 and 1.")
+        self._scores = ImportanceScores(geometry, decay)
+        self._importance = np.zeros(geometry.num_layers * geometry.num_experts)
+        self._resident = RankedKeys()
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self._resident.put(key, float(self._importance[key]))
+
+    def on_event(self, event: Event) -> None:
+        base = self.geometry.key(event.layer, 0)
+        row = self._scores.add(event)
+        self._importance[base : base + len(row)] = row
+        for key, importance in enumerate(row.tolist(), base):
+            if key in self._resident:
+                self._resident.put(key, importance)
+
+    def on_evict(self, key: int) -> None:
+        self._resident.remove(key)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        lowest = self._resident.lowest(pinned)
+        return None if lowest is None else lowest[1]

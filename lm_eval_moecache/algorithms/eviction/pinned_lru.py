@@ -1,0 +1,66 @@
+"""Half pinned, half LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class PinnedLRU(EvictionAlgorithm):
+    """Keeps a share of the experts that first filled the cache, and the rest by least recent use.
+
+    With `warm=` the kept ones are the hottest of the profile: what engines do that pin hot experts
+    and cache the others. Without it they are the last of those that first filled the cache. Kept
+    ones leave only where every other resident is pinned by the running event.
+    Cost: O(1) per call, beside pinned keys.
+
+    Parameters: share of the cache that is kept, above 0 and below 1 (0.5).
+    """
+
+    source: ClassVar[str] = "engines' half-pinned caches (thecodacus/llama.cpp#5, imp#2061)"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, share: float = 0.5) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < share < 1:
+            raise ValueError(f"eviction.share={share} must be above 0 and below 1.")
+        self._share = share
+        self._kept: dict[int, None] = {}
+        self._order: dict[int, None] = {}
+        """The others, least recently used first."""
+        self._filling: dict[int, None] | None = {}
+        """In order of arrival, until somebody has to leave."""
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self._order[key] = None
+        if self._filling is not None:
+            self._filling[key] = None
+
+    def on_event(self, event: Event) -> None:
+        for key in event.keys:
+            if key in self._order:
+                del self._order[key]
+                self._order[key] = None
+
+    def on_evict(self, key: int) -> None:
+        if self._filling is not None:
+            for kept in self._to_keep(self._filling):
+                del self._order[kept]
+                self._kept[kept] = None
+            self._filling = None
+        for part in (self._order, self._kept):
+            part.pop(key, None)
+
+    def _to_keep(self, filling: dict[int, None]) -> list[int]:
+        """`warm` brings the hottest last."""
+        return list(filling)[max(0, len(filling) - int(self.num_slots * self._share)) :]
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        kept = self._kept
+        if self._filling is not None:
+            kept = dict.fromkeys(self._to_keep(self._filling))
+        free = [key for key in self._order if key not in pinned and key not in kept]
+        return next(iter(free), None) if free else next((k for k in kept if k not in pinned), None)

@@ -1,0 +1,103 @@
+"""S3-FIFO: three queues, no list that hits reorder."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class S3FIFO(HitRule):
+    """Evicts one-hit experts from a small FIFO early; the others live in a main FIFO with CLOCK.
+
+    Yang et al., SOSP 2023. A new expert enters `small` (a tenth of the cache); at its end it moves
+    to `main` if it was hit `threshold` times, else it leaves and is remembered in a ghost queue as
+    long as nine tenths of the cache. Who is loaded while remembered enters `main` at once, where an
+    expert that was hit goes round again with its count (at most 3) reduced. As in libCacheSim, the
+    count starts anew in `main`, and until the cache has first been full an expert that finds
+    `small` full enters `main`. Pinned experts are passed over and keep place and count.
+    Cost: O(residents) per victim, else O(1).
+
+    Parameters: small_share (0.1) and ghost_share (0.9) of the cache; threshold, hits (2).
+    """
+
+    source: ClassVar[str] = "Yang et al., SOSP 2023; as libCacheSim's S3FIFO"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        small_share: float = 0.1,
+        ghost_share: float = 0.9,
+        threshold: int = 2,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        for name, value in (("small_share", small_share), ("ghost_share", ghost_share)):
+            if not 0 < value < 1:
+                raise ValueError(f"eviction.{name}={value} must be above 0 and below 1.")
+        if threshold < 1:
+            raise ValueError(f"eviction.threshold={threshold} must be 1 or more.")
+        self._small_share, self._ghost_share = small_share, ghost_share
+        self._threshold = threshold
+        self._small: dict[int, int] = {}
+        self._main: dict[int, int] = {}
+        """Key -> hits, the oldest first, in both."""
+        self._ghost = GhostQueue()
+        self._was_full = False
+        self._next: tuple[int | None, dict[int, int], dict[int, int]] = (None, {}, {})
+        """The last answer of `victim`, and both queues when it leaves."""
+
+    def _small_size(self) -> int:
+        return int(self.num_slots * self._small_share)
+
+    def on_miss(self, key: int) -> None:
+        self._ghost.recall(key)
+
+    def admit(self, key: int) -> None:
+        came_back = self._ghost.admit(key)
+        crowded = not self._was_full and len(self._small) >= self._small_size()
+        (self._main if came_back or crowded else self._small)[key] = 0
+
+    def hit(self, key: int) -> None:
+        for queue in (self._small, self._main):
+            if key in queue:
+                queue[key] += 1
+
+    def forget(self, key: int) -> None:
+        chosen, small, main = self._next
+        if key == chosen:
+            self._small, self._main = small, main
+            self._was_full = True
+        self._next = (None, {}, {})
+        if key in self._main:
+            del self._main[key]
+            return
+        del self._small[key]
+        self._ghost.add(key, int(self.num_slots * self._ghost_share))
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        small, main = dict(self._small), dict(self._main)
+        found = self._search(small, main, pinned)
+        self._next = (found, small, main)
+        return found
+
+    def _search(
+        self, small: dict[int, int], main: dict[int, int], pinned: Container[int]
+    ) -> int | None:
+        """Return who leaves; the queues are changed as far as the search has gone."""
+        main_size = self.num_slots - self._small_size()
+        if len(main) <= main_size:
+            for key in [key for key in small if key not in pinned]:
+                if small[key] < self._threshold:
+                    return key
+                del small[key]
+                main[key] = 0
+        while any(key not in pinned for key in main):
+            for key in [key for key in main if key not in pinned]:
+                if not main[key]:
+                    return key
+                main[key] = min(main.pop(key), 3) - 1
+        return next((key for key in small if key not in pinned), None)

@@ -1,0 +1,62 @@
+"""Segmented LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import HitRule
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class SLRU(HitRule):
+    """Evicts from the lowest of several LRU segments; a hit moves an expert one segment up.
+
+    Karedla et al. 1994 with two segments; libCacheSim's has four of equal size, which is the
+    default here. What a segment has no room for falls into the one below it. A new expert enters
+    the lowest segment that has room (as in libCacheSim, so that a cold cache fills whole). Pinned
+    experts are passed over. Cost: O(segments) per call, beside pinned keys.
+
+    Parameters: segments, at least 2 (4).
+    """
+
+    source: ClassVar[str] = "Karedla et al. 1994; as libCacheSim's SLRU"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, segments: int = 4) -> None:
+        super().__init__(geometry, seed=seed)
+        if segments < 2:
+            raise ValueError(f"eviction.segments={segments} must be 2 or more: one is lru.")
+        self._segments: list[dict[int, None]] = [{} for _ in range(segments)]
+        """Least recently used first in each; the last segment is the most protected."""
+
+    def _size(self) -> int:
+        return self.num_slots // len(self._segments)
+
+    def admit(self, key: int) -> None:
+        size = self._size()
+        free = (segment for segment in self._segments if len(segment) < size)
+        next(free, self._segments[0])[key] = None
+
+    def hit(self, key: int) -> None:
+        for number, segment in enumerate(self._segments):
+            if key in segment:
+                del segment[key]
+                self._put(key, min(number + 1, len(self._segments) - 1))
+                return
+
+    def _put(self, key: int, number: int) -> None:
+        """Enter a key as a segment's most recent; who has no room there falls."""
+        self._segments[number][key] = None
+        while number and len(self._segments[number]) > self._size():
+            falling = next(iter(self._segments[number]))
+            del self._segments[number][falling]
+            number -= 1
+            self._segments[number][falling] = None
+
+    def forget(self, key: int) -> None:
+        for segment in self._segments:
+            segment.pop(key, None)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        keys = (key for segment in self._segments for key in segment if key not in pinned)
+        return next(keys, None)

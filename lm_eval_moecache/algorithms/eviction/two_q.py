@@ -1,0 +1,63 @@
+"""2Q: a short queue for what is new, LRU for what came back."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import GhostQueue, HitRule
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class TwoQ(HitRule):
+    """Evicts from a FIFO of first-time experts while that is above its share, else by LRU.
+
+    Johnson and Shasha, VLDB 1994 (2Q full version). A new expert enters `A1in`, a FIFO that hits do
+    not reorder; who leaves it is remembered in `A1out`, and enters the LRU list `Am` when loaded
+    again. Pinned experts are passed over; where one list has nobody to give, the other one gives.
+    Cost: O(1) per call, beside pinned keys.
+
+    Parameters: in_share (0.25) and out_share (0.5), sizes of A1in and A1out as shares of the cache.
+    """
+
+    source: ClassVar[str] = "Johnson and Shasha, VLDB 1994; as libCacheSim's TwoQ"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        in_share: float = 0.25,
+        out_share: float = 0.5,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        for name, value in (("in_share", in_share), ("out_share", out_share)):
+            if not 0 < value < 1:
+                raise ValueError(f"eviction.{name}={value} must be above 0 and below 1.")
+        self._in_share, self._out_share = in_share, out_share
+        self._in: dict[int, None] = {}
+        self._out = GhostQueue()
+        self._main: dict[int, None] = {}
+
+    def on_miss(self, key: int) -> None:
+        self._out.recall(key)
+
+    def admit(self, key: int) -> None:
+        (self._main if self._out.admit(key) else self._in)[key] = None
+
+    def hit(self, key: int) -> None:
+        if key in self._main:
+            del self._main[key]
+            self._main[key] = None
+
+    def forget(self, key: int) -> None:
+        if key in self._main:
+            del self._main[key]
+            return
+        del self._in[key]
+        self._out.add(key, int(self.num_slots * self._out_share))
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        from_new = len(self._in) > int(self.num_slots * self._in_share) or not self._main
+        first, second = (self._in, self._main) if from_new else (self._main, self._in)
+        return next((key for keys in (first, second) for key in keys if key not in pinned), None)

@@ -1,0 +1,98 @@
+"""W-TinyLFU: a small window of new experts, whose leavers must be hotter than the main victim."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import HitRule
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class WTinyLFU(HitRule):
+    """Evicts the colder of two: the window's oldest, and the victim of the main LRU segments.
+
+    Einziger, Friedman and Manes, ACM ToS 2017. New experts enter a small LRU window. Who is pushed
+    out of it competes with the main cache's victim: the one asked for less often leaves, ties
+    against the newcomer. The main cache is a segmented LRU, four fifths of it protected. Requests
+    are counted exactly where the paper has a sketch, as keys are few, and halved every `period`
+    requests per slot, so that old heat fades. A demanded expert cannot be refused: it is admitted
+    to the window, and judged when it leaves. Pinned experts are passed over.
+    Cost: O(1) per call, beside pinned keys and the halving.
+
+    Parameters: window_share of the cache (0.01, at least one slot); period, requests per slot (10).
+    """
+
+    source: ClassVar[str] = "Einziger, Friedman and Manes, ACM ToS 2017"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        window_share: float = 0.01,
+        period: int = 10,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < window_share < 1:
+            raise ValueError(f"eviction.window_share={window_share} must be above 0 and below 1.")
+        if period < 1:
+            raise ValueError(f"eviction.period={period} must be 1 or more.")
+        self._window_share, self._period = window_share, period
+        self._window: dict[int, None] = {}
+        self._probation: dict[int, None] = {}
+        self._protected: dict[int, None] = {}
+        self._asked: Counter[int] = Counter()
+        self._since_halving = 0
+
+    def _count(self, key: int) -> None:
+        self._asked[key] += 1
+        self._since_halving += 1
+        if self._since_halving >= self._period * self.num_slots:
+            self._since_halving = 0
+            halved = {each: count // 2 for each, count in self._asked.items() if count > 1}
+            self._asked = Counter(halved)
+
+    def _window_size(self) -> int:
+        return max(1, int(self.num_slots * self._window_share))
+
+    def admit(self, key: int) -> None:
+        self._count(key)
+        self._window[key] = None
+        # Nobody has to leave yet: what the window has no room for goes on to the main cache.
+        while len(self._window) > self._window_size():
+            oldest = next(iter(self._window))
+            del self._window[oldest]
+            self._probation[oldest] = None
+
+    def hit(self, key: int) -> None:
+        self._count(key)
+        if key in self._window:
+            del self._window[key]
+            self._window[key] = None
+        elif key in self._protected:
+            del self._protected[key]
+            self._protected[key] = None
+        elif key in self._probation:
+            del self._probation[key]
+            self._protected[key] = None
+            room = (self.num_slots - self._window_size()) * 4 // 5
+            while len(self._protected) > max(0, room):
+                falling = next(iter(self._protected))
+                del self._protected[falling]
+                self._probation[falling] = None
+
+    def forget(self, key: int) -> None:
+        for part in (self._window, self._probation, self._protected):
+            part.pop(key, None)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        main = (self._probation, self._protected)
+        theirs = next((key for part in main for key in part if key not in pinned), None)
+        ours = None
+        if theirs is None or len(self._window) >= self._window_size():
+            ours = next((key for key in self._window if key not in pinned), None)
+        if ours is None or theirs is None:
+            return theirs if ours is None else ours
+        return ours if self._asked[ours] <= self._asked[theirs] else theirs

@@ -1,0 +1,52 @@
+"""Degrade to zero: while decoding, light absent experts count as nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    absent_entries,
+    still_needed,
+    weight_shares,
+)
+from lm_eval_moecache.records.event import PREFILL, Event, resident_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class DegradeZero(MissAlgorithm):
+    """While decoding, leaves out absent experts whose share of the token's weight is below tau.
+
+    colibri#906: at least one expert of a token is kept, the heaviest where all would go, and the
+    kept ones are renormalised. Prefills load everything. Cost: O(k) a token.
+
+    Parameters: tau, share of the token's weight, above 0 and at most 1 (0.1: the source leaves it
+    to the user).
+    """
+
+    source: ClassVar[str] = "colibri#906 (degrade to zero)"
+    uses_weights: ClassVar[bool] = True
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, tau: float = 0.1) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < tau <= 1:
+            raise ValueError(f"miss.tau={tau} must be above 0 and at most 1.")
+        self.tau = tau
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        if event.phase == PREFILL:
+            return None
+        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
+        shares = weight_shares(event)
+        keep = ~(absent_entries(event.experts, is_resident) & (shares < self.tau))
+        nothing_left = ~(keep & (shares > 0)).any(axis=-1)
+        keep[nothing_left, shares[nothing_left].argmax(axis=-1)] = True
+        if keep.all():
+            return None
+        fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)
+        return Resolution(fetch, Selection(event.experts, keep, renormalize=True))

@@ -1,0 +1,56 @@
+"""Drop-cold: an absent expert that weighs less than its even share is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    absent_entries,
+    still_needed,
+    weight_shares,
+)
+from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class DropCold(MissAlgorithm):
+    """Leaves an absent expert out where its share of the token's weight is below F / top_k.
+
+    BigMoeOnEdge#94, whose replay of Qwen3-30B-A3B avoids 66% of the misses for 9.5% of the weight
+    at F = 1, and 37% for 4.4% at 0.75. The heaviest expert has at least an even share, so one is
+    always executed. The source does not say what becomes of the weight; here it is lost, or with
+    `renormalize` shared among the kept ones. Cost: O(k) a token.
+
+    Parameters: factor, F, above 0 and at most 1 (1.0); renormalize (false).
+    """
+
+    source: ClassVar[str] = "BigMoeOnEdge#94 (drop cold)"
+    uses_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        factor: float = 1.0,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < factor <= 1:
+            raise ValueError(f"miss.factor={factor} must be above 0 and at most 1.")
+        self.factor, self.renormalize = factor, renormalize
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
+        cold = weight_shares(event) < self.factor / self.geometry.top_k
+        keep = ~(absent_entries(event.experts, is_resident) & cold)
+        if keep.all():
+            return None
+        fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)
+        return Resolution(fetch, Selection(event.experts, keep, self.renormalize))

@@ -1,0 +1,66 @@
+"""Expert budget: a layer executes a limited number of distinct experts."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    still_needed,
+    weight_shares,
+)
+from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class ExpertBudget(MissAlgorithm):
+    """Keeps an event's hits and, up to a budget of distinct experts, its heaviest misses.
+
+    MoE-Spec (arXiv 2602.16052) and colibri#254 bound the union of experts that a verify pass of
+    several drafts needs. Hits are kept even above the budget; misses are ranked by their weight
+    summed over the event's tokens, ties by key, and those beyond it are left out for all tokens. A
+    token may so lose all its absent experts; `renormalize` gives their weight to the kept ones.
+    Prompts need most experts of a layer: with `phases=decode` they are left alone.
+    Cost: O(tokens x k) an event.
+
+    Parameters: budget, distinct experts of a layer (twice the router's top_k); renormalize (false).
+    """
+
+    source: ClassVar[str] = "MoE-Spec (arXiv 2602.16052); colibri#254"
+    uses_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        budget: int | None = None,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if budget is not None and budget < 1:
+            raise ValueError(f"miss.budget={budget} must be 1 or more.")
+        self.budget = 2 * geometry.top_k if budget is None else budget
+        self.renormalize = renormalize
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        room = max(0, self.budget - (len(event.keys) - len(absent)))
+        if len(absent) <= room:
+            return None
+        num_experts = self.geometry.num_experts
+        live = event.experts != DROPPED
+        summed = np.bincount(
+            event.experts[live], weights=weight_shares(event)[live], minlength=num_experts
+        )
+        ranked = sorted(absent, key=lambda key: (-summed[key % num_experts], key))
+        left_out = [key % num_experts for key in ranked[room:]]
+        keep = ~np.isin(event.experts, left_out)
+        fetch = still_needed(event, absent, event.experts, keep, num_experts)
+        return Resolution(fetch, Selection(event.experts, keep, self.renormalize))

@@ -1,0 +1,61 @@
+"""Cached substitution: a light absent expert is replaced by the resident one with the best gate."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.miss.base import (
+    MissAlgorithm,
+    Resolution,
+    resolve_substitution,
+    weight_shares,
+)
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
+from lm_eval_moecache.records.event import Event, resident_mask
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class SubstituteCached(MissAlgorithm):
+    """Replaces an absent expert of a share below tau by the resident expert with the highest gate.
+
+    colibri#865; heavier absent experts are loaded. Residents that the token has already are no
+    substitutes. The source does not say whose weight counts: `weight=own` is the substitute's gate
+    score, `missing` the replaced expert's. Cost: O(E) per absent expert of a token.
+
+    Parameters: tau, share of the token's weight, above 0 and at most 1 (0.1); weight.
+    """
+
+    source: ClassVar[str] = "colibri#865 (cached substitution)"
+    uses_logits: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        tau: float = 0.1,
+        weight: Literal["own", "missing"] = "own",
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < tau <= 1:
+            raise ValueError(f"miss.tau={tau} must be above 0 and at most 1.")
+        self.tau = tau
+        self.weight: Literal["own", "missing"] = weight
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Container[int]
+    ) -> Resolution | None:
+        scores, shares = softmax(event.logits), weight_shares(event)
+
+        def cost(tokens: IntArray, missing: IntArray) -> FloatArray:
+            is_it = event.experts[tokens] == missing[:, None]
+            light = (np.where(is_it, shares[tokens], 0).sum(axis=-1) < self.tau)[:, None]
+            return np.asarray(np.where(light, -scores[tokens], np.inf), dtype=np.float32)
+
+        is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
+        return resolve_substitution(
+            event, absent, is_resident, cost, fallback="fetch", weight=self.weight
+        )
