@@ -23,11 +23,11 @@ def save_trace(
     weights cannot be replayed, and the file is a fifth as large. Logits and predictions are left
     out. ValueError where the trace says no sizes and none are given.
     """
-    if not (trace.has_sizes or sizes):
+    if sizes is not None:
+        trace = with_sizes(trace, sizes)
+    if not trace.has_sizes:
         raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
     geometry = trace.geometry
-    if sizes is not None:
-        geometry = replace(sizes.emulated_by(geometry), model=sizes.name, emulates="")
     prepare_folder(str(folder))
     writer = TraceWriter(folder, stem, Header(geometry=geometry, seed=trace.seed, has_logits=False))
     columns, num_layers = trace.columns, geometry.num_layers
@@ -45,3 +45,15 @@ def save_trace(
     path = writer.close()
     assert path is not None, "a trace without passes"
     return path
+
+
+def with_sizes(trace: Trace, model: RealModel) -> Trace:
+    """Return a trace whose layers are charged as a model's."""
+    geometry = replace(model.emulated_by(trace.geometry), model=model.name, emulates="")
+    if not trace.has_sizes and model.num_experts > geometry.num_experts:
+        # Such a file does not say the number of experts either: the largest id was taken.
+        geometry = replace(geometry, num_experts=model.num_experts)
+        keys = trace.keys % trace.geometry.num_experts
+        layers = trace.keys // trace.geometry.num_experts
+        trace = replace(trace, keys=(layers * model.num_experts + keys).astype(np.int32))
+    return replace(trace, geometry=geometry, has_sizes=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from functools import cached_property
 
 import numpy as np
 
@@ -40,6 +42,22 @@ class Future:
         self.start: list[int] = [0, *(ends + np.arange(1, num_keys + 1)).tolist()]
 
     @property
+    def first_use(self) -> IntArray:
+        """By key: its first rank."""
+        return np.frombuffer(self.ranks, np.int64)[self.start[:-1]]
+
+    @cached_property
+    def next_use(self) -> IntArray:
+        """By place in the trace's `keys`: the key's rank after this event."""
+        order = np.argsort(self._keys, kind="stable")
+        found = np.empty(len(order), np.int64)
+        # Each key's times are closed by one more, so that those of key k lie k places further.
+        found[order] = np.frombuffer(self.ranks, np.int64)[
+            np.arange(1, len(order) + 1) + self._keys[order]
+        ]
+        return found
+
+    @property
     def ranks(self) -> array[int]:
         return self.times if self._ranks is None else self._ranks
 
@@ -48,6 +66,11 @@ class Future:
         in_prefill = trace.columns.phase[first_rows] == PHASES.index(PREFILL)
         never: IntArray = np.append(in_prefill, False)[times]
         return np.where(never, self.num_events, times).astype(np.int64)
+
+    def rank_from(self, key: int, event: int) -> int:
+        """Return the rank of a key's first need at `event` or later."""
+        start, stop = self.start[key], self.start[key + 1]
+        return self.ranks[bisect_left(self.times, event, start, stop - 1)]
 
     def keys_of(self, event: int) -> list[int]:
         """Return the keys that an event needs, in order of first need; none after the end."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,11 @@ SCANS_KEY = b"moecache_scans"
 DRAFTS_KEY = b"moecache_drafts"
 """Optional fourth key: [pass, drafted, accepted] of each pass that verified drafts."""
 Settled = Sequence[tuple[int, int, int]]
+_PRECISION = re.compile(
+    r"(bf16|fp16|fp32|fp8|fp4|nf4|mxfp4|nvfp4|gptq|awq|int[2348]|hqq[2348]|q[2-8]_[0-9a-z_]+"
+    r"|[2-8]bit|unknown)(/g[0-9]+)?"
+)
+"""What experts may be stored in: our codecs, what checkpoints have, and what importers know."""
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "int2": 0.25}
 
 
@@ -95,6 +102,37 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
     return fields
 
 
+def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[bytes, bytes]:
+    """Return the metadata with a digest in its header: of itself, the columns and their length."""
+    header = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode())
+    header["digest"] = _digest(metadata, schema, num_rows)
+    return {**metadata, HEADER_KEY: json.dumps(header).encode()}
+
+
+def check_seal(name: str, metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> None:
+    """Refuse metadata that are not those that were written; a trace may have no digest."""
+    told = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode()).get("digest")
+    if told is not None and told != _digest(metadata, schema, num_rows):
+        raise ValueError(
+            f"trace {name}: what it says of its model, columns and requests is not what was "
+            "written: the digest in its metadata is another. Copy or record the trace anew."
+        )
+
+
+def _digest(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> str:
+    header = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode())
+    header.pop("digest", None)
+    others = {
+        key.decode(): metadata[key].decode()
+        for key in (REQUESTS_KEY, SCANS_KEY, DRAFTS_KEY)
+        if key in metadata
+    }
+    # Of a list the type of its values: writers name the values themselves differently.
+    columns = [[field.name, str(getattr(field.type, "value_type", field.type))] for field in schema]
+    text = json.dumps([header, others, columns, num_rows], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     """Read the metadata key `moecache`; ValueError names the field that does not fit."""
     from lm_eval_moecache.records.schemas.base import check
@@ -140,6 +178,10 @@ def _draft(name: str, fields: DraftSizes, num_layers: int) -> Draft:
 
 def _geometry(name: str, fields: ModelSizes) -> Geometry:
     precision = tuple(fields.precision.split(":"))
+    for level in precision:
+        if _PRECISION.fullmatch(level) is None:
+            rule = "is not known. Allowed: names like bf16, fp8, int4, nf4, int2/g16, q4_k, unknown"
+            raise _bad(name, "precision", level, rule)
     element_bytes = fields.element_bytes or _ELEMENT_BYTES.get(precision[0])
     if element_bytes is None:
         known = ", ".join(_ELEMENT_BYTES)

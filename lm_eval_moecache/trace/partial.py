@@ -11,8 +11,10 @@ import io
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ import pyarrow.parquet as pq
 from lm_eval_moecache.records.files import lock
 from lm_eval_moecache.trace.header import (
     DRAFTS_KEY,
+    HEADER_KEY,
     SCANS_KEY,
     Settled,
+    check_seal,
+    sealed,
     write_drafts,
     write_scans,
 )
@@ -32,6 +37,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".partial"
 _KEPT, _DRAFTS = b"kept", b"drafts"
 ROW_GROUP = 32768
+FRESH_S = 10
+"""An empty stream may be one that its run is about to lock: for so long it is left alone."""
 MOST_STEM = 100
 """File systems hold names of 255 bytes."""
 _LEVEL = 9
@@ -93,6 +100,8 @@ def kept_batches(path: Path) -> Kept:
                     kept = number
                     scans += [(first, count) for first, count in json.loads(said[_KEPT])]
                     drafts += [(p, d, a) for p, d, a in json.loads(said.get(_DRAFTS, b"[]"))]
+            if HEADER_KEY in (reader.schema.metadata or {}):
+                check_seal(path.name, reader.schema.metadata, reader.schema, num_rows=0)
             return Kept(reader.schema, kept, tuple(scans), tuple(drafts))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path.name} holds no recording that can be read: {error}.") from error
@@ -123,18 +132,24 @@ def write_parquet(
 def _write_batches(
     partial: Path, path: Path, num_batches: int, extra: Mapping[bytes, bytes]
 ) -> None:
-    with pa.ipc.open_stream(partial) as reader, _parquet(path, reader.schema) as file:
+    with pa.ipc.open_stream(partial) as reader:
+        num_rows = sum(len(batch) for batch, _ in islice(_batches(reader), num_batches))
+        told = sealed({**reader.schema.metadata, **extra}, reader.schema, num_rows)
+        schema = reader.schema.with_metadata(told)
+    with pa.ipc.open_stream(partial) as reader, _parquet(path, schema) as file:
         waiting: list[Any] = []
-        for number, (batch, _) in enumerate(_batches(reader), start=1):
-            if number > num_batches:
-                break
+        for batch, _ in islice(_batches(reader), num_batches):
             waiting.append(batch)
             if sum(len(each) for each in waiting) >= ROW_GROUP:
-                file.write_table(pa.Table.from_batches(waiting).combine_chunks())
+                _write_group(file, waiting, told)
                 waiting = []
         if waiting:
-            file.write_table(pa.Table.from_batches(waiting).combine_chunks())
-        file.add_key_value_metadata(dict(extra))
+            _write_group(file, waiting, told)
+
+
+def _write_group(file: Any, batches: Sequence[Any], told: Mapping[bytes, bytes]) -> None:
+    table = pa.Table.from_batches(batches).combine_chunks()
+    file.write_table(table.replace_schema_metadata(told))
 
 
 def _parquet(path: Path, schema: Any) -> Any:
@@ -169,7 +184,11 @@ def reserve(folder: Path, stem: str) -> tuple[Path, Any]:
         with contextlib.suppress(FileExistsError):
             raw = WholeWrites(target.with_name(f"{target.name}{SUFFIX}"), "xb")
             lock(raw.fileno())
-            return target, raw
+            if not target.exists():
+                return target, raw
+            # Another run has finished this one since: it removes its stream last.
+            Path(raw.name).unlink()
+            raw.close()
 
 
 def recover(folder: Path) -> list[Path]:
@@ -179,12 +198,14 @@ def recover(folder: Path) -> list[Path]:
     """
     found = []
     for partial in sorted(folder.glob(f"*{SUFFIX}")):
-        with partial.open("rb") as held:
-            if not lock(held.fileno()):
-                continue
-            target = _recovered(partial)
-            if target is not None:
-                found.append(target)
+        # It may be gone by now, finished by its own run.
+        with contextlib.suppress(FileNotFoundError), partial.open("rb") as held:
+            age = time.time() - partial.stat().st_mtime
+            is_new = not partial.stat().st_size and age < FRESH_S
+            if not is_new and lock(held.fileno()) and partial.exists():
+                target = _recovered(partial)
+                if target is not None:
+                    found.append(target)
     return found
 
 

@@ -45,6 +45,9 @@ def proposed_column(place: int) -> str:
 
 
 def check_schema(name: str, schema: Any) -> None:
+    twice = [column for column in schema.names if schema.names.count(column) > 1]
+    if twice:
+        raise ValueError(f"trace {name}: the column {twice[0]!r} stands twice.")
     for column, kind in (COLUMNS | OPTIONAL_COLUMNS).items():
         if column not in schema.names:
             if column in OPTIONAL_COLUMNS:

@@ -19,6 +19,7 @@ from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.header import (
     REQUESTS_KEY,
     Header,
+    check_seal,
     read_drafts,
     read_header,
     read_requests,
@@ -125,6 +126,7 @@ def open_trace(
             is_small = file.metadata.num_rows <= WHOLE_ROWS or REQUESTS_KEY not in (metadata or {})
             if not is_small:
                 check_schema(name, schema)
+                num_rows = file.metadata.num_rows
                 last = file.read_row_group(file.num_row_groups - 1, columns=["pass"])["pass"]
                 num_passes = last[-1].as_py() + 1
     except (pa.ArrowException, OSError, TypeError) as error:
@@ -132,6 +134,7 @@ def open_trace(
     if is_small:
         return read_trace(path, logits=logits, predicted=predicted)
     header = read_header(name, metadata)
+    check_seal(name, metadata, schema, num_rows)
     settled = read_drafts(name, metadata, num_passes)
     return StreamedTrace(
         path=path,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from lm_eval_moecache.records.files import is_file
+from lm_eval_moecache.records.artifact import ARTIFACT_DIR
+from lm_eval_moecache.records.files import check_file, is_file
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.use import UseProfile, bare_name, read_use
-from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.importers import MOST_BYTES, load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 
@@ -26,12 +29,37 @@ def load_use(file: str, key: str = "warm") -> UseProfile:
     path = Path(file)
     if path.suffix == ".json":
         return read_use(file)
-    if not is_file(path):
-        raise ValueError(f"{key}={file!r}: there is no such file.")
+    check_file(path, f"{key}={file!r}", MOST_BYTES)
     try:
         return _counted(file, path.stat().st_mtime_ns)
     except ValueError as error:
         raise ValueError(f"{key}={file!r}: {error}") from None
+
+
+class Placed(Protocol):
+    """The part of a policy that says whether it starts from placed experts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def placed(self) -> bool: ...
+
+
+def placement(policy: Placed, warm: UseProfile | None, geometry: Geometry) -> UseProfile | None:
+    """Return what the caches hold first: `warm`, or a shipped profile if the policy places experts.
+
+    Raises ValueError where it places them and there is neither.
+    """
+    if warm is not None or not policy.placed:
+        return warm
+    shipped = ARTIFACT_DIR / bare_name(geometry.model) / "use.json"
+    if not is_file(shipped):
+        raise ValueError(
+            f"policy={policy.name!r} starts from experts placed by their use, and for the model "
+            f"{geometry.model!r} no profile ships. Give warm=PROFILE: a routing trace of the "
+            "model, or the JSON of `moecache profile use TRACE`."
+        )
+    return read_use(shipped)
 
 
 @lru_cache(maxsize=4)

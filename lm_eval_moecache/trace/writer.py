@@ -22,6 +22,7 @@ from lm_eval_moecache.trace.header import (
     SCANS_KEY,
     Header,
     Settled,
+    sealed,
     write_drafts,
     write_header,
     write_requests,
@@ -65,7 +66,10 @@ class TraceWriter:
         # Columns of lists that stand in an event's first row.
         self._drafting = DRAFT_COLUMNS if header.draft is not None else ()
         kinds |= dict.fromkeys(self._drafting, PROPOSED)
-        self._schema = pa.schema(list(kinds.items()), metadata={HEADER_KEY: write_header(header)})
+        schema = pa.schema(list(kinds.items()))
+        self._schema = schema.with_metadata(
+            sealed({HEADER_KEY: write_header(header)}, schema, num_rows=0)
+        )
         self._target, self._raw = reserve(folder, stem)
         self._partial = Path(self._raw.name)
         options = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -1,0 +1,1 @@
+"""Formats of routing traces, one file each: the folder is the registry, and nothing lists them."""
