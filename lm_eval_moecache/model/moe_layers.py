@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lm_eval_moecache.model.gate import Gate
-from lm_eval_moecache.model.offloaded import state_of
+from lm_eval_moecache.model.gate import Gate, state_of
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.records.geometry import Geometry

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.model.fetched import fetched
+from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import network_of
 from lm_eval_moecache.model.store import BoolArray
-from lm_eval_moecache.model.weighting.base import WeightingRule
 from lm_eval_moecache.model.weighting.find import in_numpy
+from lm_eval_moecache.model.weighting.rules import WeightingRule
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
@@ -104,7 +104,7 @@ class RouterEvents:
         weights |= self._wants_weights
         in_order = self._is_sorted[layer]
         seen = self._weigh[layer].copy()
-        found = fetched(self._asked(call), valid)
+        found = copy_to_host(self._asked(call), valid)
         # Copies where they may be kept (a recorder does): what they come from is the model's.
         experts = found[0].astype(np.int64, copy=weights)
         if call.weights is not None:
@@ -161,7 +161,7 @@ class RouterEvents:
         if targets:
             values = [logits for call in calls for logits in call.predicted.values()]
             asked.append(rounded(_stacked(values)))
-        found = fetched(asked, None)
+        found = copy_to_host(asked, None)
         experts = found[0].astype(np.int64, copy=False)
         weights = logits = [UNSEEN_SCORES] * len(calls)
         rows = [UNSEEN_EXPERTS] * len(calls)

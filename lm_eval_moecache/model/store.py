@@ -1,4 +1,7 @@
-"""The store: where expert weights lie, and the kernel that runs them from there."""
+"""Where expert weights lie, and the kernel that runs them from there.
+
+One experts function is registered with transformers, which calls it instead of its own kernels.
+"""
 
 from __future__ import annotations
 
@@ -130,3 +133,23 @@ def implementation_of(model: Any) -> str | None:
     config = getattr(model.config, "text_config", model.config)
     name: str | None = config._experts_implementation
     return name
+
+
+IMPLEMENTATION = "moecache"
+STORE_ATTRIBUTE = "moecache_store"
+
+
+def experts_forward(
+    module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Run the chosen experts [T, K] on hidden states [T, D] from the store of this module.
+
+    The router hook has already decided what `index_TK` and `weights_TK` are.
+    """
+    store: LayerStore = getattr(module, STORE_ATTRIBUTE)
+    return store.run(module, hidden_TD, index_TK, weights_TK)
+
+
+def register_experts_function() -> None:
+    """Make `moecache` an experts implementation that models can be set to."""
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

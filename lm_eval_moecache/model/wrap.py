@@ -1,35 +1,62 @@
 """Puts a transformers model behind the engine: hooks on its routers, and nothing left after.
 
-Shapes: T tokens, E experts, K experts per token, D hidden size.
+Shapes: T tokens, E experts, K experts per token, D hidden size, B rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.model.experts import (
-    IMPLEMENTATION,
-    STORE_ATTRIBUTE,
-    register_experts_function,
-)
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.data_aware import foresight_of
 from lm_eval_moecache.model.router_events import RouterCall, RouterEvents, rounded
-from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Store, implementation_of
-from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.model.store import (
+    IMPLEMENTATION,
+    STORE_ATTRIBUTE,
+    BoolArray,
+    InPlaceStore,
+    Store,
+    implementation_of,
+    register_experts_function,
+)
 from lm_eval_moecache.model.weighting.change import changed_output
 from lm_eval_moecache.model.weighting.find import find_rules
+from lm_eval_moecache.model.weighting.rules import WeightingRule
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.recorder import Recorder
+
+
+class FinishedSequences:
+    """Follows which rows of a batch have ended while `generate` goes on with the others.
+
+    A row ends with an end token, which it is still fed; what it is fed from then on is padding.
+    """
+
+    def __init__(self, end_tokens: int | Sequence[int] | None) -> None:
+        tokens = [end_tokens] if isinstance(end_tokens, int) else end_tokens
+        self._end_tokens = torch.tensor(tokens or [], dtype=torch.int64)
+        self._ended: BoolArray | None = None
+
+    @classmethod
+    def in_generation(cls, model: Any, arguments: Mapping[str, Any]) -> FinishedSequences:
+        """Follow the rows of one `generate` of this model with these arguments."""
+        return cls(arguments.get("eos_token_id", model.generation_config.eos_token_id))
+
+    def __call__(self, input_ids: Tensor) -> BoolArray:
+        """Return which rows [B] have ended, given the tokens [B, 1] of the next decode step."""
+        ending: BoolArray = torch.isin(input_ids[:, 0].cpu(), self._end_tokens).numpy()
+        self._ended = ending if self._ended is None else self._ended | ending
+        return self._ended
 
 
 class WrappedModel:

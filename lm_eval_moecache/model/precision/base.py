@@ -79,7 +79,7 @@ class Codec(ABC):
             raise ValueError(
                 f"precision={self.name!r} does not work on the device {device_type!r} with "
                 f"{self._installed()} ({problem}). Allowed: a device that it supports, as "
-                "device=cpu or device=cuda, or another precision, as bf16 or fp16."
+                "device=cpu, or another precision, as bf16 or fp16."
             )
 
     def _check_version(self) -> None:

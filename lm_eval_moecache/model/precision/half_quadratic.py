@@ -134,3 +134,28 @@ class HalfQuadratic(Codec):
         }
         decoded: Tensor = Quantizer.dequantize(packed, meta)
         return decoded.to(dtype)
+
+
+class HQQ2(HalfQuadratic):
+    """2 bits per weight."""
+
+    bits, per_word = 2, 4
+
+
+class HQQ3(HalfQuadratic):
+    """3 bits per weight, ten in 32: 3.2 bits stored."""
+
+    bits, per_word = 3, 10
+    word = torch.int32
+
+
+class HQQ4(HalfQuadratic):
+    """4 bits per weight."""
+
+    bits, per_word = 4, 2
+
+
+class HQQ8(HalfQuadratic):
+    """8 bits per weight."""
+
+    bits, per_word = 8, 1

@@ -1,14 +1,23 @@
-"""The ladder of precisions of one run: `precision=int8:int4:int2`, best first."""
+"""The ladder of precisions of one run, `precision=int8:int4:int2`, best first, and its names.
+
+No torch until a codec is asked for.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from lm_eval_moecache.model.precision.registry import codec, split_name
+from lm_eval_moecache.records.errors import unknown
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.precision.base import Codec
 
+NAMES = ("bf16", "fp16", "fp32", "int8", "nf4", "fp4", "hqq8", "hqq4", "hqq3", "hqq2")
+"""The keys of `codecs.CODECS`."""
+# SpecMD section 5.1: "int8 and int4 using bitsandbytes ... and optionally int2 using HQQ".
+ALIASES = {"int4": "nf4", "int3": "hqq3", "int2": "hqq2"}
+_NAME = re.compile(r"([^/]*)(?:/g(\d+))?")
 Ladder = tuple[str, ...]
 
 
@@ -38,3 +47,29 @@ def codecs_of(ladder: Ladder, device_type: str | None = None) -> list[Codec]:
         for each in found:
             each.check(device_type)
     return found
+
+
+def codec_names() -> list[str]:
+    """Return every name that a level may have, without group sizes."""
+    return sorted([*NAMES, *ALIASES])
+
+
+def split_name(level: str) -> tuple[str, int | None]:
+    """Read `int2` or `int2/g16`; ValueError where that is no codec's name."""
+    match = _NAME.fullmatch(level)
+    name = match[1] if match else level
+    if match is None or name not in codec_names():
+        raise unknown("precision", level, codec_names())
+    return ALIASES.get(name, name), None if match[2] is None else int(match[2])
+
+
+def codec(level: str) -> Codec:
+    """Return the codec that a level names: `bf16`, `int4`, or with a group size, `int2/g16`."""
+    from lm_eval_moecache.model.precision.codecs import CODECS
+
+    name, group_size = split_name(level)
+    sizes = CODECS[name].group_sizes
+    if group_size is not None and group_size not in sizes:
+        allowed = ", ".join(f"g{size}" for size in sizes) or "none: it has no groups"
+        raise ValueError(f"precision={level!r}: the group size must be one of {allowed}.")
+    return CODECS[name](level, group_size)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,11 +16,11 @@ from tqdm import tqdm
 
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.encoding import Noted, encode
-from lm_eval_moecache.model.precision.kept import KeptEncodings
-from lm_eval_moecache.model.precision.mapped import page_out_checkpoints
+from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
 from lm_eval_moecache.model.precision.stored import (
     Encoded,
+    Noted,
+    encode,
     expert_matrices,
     is_matrices,
     shape_without_memory,
@@ -36,7 +39,7 @@ _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 def encoding(
     skeleton: Sequence[MoELayer],
     codecs: Sequence[Codec],
-    kept: KeptEncodings | None = None,
+    kept: EncodedExpertStore | None = None,
     *,
     release: bool = False,
 ) -> Iterator[None]:
@@ -70,7 +73,7 @@ class _Setter:
     """What experts modules do when a parameter is set on them while a model is loaded."""
 
     def __init__(
-        self, codecs: Sequence[Codec], is_kept: bool, store: KeptEncodings | None, noted: Noted
+        self, codecs: Sequence[Codec], is_kept: bool, store: EncodedExpertStore | None, noted: Noted
     ) -> None:
         self._codecs, self._is_kept, self._store, self._noted = codecs, is_kept, store, noted
 
@@ -121,14 +124,14 @@ def _num_matrices(layer: MoELayer) -> int:
 
 
 def take(
-    layers: Sequence[MoELayer], codecs: Sequence[Codec], kept: KeptEncodings | None = None
+    layers: Sequence[MoELayer], codecs: Sequence[Codec], kept: EncodedExpertStore | None = None
 ) -> list[dict[str, Encoded]]:
     """Return each layer's encoded matrices, and encode those that were set in another way."""
     return [take_layer(index, layer, codecs, kept) for index, layer in enumerate(layers)]
 
 
 def take_layer(
-    index: int, layer: MoELayer, codecs: Sequence[Codec], kept: KeptEncodings | None = None
+    index: int, layer: MoELayer, codecs: Sequence[Codec], kept: EncodedExpertStore | None = None
 ) -> dict[str, Encoded]:
     """As `take`, of one layer; what was encoded now is kept for the next load.
 
@@ -146,7 +149,7 @@ def take_layer(
     return held
 
 
-def settle_layer(index: int, layer: MoELayer, kept: KeptEncodings) -> None:
+def settle_layer(index: int, layer: MoELayer, kept: EncodedExpertStore) -> None:
     """Bring one layer to its kept files, where it was not there already. Raises OSError."""
     if vars(layer.experts).pop(_IS_KEPT, False):
         return
@@ -162,3 +165,21 @@ def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> dict[str, Encoded]:
             held[name] = encode(layer.experts, stacked, codecs)
             setattr(layer.experts, name, shape_without_memory(stacked))
     return held
+
+
+_MADV_PAGEOUT = 21
+"""Reclaim pages now, without losing what they hold: clean ones are read again when needed."""
+
+
+def page_out_checkpoints() -> None:
+    """Reclaim this process' pages of mapped safetensors files (on Linux; elsewhere nothing)."""
+    maps = Path("/proc/self/maps")
+    if not (sys.platform.startswith("linux") and maps.exists()):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in maps.read_text().splitlines():
+        # The hub's cache keeps files by their hash, in folders of this name.
+        if line.endswith(".safetensors") or "/blobs/" in line:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            # A kernel without it, or a file of somebody else's, refuses: no harm.
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.predictor.collect import MAX_PROMPT_TOKENS
 from lm_eval_moecache.model.predictor.data_aware import DataAwareNetwork
-from lm_eval_moecache.model.predictor.samples import HELD_OUT_SHARE
+from lm_eval_moecache.model.predictor.samples import HELD_OUT_SHARE, MAX_PROMPT_TOKENS
 from lm_eval_moecache.records.geometry import Geometry
 
 _IGNORED = -1

@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from tqdm import tqdm
 
 from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.device import best_device
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.predictor.accuracy import certainty_rows, judge, layer_rows
-from lm_eval_moecache.model.predictor.collect import digest_prompts, record
-from lm_eval_moecache.model.predictor.network import PredictorNetwork
-from lm_eval_moecache.model.predictor.samples import Samples
-from lm_eval_moecache.model.predictor.train import Recipe, train
+from lm_eval_moecache.model.predictor.network import PredictorNetwork, Recipe, train
+from lm_eval_moecache.model.predictor.samples import Samples, digest_prompts, record
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.artifact import PREDICTOR, Artifact, write_artifact
 from lm_eval_moecache.records.geometry import Geometry
@@ -103,8 +101,7 @@ def make(
 def _load(pretrained: str) -> _Model:
     path = model_path(pretrained)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(best_device())
     layers = find_moe_layers(model)
     geometry = describe(model, layers, pretrained)
     return _Model(model, tokenizer, layers, geometry, router_digest(layers))

@@ -1,14 +1,22 @@
-"""Applies a trained predictor to router inputs.
+"""Applies a trained predictor to router inputs, and trains that of one layer.
 
-Shapes: T tokens, D hidden size, E experts.
+Trained as CommitMoE's sections 4.2 and 5.1 say. Shapes: T tokens, N samples, D hidden size, E
+experts.
 """
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.model.predictor.samples import Pairs, top_k
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.predictor import (
     HIDDEN_FACTOR,
@@ -72,3 +80,113 @@ def network_of(prefetch: PrefetchAlgorithm, width: int) -> PredictorNetwork | No
 
 def _get(artifact: Artifact, layer: int, stage: int, what: str) -> Tensor:
     return torch.from_numpy(artifact.arrays[array_name(layer, stage, what)]).float()
+
+
+_CHUNK = 65536
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How to train. The paper gives no batch size, no patience and no most number of epochs."""
+
+    loss: str = "kl"
+    learning_rate: float = 5e-5
+    halve_every: int = 5
+    batch_size: int = 32
+    max_epochs: int = 30
+    patience: int = 5
+    seed: int = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The arrays of one layer's stages, (weight, bias) each, and how the training went."""
+
+    stages: list[tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]]
+    epochs: int
+    best_epoch: int
+    train_loss: float
+    held_out_loss: float
+
+
+def train(
+    pairs: Pairs, held_out: Pairs, *, stages: int, num_chosen: int, recipe: Recipe, layer: int
+) -> Trained:
+    """Train one layer's predictor; the same samples, recipe and layer give the same arrays.
+
+    Adam with its learning rate halved every few epochs; the epoch with the least held-out loss
+    is kept, and training stops when `patience` epochs have brought nothing better.
+    """
+    torch.manual_seed(recipe.seed * 1009 + layer)
+    order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
+    network = new_network(pairs.inputs_ND.shape[1], pairs.targets_NE.shape[1], stages)
+    inputs, targets = _tensors(pairs, recipe.loss, num_chosen)
+    judged = _tensors(held_out, recipe.loss, num_chosen)
+    adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
+    halving = torch.optim.lr_scheduler.StepLR(adam, step_size=recipe.halve_every, gamma=0.5)
+    best, best_epoch, epoch = float("inf"), 0, 0
+    kept: dict[str, Any] = copy.deepcopy(network.state_dict())
+    train_loss = kept_train_loss = float("nan")
+    for epoch in range(1, recipe.max_epochs + 1):
+        train_loss = _run_epoch(network, adam, inputs, targets, recipe, order)
+        halving.step()
+        loss = _mean_loss(network, *judged, recipe.loss)
+        if loss < best:
+            best, best_epoch, kept_train_loss = loss, epoch, train_loss
+            kept = copy.deepcopy(network.state_dict())
+        elif epoch - best_epoch >= recipe.patience:
+            break
+    network.load_state_dict(kept)
+    linears = [module for module in network if isinstance(module, nn.Linear)]
+    arrays = [(_half(linear.weight), _half(linear.bias)) for linear in linears]
+    return Trained(arrays, epoch, best_epoch, kept_train_loss, best)
+
+
+def _run_epoch(
+    network: nn.Sequential,
+    adam: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    recipe: Recipe,
+    order: torch.Generator,
+) -> float:
+    total = 0.0
+    shuffled = torch.randperm(len(inputs), generator=order)
+    for rows in torch.split(shuffled, recipe.batch_size):
+        loss = _loss(network(inputs[rows].float()), targets[rows], recipe.loss)
+        adam.zero_grad()
+        torch.autograd.backward(loss)
+        adam.step()
+        total += float(loss.detach()) * len(rows)
+    return total / len(inputs)
+
+
+def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """Return inputs, and as targets the distribution (`kl`) or the set (`bce`) of the router."""
+    inputs = torch.from_numpy(pairs.inputs_ND)
+    if loss == "kl":
+        return inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1)
+    chosen = np.zeros(pairs.targets_NE.shape, dtype=np.float32)
+    np.put_along_axis(chosen, top_k(pairs.targets_NE, num_chosen), 1.0, axis=-1)
+    return inputs, torch.from_numpy(chosen)
+
+
+def _loss(predicted: Tensor, targets: Tensor, loss: str) -> Tensor:
+    """Return eq. 4, or the binary cross-entropy of the chosen experts."""
+    if loss == "kl":
+        return nn.functional.kl_div(predicted.log_softmax(-1), targets, reduction="batchmean")
+    return nn.functional.binary_cross_entropy_with_logits(predicted, targets)
+
+
+@torch.no_grad()
+def _mean_loss(network: nn.Sequential, inputs: Tensor, targets: Tensor, loss: str) -> float:
+    total = 0.0
+    for start in range(0, len(inputs), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        part = _loss(network(inputs[rows].float()), targets[rows], loss)
+        total += float(part) * len(inputs[rows])
+    return total / len(inputs)
+
+
+def _half(values: Tensor) -> npt.NDArray[np.float16]:
+    return values.detach().to(torch.float16).numpy()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +14,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lm_eval_moecache.engine.draft_stage import DraftStage
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import SELF
 from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.device import synchronize, total_memory
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import (
     MoELayer,
@@ -22,7 +28,7 @@ from lm_eval_moecache.model.moe_layers import (
     place_of,
 )
 from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.registry import codec
+from lm_eval_moecache.model.precision.ladder import codec
 from lm_eval_moecache.records.draft import NO_TARGET, Draft
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -210,3 +216,40 @@ def matching_layers(blocks: Sequence[Block], targets: Sequence[MoELayer]) -> dic
         for index, block in enumerate(blocks)
         if block.decoder_layer in by_place
     }
+
+
+FORWARDS = 5
+
+
+def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> None:
+    """Solve for the cutoff layer by measured times (SP-MoE section 3.2 profiles them offline).
+
+    One token through the draft, and the critical experts of one layer over the real link into
+    the empty cache; other layers' loads go by their bytes.
+    """
+    prefetch = engine.algorithms.prefetch.draft_stage
+    if prefetch is None:
+        return
+    forward_s = _forward_s(draft)
+    load_s = engine.time_load(prefetch.critical)
+    first = engine.geometry.expert_bytes[0][0]
+    stage.solve(
+        engine.geometry,
+        engine.setting.capacity.bytes_by_partition,
+        forward_s / draft.cost.geometry.num_layers,
+        [load_s * levels[0] / first for levels in engine.geometry.expert_bytes],
+        float(total_memory(draft.model.device) or math.inf),
+    )
+
+
+def _forward_s(draft: DraftModel) -> float:
+    """Return the median seconds of one token through the draft, its head included."""
+    model, seconds = draft.model, []
+    token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
+    for _ in range(1 + FORWARDS):
+        start_s = time.perf_counter()
+        with torch.no_grad():
+            model(token, use_cache=True)
+        synchronize(model.device)
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds[1:])

@@ -12,6 +12,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.slots import slots_of
+from lm_eval_moecache.model.device import total_memory
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wall.host import measure_host
@@ -42,8 +43,9 @@ def check_wall(
         if theirs.get(key):
             raise ValueError(
                 f"{key}={theirs[key]!r} does not go with clock='wall', which loads and places the "
-                "experts itself. Allowed: one device per process (`accelerate launch` for more), "
-                "or clock=virtual."
+                "experts itself, behind one cache on one device. Allowed: one device per process "
+                "(`accelerate launch` runs one process, with its own cache, on each), or "
+                "clock=virtual, whose cache is emulated wherever the layers lie."
             )
     kernel = theirs.get("experts_implementation") or implementation_of(model)
     if kernel not in KERNELS:
@@ -60,10 +62,11 @@ def check_wall(
 
 
 def _check_room(model: Any, capacity: Capacity, device: str) -> None:
-    """Refuse a capacity that a GPU has no memory for, whatever else may be freed there."""
-    if not device.startswith("cuda") or not torch.cuda.is_available():
+    """Refuse a capacity that a device has no memory for, whatever else may be freed there."""
+    memory = None if device == "cpu" else total_memory(torch.device(device))
+    if memory is None:
         return
-    experts, memory = capacity.total_bytes, torch.cuda.mem_get_info(device)[1]
+    experts = capacity.total_bytes
     dense = _dense_bytes(model)
     if experts + dense > memory:
         raise ValueError(
@@ -89,8 +92,6 @@ def _check_host_room(
     if device == "cpu":
         needed["slots"] = capacity.total_bytes
         needed["the model's other weights"] = _dense_bytes(model)
-    elif not torch.cuda.is_available():
-        return
     available = available_host_bytes()
     if available is not None and sum(needed.values()) > available:
         parts = " and ".join(f"{size} bytes of {what}" for what, size in needed.items() if size)

@@ -16,6 +16,7 @@ from torch import nn
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.wall.host import HostCosts
+from lm_eval_moecache.model.device import synchronize
 from lm_eval_moecache.model.grouped import GroupedCall, up_name
 from lm_eval_moecache.model.wall.kernels import Layer
 
@@ -121,7 +122,7 @@ def _on_device_s(module: nn.Module, device: torch.device, tokens: int) -> float:
 
     def once() -> None:
         (hidden_TD @ up_DH)[:, : width // 2] @ down_HD
-        _wait(device)
+        synchronize(device)
 
     return _fastest(once)
 
@@ -132,8 +133,3 @@ def _way_s(module: nn.Module, device: torch.device) -> float:
     hidden_size, dtype = _shape(module)
     hidden = torch.ones((1, hidden_size), dtype=dtype, device=device)
     return _fastest(lambda: hidden.cpu())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

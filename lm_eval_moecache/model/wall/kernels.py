@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lm_eval_moecache.model.fetched import fetched, sent
+from lm_eval_moecache.model.device import copy_to_device, copy_to_host
 from lm_eval_moecache.model.grouped import GroupedCall, Matrices
 from lm_eval_moecache.model.store import BoolArray
 
@@ -191,7 +191,9 @@ class WorkOnPool(Work):
     def host_call(self, experts: Sequence[int]) -> GroupedCall:
         hidden_TD, index_TK, w_TK = self._hidden_TD, self._index_TK, self._w_TK
         # Experts' numbers and values of 16 bits are exact in what they are fetched as.
-        found = map(torch.from_numpy, fetched([hidden_TD.float(), index_TK, w_TK.float()], None))
+        found = map(
+            torch.from_numpy, copy_to_host([hidden_TD.float(), index_TK, w_TK.float()], None)
+        )
         hidden, index, weights = found
         hidden, index = hidden.to(hidden_TD.dtype), index.to(index_TK.dtype)
         self._on_host = GroupedCall(self._module, hidden, index, weights, self._layer.num_experts)
@@ -204,7 +206,7 @@ class WorkOnPool(Work):
         if self._done is not None:
             return self._done
         if self._on_host is not None:
-            host_SD = sent(self._on_host.unweighted(), self._hidden_TD.device)
+            host_SD = copy_to_device(self._on_host.unweighted(), self._hidden_TD.device)
             if self._module.has_post_expert_norm:
                 host_SD = self._module.post_expert_norm(host_SD)  # type: ignore[operator]
             self._out_SD = host_SD if self._out_SD is None else self._out_SD + host_SD
@@ -219,7 +221,7 @@ class WorkOnPool(Work):
         # Experts that are not here point beyond the last slot.
         table_E = torch.full((self._layer.num_experts,), num_slots, dtype=torch.int64)
         table_E[list(slot_of)] = torch.tensor(list(slot_of.values()))
-        slot_TK = sent(table_E, self._index_TK.device)[self._index_TK]
+        slot_TK = copy_to_device(table_E, self._index_TK.device)[self._index_TK]
         one_token = len(self._hidden_TD) == 1 and len(slot_of) == top_k
         stand_in = OnSlots(self._module, slots, sparse=not one_token)
         if is_all:

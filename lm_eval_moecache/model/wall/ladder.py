@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.model.device import on_stream
 from lm_eval_moecache.model.grouped import Matrices
 from lm_eval_moecache.model.precision.base import Codec
 from lm_eval_moecache.model.precision.stored import (
@@ -23,8 +24,7 @@ from lm_eval_moecache.model.precision.stored import (
 )
 from lm_eval_moecache.model.store import Waves
 from lm_eval_moecache.model.wall.kernels import OnSlots, Places, Slots
-from lm_eval_moecache.model.wall.mover import DeviceMover
-from lm_eval_moecache.model.wall.pools import expert_parameters
+from lm_eval_moecache.model.wall.pools import DeviceMover, expert_parameters
 from lm_eval_moecache.model.wall.store import LayerOnWall, WallStore
 from lm_eval_moecache.model.wall.tiers import Row, Tier
 from lm_eval_moecache.records.geometry import Geometry
@@ -108,11 +108,7 @@ class LadderPools(DeviceMover):
         Everything is taken and given back on the copies' stream, by the thread that decides, so
         that a fence marked after this comes after all that has read what lay there.
         """
-        if not self._on_cuda:
-            return {
-                name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()
-            }
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             return {
                 name: torch.empty(shape, dtype=dtype, device=self._device)
                 for name, (shape, dtype) in shapes.items()

@@ -1,9 +1,16 @@
-"""Loads a model with its experts in a tier: the rest goes to the device, nothing is held twice."""
+"""Loads a model with its experts in a tier: the rest goes to the device, nothing is held twice.
+
+Experts that a checkpoint has as they are executed are read from its files, where they lie.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,19 +19,27 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from lm_eval_moecache.model.device import CPU, peak_memory
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
-from lm_eval_moecache.model.precision.as_stored import AsStored
 from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.kept import KeptEncodings
+from lm_eval_moecache.model.precision.codecs import AsStored
+from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
 from lm_eval_moecache.model.precision.loading import encoding, settle_layer, take_layer
 from lm_eval_moecache.model.precision.stored import expert_bytes, expert_matrices
-from lm_eval_moecache.model.sources import leaving_out
-from lm_eval_moecache.model.wall.in_place import find_in_place, names_of
+from lm_eval_moecache.model.sources import Source, can_leave_out, leaving_out, sources_of
 from lm_eval_moecache.model.wall.ladder import part_of, stored_parameters
 from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
 from lm_eval_moecache.model.wall.pools import expert_parameters
-from lm_eval_moecache.model.wall.scratch import scratch
-from lm_eval_moecache.model.wall.tiers import DiskTier, OnDisk, RamTier, Tier, tensors_in
+from lm_eval_moecache.model.wall.tiers import (
+    DiskTier,
+    Joined,
+    OnDisk,
+    RamTier,
+    Stored,
+    Tier,
+    tensors_in,
+)
+from lm_eval_moecache.records.files import lock
 
 
 class ExpertLoader:
@@ -43,7 +58,7 @@ class ExpertLoader:
         folder: str | None,
         skeleton: nn.Module,
         codecs: Sequence[Codec] | None = None,
-        kept: KeptEncodings | None = None,
+        kept: EncodedExpertStore | None = None,
         files: Sequence[Path] = (),
         identity: str = "",
     ) -> None:
@@ -56,10 +71,11 @@ class ExpertLoader:
         self._folder = Path(folder or Path.home() / ".cache" / "lm-eval-moecache")
         self._skeleton = skeleton
         self._identity = identity
-        self._files: KeptEncodings | None = None
+        self._files: EncodedExpertStore | None = None
         self._in_place: list[dict[str, OnDisk]] | None = None
         if store == "disk" and codecs is None:
             self._in_place = find_in_place(skeleton, files)
+        self._device = CPU
         self.tiers: list[Tier] = []
         """Level -> where its experts lie."""
         self.parameters: list[dict[str, Tensor]]
@@ -98,11 +114,13 @@ class ExpertLoader:
             self.figures |= {"peak_host_bytes": peak.bytes, "own_host_bytes": own_bytes()}
         if self._store == "disk":
             self.figures["past_page_cache"] = self._past_cache()
-        if torch.cuda.is_available():
-            self.figures["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)
+        if peak_bytes is not None:
+            self.figures["peak_device_bytes"] = peak_bytes
 
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
         """Move a loaded model's experts into the tier; shapes without memory stay behind."""
+        self._device = device
         layers = find_moe_layers(model)
         if self._in_place is not None:
             self._move_rest(
@@ -134,7 +152,7 @@ class ExpertLoader:
         elif self._kept is not None:
             self._folder = self._kept.parent
         needed = _bytes_at(layers, codecs)
-        self._files = KeptEncodings(
+        self._files = EncodedExpertStore(
             self._folder, self._identity, dtype, codecs, thorough=False, needed=needed
         )
         stack.enter_context(encoding(layers, codecs, self._files, release=True))
@@ -178,17 +196,13 @@ class ExpertLoader:
     ) -> None:
         """Bring all but the experts to the device, and lock what it copies from."""
         self.tiers = list(tiers)
-        if device.type != "cuda":
+        if device.type == "cpu":
             return
         _leave_shapes(layers, device)
         model.to(device)
         for tier in tiers:
             if isinstance(tier, RamTier):
                 tier.pin()
-
-    def _names(self) -> set[str]:
-        rows = names_of(find_moe_layers(self._skeleton))
-        return {name for row in rows for name in row.values()}
 
 
 def _bytes_at(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> int:
@@ -202,3 +216,99 @@ def _leave_shapes(layers: Sequence[MoELayer], device: torch.device) -> None:
         for name, tensor in expert_parameters(layer.experts).items():
             shape = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
             setattr(layer.experts, name, nn.Parameter(shape, requires_grad=False))
+
+
+def names_of(layers: Sequence[MoELayer]) -> list[dict[str, str]]:
+    """Return each layer's parameters with an entry for each expert: name -> name in the model."""
+    return [{n: f"{layer.path}.{n}" for n in expert_parameters(layer.experts)} for layer in layers]
+
+
+def find_in_place(skeleton: Any, files: Sequence[Path]) -> list[dict[str, OnDisk]] | None:
+    """Return where each layer's experts lie in these files, of the type and order they have there.
+
+    None where any would have to be converted: another type, a transposition, a quantised model, no
+    safetensors.
+    """
+    if not files or not can_leave_out() or hasattr(skeleton.config, "quantization_config"):
+        return None
+    tensors = {key: tensor for file in files for key, tensor in tensors_in(file).items()}
+    layers = find_moe_layers(skeleton)
+    names = names_of(layers)
+    sources = sources_of(skeleton, {name for row in names for name in row.values()}, tensors)
+    found: list[dict[str, OnDisk]] = []
+    for layer, row in zip(layers, names, strict=True):
+        own: dict[str, OnDisk] = {}
+        for name, parameter in expert_parameters(layer.experts).items():
+            place = _place(sources.get(row[name]), parameter, tensors)
+            if place is None:
+                return None
+            own[name] = place
+        found.append(own)
+    return found
+
+
+def _place(
+    source: Source | None, parameter: Tensor, tensors: Mapping[str, Stored]
+) -> OnDisk | None:
+    if source is None or source.groups is None:
+        return None
+    groups = [[tensors[key] for key in group] for group in source.groups]
+    if any(part.dtype != parameter.dtype for group in groups for part in group):
+        return None
+    whole = groups[0][0]
+    if len(groups) == len(groups[0]) == 1 and whole.shape == tuple(parameter.shape):
+        return whole
+    num_experts, rows, *rest = parameter.shape
+    if any(len(group) != num_experts for group in groups):
+        return None
+    experts = list(zip(*groups, strict=True))
+    fits = all(
+        sum(part.shape[0] for part in parts) == rows
+        and all(part.shape[1:] == tuple(rest) for part in parts)
+        for parts in experts
+    )
+    return Joined(experts) if fits else None
+
+
+logger = logging.getLogger(__name__)
+PREFIX = "experts-"
+
+
+@contextmanager
+def scratch(parent: Path) -> Iterator[str]:
+    """Make a folder in `parent` which goes when the block ends.
+
+    Folders there of runs that were killed are removed first: a run holds a lock on its own, which
+    goes with the process. Raises OSError where nothing may be written.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    descriptors = [os.open(parent, os.O_RDONLY)]
+    try:
+        # One run at a time: a new folder that is not locked yet must not look like a dead one.
+        if lock(descriptors[0], wait=True):
+            _remove_dead(parent)
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+        descriptors.append(os.open(folder, os.O_RDONLY))
+        lock(descriptors[1])
+        os.close(descriptors.pop(0))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _remove_dead(parent: Path) -> None:
+    for folder in sorted(parent.glob(f"{PREFIX}*")):
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError:  # another user's
+            continue
+        try:
+            if lock(descriptor):
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.warning("store_dir: removed %s, of a run that was killed.", folder)
+        finally:
+            os.close(descriptor)

@@ -2,17 +2,116 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.engine.wall.worker import Transfer
-from lm_eval_moecache.model.wall.mover import DeviceMover
+from lm_eval_moecache.model.device import can_time, copy_stream, locked_empty, on_stream
 from lm_eval_moecache.model.wall.tiers import Row, Tier
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
+
+
+class DeviceMover(ABC):
+    """The mover of the wall clock (`engine.wall.worker.Mover`), for slots of any kind.
+
+    On a device with streams copies go on one of their own, from pinned memory, after what their
+    fence marks; `finish` waits for them in the worker's thread. A device with one queue (MPS) gets
+    them in its order, by calls that return when the bytes are there.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self._num_experts = num_experts
+        self._device = device
+        self._stream = copy_stream(device)
+        # Copies on a stream overlap with the bookkeeping of the one before.
+        self.depth = 1 if self._stream is None else 2
+        self._staging: list[dict[tuple[str, torch.Size], Tensor]] = [{} for _ in range(self.depth)]
+        self._turn = 0
+        self._timed = self._stream is not None and can_time(device)
+
+    @abstractmethod
+    def target_of(self, transfer: Transfer) -> Row:
+        """Return the tensors of a transfer's slot, by name."""
+
+    @abstractmethod
+    def tier_of(self, level: int) -> Tier:
+        """Return where experts are stored at a level."""
+
+    def place(self, transfer: Transfer) -> None:
+        """Do nothing: the slots are there."""
+        return
+
+    def fence(self) -> object:
+        """Mark what has been launched so far: kernels that may still read slots given away."""
+        if self._stream is None:
+            return None
+        launched = torch.Event(self._device)
+        launched.record(torch.accelerator.current_stream(self._device))
+        return launched
+
+    def begin(self, transfer: Transfer) -> object:
+        layer, expert = divmod(transfer.key, self._num_experts)
+        target, tier = self.target_of(transfer), self.tier_of(transfer.level)
+        if self._device.type == "cpu":
+            tier.fill(layer, expert, target)
+            return None
+        source = tier.source(layer, expert)
+        if source is None:
+            source = self._stage(tier, layer, expert, target)
+        if self._stream is None:
+            for name, tensor in target.items():
+                tensor.copy_(source[name])
+            return None
+        after = cast(torch.Event, transfer.after)
+        with on_stream(self._stream):
+            self._stream.wait_event(after)
+            done = torch.Event(self._device, enable_timing=self._timed)
+            started = after
+            if self._timed:
+                started = torch.Event(self._device, enable_timing=True)
+                started.record(self._stream)
+            for name, tensor in target.items():
+                tensor.copy_(source[name], non_blocking=True)
+            done.record(self._stream)
+        return started, done
+
+    def finish(self, token: object) -> float | None:
+        if token is None:
+            return None
+        started, done = cast(tuple[torch.Event, torch.Event], token)
+        if self._timed:
+            done.synchronize()
+            return float(started.elapsed_time(done)) / 1000
+        started.synchronize()
+        start_s = time.perf_counter()
+        done.synchronize()
+        return time.perf_counter() - start_s
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).synchronize()
+        elif self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def _stage(self, tier: Tier, layer: int, expert: int, target: Row) -> Row:
+        """Read an expert into pinned memory; a buffer comes round once its copy was finished."""
+        self._turn = (self._turn + 1) % self.depth
+        held = self._staging[self._turn]
+        buffer: dict[str, Tensor] = {}
+        for name, t in target.items():
+            # Layers need not have experts of one size.
+            if (name, t.shape) not in held:
+                held[name, t.shape] = locked_empty(tuple(t.shape), t.dtype)
+            buffer[name] = held[name, t.shape]
+        tier.fill(layer, expert, buffer)
+        return buffer
 
 
 def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.model.fetched import sent
+from lm_eval_moecache.model.device import copy_to_device
 from lm_eval_moecache.model.gate import Choice
 from lm_eval_moecache.model.store import BoolArray
-from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.model.weighting.rules import WeightingRule
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.selection import Selection
 
@@ -41,19 +41,19 @@ def changed_output(
     if not changed.any():
         return output
     served = np.arange(len(keep)) if valid is None else valid.nonzero()[0]
-    rows = sent(served[changed], experts_TK.device)
+    rows = copy_to_device(served[changed], experts_TK.device)
     weighted = rule(
         logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
-        sent(weigh_as[changed], experts_TK.device, torch.int64),
+        copy_to_device(weigh_as[changed], experts_TK.device, torch.int64),
         torch.float32,
     )
     kept = _kept(selection, weighted, changed, keep)
     if len(keep) == 1 and valid is None:
-        chosen = sent(selection.experts, experts_TK.device, experts_TK.dtype)
+        chosen = copy_to_device(selection.experts, experts_TK.device, experts_TK.dtype)
         new_weights = kept.to(weights_TK.dtype).reshape(weights_TK.shape)
         return (output[0], new_weights, chosen.reshape(experts_TK.shape), *output[3:])
     experts, weights = experts_TK.clone(), weights_TK.clone()
-    experts[rows] = sent(selection.experts[changed], experts.device, experts.dtype)
+    experts[rows] = copy_to_device(selection.experts[changed], experts.device, experts.dtype)
     weights[rows] = kept.to(weights.dtype)
     return (output[0], weights, experts, *output[3:])
 
@@ -67,7 +67,7 @@ def _of_one_token(
     logits_TE, weights_TK, experts_TK = choice
     if logits_TE.dim() != 2:
         logits_TE = logits_TE.reshape(1, -1)
-    chosen = sent(experts, experts_TK.device)
+    chosen = copy_to_device(experts, experts_TK.device)
     weights, chosen = rule(logits_TE, chosen, weights_TK.dtype), chosen.to(experts_TK.dtype)
     if experts_TK.dim() != 2:
         weights, chosen = weights.reshape(weights_TK.shape), chosen.reshape(experts_TK.shape)
@@ -88,9 +88,9 @@ def _is_plain(selection: Selection) -> bool:
 def _kept(selection: Selection, weighted: Tensor, changed: BoolArray, keep: BoolArray) -> Tensor:
     """Return the weights of the changed tokens' experts, 0 where one is dropped."""
     if selection.weights is not None:
-        given = sent(selection.weights[changed], weighted.device, weighted.dtype)
+        given = copy_to_device(selection.weights[changed], weighted.device, weighted.dtype)
         weighted = torch.where(given.isnan(), weighted, given)
-    kept = weighted * sent(keep[changed], weighted.device)
+    kept = weighted * copy_to_device(keep[changed], weighted.device)
     if selection.renormalize:
         # What a token gave to all its experts, the kept ones share; a token may have kept none.
         kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)

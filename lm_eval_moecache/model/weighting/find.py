@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import nn
 
 from lm_eval_moecache.model.gate import Gate
-from lm_eval_moecache.model.weighting import rules
-from lm_eval_moecache.model.weighting.base import WeightingRule
+from lm_eval_moecache.model.weighting.rules import RULES, WeightingRule
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, Weigh
 
 NUM_TOKENS = 32
@@ -20,22 +16,6 @@ LEAST_SPREAD = 0.1
 """Below this standard deviation of the logits all rules give nearly constant weights."""
 ENOUGH = 0.9
 """The share of tokens that a router's own rule explains; another rule explains next to none."""
-
-
-@cache
-def rule_classes() -> tuple[type[WeightingRule], ...]:
-    """Return the rules of the folder `rules`, in the order of their names."""
-    found: list[type[WeightingRule]] = []
-    for name in sorted(m.name for m in pkgutil.iter_modules(rules.__path__)):
-        module = importlib.import_module(f"{rules.__name__}.{name}")
-        found += [
-            value
-            for value in vars(module).values()
-            if isinstance(value, type)
-            and issubclass(value, WeightingRule)
-            and value.__module__ == module.__name__
-        ]
-    return tuple(found)
 
 
 def find_rule(gate: Gate) -> WeightingRule | None:
@@ -47,7 +27,7 @@ def find_rule(gate: Gate) -> WeightingRule | None:
     if gate.skips or float(logits_TE.std()) < LEAST_SPREAD:
         return None
     experts_TK = experts_TK.long()
-    for each in rule_classes():
+    for each in RULES:
         rule = each.of(gate.router)
         if rule is None:
             continue

@@ -21,7 +21,7 @@ from lm_eval_moecache.trace.detail import Detail, identity
 from lm_eval_moecache.trace.recorder import Predict, Propose, Rows
 
 
-class Onlooker:
+class ShadowPrefetcher:
     """One prefetcher, shown the events of a run that another policy governs.
 
     It sees what it would see in a run of its own: the events and predictions are the model's, and
@@ -62,7 +62,7 @@ class Onlooker:
         return list(self._prefetch.propose(event._replace(predicted=predicted)))
 
 
-def onlookers_of(
+def shadow_prefetchers_of(
     detail: Detail, geometry: Geometry, layers: Sequence[MoELayer], embedding: nn.Module
 ) -> dict[str, Propose]:
     """Build the prefetchers that a recording asks for; ValueError for another model's artifact."""
@@ -73,5 +73,5 @@ def onlookers_of(
         if prefetch.artifact is not None:
             check_router_digest(prefetch.artifact, router_digest(list(layers)), geometry.model)
             digest = digest_of(prefetch.artifact)
-        found[identity(choice, seed, digest)] = Onlooker(prefetch, layers, embedding)
+        found[identity(choice, seed, digest)] = ShadowPrefetcher(prefetch, layers, embedding)
     return found

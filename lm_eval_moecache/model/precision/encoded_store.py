@@ -40,7 +40,7 @@ _PENDING = "pending-"
 _HASHERS = 4
 
 
-class KeptEncodings:
+class EncodedExpertStore:
     """The files of one run's ladder, level by level."""
 
     def __init__(

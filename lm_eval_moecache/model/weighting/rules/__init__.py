@@ -1,1 +1,0 @@
-"""Weighting rules: each file defines one, and the folder is their list."""
