@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ import transformers
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.harness.refusal import refusing
+from lm_eval_moecache.harness.errors import as_arguments_error
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.files import read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -39,7 +39,7 @@ class AnalyzedModel:
     ) -> None:
         path = model_path(pretrained)
         self.name = pretrained
-        with refusing(pretrained):
+        with as_arguments_error(pretrained):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         self.layers: list[MoELayer] = find_moe_layers(self.model)
@@ -103,10 +103,7 @@ class AnalyzedModel:
 def read_texts(pretrained: str, path: str | None) -> list[str]:
     """Return the texts to analyse; `tiny` has its own held-out pages where none is named."""
     if path is not None:
-        file = Path(path)
-        if not file.is_file():
-            raise ValueError(f"text={path!r}: there is no such file.")
-        return [file.read_text()]
+        return [read_text(path, f"text={path!r}")]
     if pretrained != TINY:
         raise ValueError(
             f"text: pretrained={pretrained!r} needs a text to read. Allowed: --text FILE with "

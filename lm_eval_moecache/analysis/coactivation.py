@@ -139,7 +139,7 @@ def analyze(
 
 def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str, path: str) -> None:
     """Draw a layer's co-activations, output similarities (diagonals left out) and activations."""
-    from lm_eval_moecache.report.figure import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure, save
 
     figure, (left, middle, right) = new_figure(columns=3)
     for panel, name, values in (

@@ -44,7 +44,7 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> Rows:
 
 def draw(rows: Rows, title: str, path: str) -> None:
     """Draw the share of experts predicted rightly over the layers."""
-    from lm_eval_moecache.report.figure import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure, save
 
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):

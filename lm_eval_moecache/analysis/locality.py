@@ -85,7 +85,7 @@ def draw(maps: Mapping[str, SelectionMap], title: str, path: str, tokens: int = 
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    from lm_eval_moecache.report.figure import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure, save
 
     colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
     figure, axes = new_figure(rows=len(maps))

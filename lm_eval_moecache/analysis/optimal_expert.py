@@ -142,7 +142,7 @@ def _losses(model: Any, window: torch.Tensor) -> FloatArray:
 
 def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
     """Draw Figure 10: agreement over the layers, beside chance."""
-    from lm_eval_moecache.report.figure import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure, save
 
     figure, (axes,) = new_figure()
     layers = [row["layer"] for row in rows]

@@ -26,9 +26,8 @@ from lm_eval_moecache.model.predictor.accuracy import (
     judge,
     layer_rows,
 )
-from lm_eval_moecache.model.predictor.collect import RouterCapture
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
-from lm_eval_moecache.model.predictor.samples import Samples
+from lm_eval_moecache.model.predictor.samples import RouterCapture, Samples
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.results import SPEED_FILTER
@@ -86,7 +85,7 @@ def analyze(
 
 def draw(rows: Rows, title: str, path: str) -> None:
     """Draw Figure 2: mean certainty over accuracy, and how many predictions have each."""
-    from lm_eval_moecache.report.figure import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure, save
 
     figure, (left, right) = new_figure(columns=2)
     accuracy = [row["accuracy"] for row in rows]

@@ -37,7 +37,7 @@ def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
     """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
-    from lm_eval_moecache.report.figure import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure, save
 
     figure, (left, right) = new_figure(columns=2)
     plain, ranked = rows[0]["drop_from"], rows[1:]

@@ -14,8 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import finite
-from lm_eval_moecache.report.claims import Verdict, answer, read_claims
-from lm_eval_moecache.report.claims_page import page
+from lm_eval_moecache.report.claims import Verdict, answer, page, read_claims
 
 PAGE = "CLAIMS.md"
 
@@ -46,9 +45,9 @@ def _told(found: Verdict) -> dict[str, object]:
     parts = [
         {
             "what": each.part.what,
-            "figure": each.shown.figure,
-            "low": each.shown.low,
-            "high": each.shown.high,
+            "figure": each.estimate.figure,
+            "low": each.estimate.low,
+            "high": each.estimate.high,
             "p": None if each.part.cells else each.p,
             "verdict": each.verdict,
         }

@@ -52,7 +52,9 @@ def _actions(name: str) -> list[argparse.Action]:
         return plain._actions
     if name == "replay":
         return list(importlib.import_module("lm_eval_moecache.cli.replay").parser()._actions)
-    return list(parser_of(name)._actions)
+    if hasattr(importlib.import_module(f"lm_eval_moecache.cli.{name}"), "add_arguments"):
+        return list(parser_of(name)._actions)
+    return []  # a command with actions of its own
 
 
 def _copy(plain: argparse.ArgumentParser, action: argparse.Action) -> None:

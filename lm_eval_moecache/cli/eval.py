@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -15,17 +16,23 @@ def run_raw(argv: list[str]) -> int:
     """Hand everything to lm-eval; our model and task folder are added unless the user names one."""
     from lm_eval.__main__ import cli_evaluate
 
-    from lm_eval_moecache.harness.keys import help_text
+    from lm_eval_moecache.harness.arguments import help_text
+    from lm_eval_moecache.harness.evaluation_options import check_command
     from lm_eval_moecache.harness.plugin import register
 
+    words = ["run", *completed(argv)]
+    asks_help = bool({"-h", "--help"} & set(argv))
+    if not asks_help:
+        check_command(words)
     register()
-    sys.argv = ["lm_eval", "run", *completed(argv)]
+    sys.argv = ["lm_eval", *words]
     try:
         cli_evaluate()
     finally:
-        if {"-h", "--help"} & set(argv):
+        if asks_help:
             # lm-eval has printed its own help, and ends the process.
-            sys.stdout.write(f"\n{help_text()}")
+            width = shutil.get_terminal_size((80, 24)).columns
+            sys.stdout.write(f"\n{help_text(width - 2)}")
     return 0
 
 

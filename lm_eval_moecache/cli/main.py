@@ -11,7 +11,9 @@ import ast
 import importlib
 import os
 import pkgutil
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import check_writable, read_yaml
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown
+from lm_eval_moecache.records.numbers import MOST_COUNT, is_plain, read_number, shown
 from lm_eval_moecache.records.paths import check_place
 
 if TYPE_CHECKING:
@@ -38,15 +40,16 @@ RESUMING = {
 WRITTEN = ("out", "output", "plot", "work")
 """Options that name what a command writes."""
 _HINTS = (
-    "`moecache COMMAND --help` shows a command's options, `moecache --version` the version;\n"
-    "`moecache completion bash` (or zsh, tcsh) prints a script that completes commands and options."
+    "`moecache COMMAND --help` shows a command's options, `moecache --version` the\n"
+    "version, `moecache completion bash` (zsh, tcsh) a script that completes both."
 )
+_NO_COMMANDS = ("main", "parsers")
 NOTHING_KEPT = "The same command begins anew."
 
 
 def command_names() -> list[str]:
     folder = importlib.import_module("lm_eval_moecache.cli").__path__
-    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "main")
+    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name not in _NO_COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,12 +101,10 @@ def _run(name: str, argv: list[str]) -> int:
 
 def parser_of(name: str) -> ArgumentParser:
     """Return the parser of a command that does not parse for itself."""
-    from jsonargparse import ArgumentParser
+    from lm_eval_moecache.cli.parsers import make_parser
 
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
-    parser = ArgumentParser(prog=f"moecache {name}", description=module.__doc__)
-    parser.add_argument("--config", action="config", help="read options from a YAML file")
-    parser.add_argument("--json", action="store_true", help="print machine-readable output")
+    parser = make_parser(f"moecache {name}", module.__doc__)
     module.add_arguments(parser)
     return parser
 
@@ -122,6 +123,7 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
             if not isinstance(found, dict):
                 raise ValueError(f"{what} must hold a mapping of options; it holds {shown(found)}.")
     arguments = parser.parse_args(list(argv))
+    check_plain_numbers(argv, arguments)
     if getattr(arguments, "pretrained", None) is not None:
         check_place("pretrained", arguments.pretrained)
     for key in WRITTEN:
@@ -134,15 +136,43 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     return arguments
 
 
+def check_plain_numbers(argv: Sequence[str], arguments: Namespace) -> None:
+    """Refuse what YAML and Python take for numbers and readers do not: `0x10`, `010`, `1_000`."""
+    key = ""
+    for word in argv:
+        option, equals, text = word.partition("=")
+        if option.startswith("--"):
+            key = option[2:].replace("-", "_")
+            if not equals:
+                continue
+        else:
+            text = word
+        value = vars(arguments).get(key)
+        values = value if isinstance(value, list) else [value]
+        numeric = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in values)
+        parts = [part.strip() for part in text.strip("[] ").split(",")]
+        digits = [part for part in parts if any(map(str.isdigit, part))]
+        if numeric and not all(map(is_plain, digits)):
+            raise ValueError(f"--{key}={shown(text)} must be a number in plain digits.")
+        if equals or not isinstance(value, list):
+            key = ""  # What follows is no value of it.
+
+
 def _overview() -> str:
     lines = ["usage: moecache COMMAND [options]", ""]
-    lines += [f"  {name:10s} {summary_of(name)}" for name in command_names()]
+    width = shutil.get_terminal_size((80, 24)).columns - 1
+    for name in command_names():
+        lead = f"  {name:10s} "
+        lines += textwrap.wrap(
+            summary_of(name), width, initial_indent=lead, subsequent_indent=" " * 13
+        )
     return "\n".join([*lines, "", _HINTS, ""])
 
 
 def summary_of(name: str) -> str:
     # Read, not imported: some commands bring torch and lm-eval, seconds for a line of text.
-    found = find_spec(f"lm_eval_moecache.cli.{name}")
+    module = name if "." in name else f"cli.{name}"
+    found = find_spec(f"lm_eval_moecache.{module}")
     assert found is not None and found.origin is not None, f"no module for {name!r}"
     source = Path(found.origin).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.report.runs_file import PACKED, RUNS, pack, unpack
+from lm_eval_moecache.report.results import PACKED, RUNS, pack, unpack
 from lm_eval_moecache.sweep.files import only_sweep
 
 

@@ -4,87 +4,229 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from pytablewriter import MarkdownTableWriter
 
-from lm_eval_moecache.analysis.plan import Fit, fit, speeds, stand_in
 from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
 from lm_eval_moecache.records.numbers import read_count
-from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.records.stored import PRECISIONS, load_stored
+
+RAM, DISK = STORES = ("ram", "disk")
+MOST_CONTEXT = 2**24
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     names = ", ".join(emulated_names())
-    parser.add_argument("model", type=str, help=f"{names}; or a folder or YAML with its sizes")
-    parser.add_argument("--hardware", type=str, default="rtx-4090", help="profile, or YAML")
-    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'")
-    parser.add_argument("--context", type=int, default=4096, help="tokens that the KV cache holds")
+    kinds = ", ".join(PRECISIONS)
+    parser.add_argument("model", type=str, help=f"{names}; or a config.json, its folder, a YAML")
     parser.add_argument(
-        "--trace", type=str | None, help="what is routed; default: the nearest shipped trace"
+        "--hardware",
+        type=str,
+        default="rtx-4090-24gb",
+        help=f"one of {', '.join(profile_names())}; or a YAML",
+    )
+    parser.add_argument(
+        "--precision", type=str | None, help=f"stored weights: {kinds}; default: as published"
+    )
+    parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens before the first answer")
+    parser.add_argument(
+        "--store", type=str, default=RAM, help="where experts lie: ram, or disk (an NVMe drive)"
+    )
+    parser.add_argument("--bandwidth", type=str | None, help="what the link does: '5GB/s'")
+    parser.add_argument(
+        "--trace", type=str | None, help="whose routing is replayed; default: the nearest shipped"
     )
 
 
 def run(arguments: Namespace) -> int:
-    context = read_count("--context", arguments.context, least=1)
+    context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
+    prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
     model = load_real_model(arguments.model, key="model")
-    hardware = load_hardware(arguments.hardware, arguments.bandwidth)
-    room = fit(model, hardware, context)
-    path = arguments.trace or str(stand_in(model))
-    trace = load_trace(path)
-    rows = list(speeds(model, hardware, room, trace))
-    routed = trace.geometry.model
+    if arguments.precision is not None:
+        model = dataclasses.replace(model, stored=load_stored(arguments.precision))
+    if arguments.store not in STORES:
+        raise unknown("store", arguments.store, STORES)
+    hardware = load_hardware(arguments.hardware)
+    if arguments.store == DISK:
+        hardware = on_disk(hardware)
+    if arguments.bandwidth is not None:
+        hardware = hardware.with_bandwidth(arguments.bandwidth)
+    found = _find(model, hardware, context, prompt, arguments.trace)
     if arguments.json:
-        found = {
-            "model": model.name,
-            "hardware": hardware.name,
-            "context": context,
-            "fit": {**dataclasses.asdict(room), "share": room.share},
-            "routing": routed,
-            "rows": rows,
-        }
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        sys.stdout.write(_text(model, hardware, room, context, routed, rows))
+        width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+        sys.stdout.write(_text(model, hardware, found, max(width, 60)))
     return 0
 
 
-def _text(
-    model: RealModel,
-    hardware: Hardware,
-    room: Fit,
-    context: int,
-    routed: str,
-    rows: list[dict[str, Any]],
-) -> str:
-    gib = 1e9
-    writer = MarkdownTableWriter()
-    writer.headers = ["Capacity", "GB", "Cycles", "Policy", "Decode miss", "tok/s", "Bound by"]
-    writer.value_matrix = [
-        [
-            row["capacity"],
-            f"{row['capacity_bytes'] / gib:.2f}",
-            f"{row['capacity_cycles']:.2f}",
-            row["policy"],
-            f"{row['decode_miss_rate']:.3f}",
-            f"{row['tok_per_s']:.1f}",
-            row["bound"],
-        ]
-        for row in rows
-    ]
-    return "\n".join(
-        [
-            f"{model.name} on {hardware.name}, link {hardware.link_bytes_per_s / 1e9:g} GB/s",
-            f"memory {room.memory / gib:.1f} GB = dense weights {room.dense / gib:.1f}"
-            f" + KV cache of {context} tokens {room.kv_cache / gib:.1f}"
-            f" + experts {room.experts / gib:.1f} of {room.all_experts / gib:.1f}"
-            f" ({100 * room.share:.0f}%), activations left out",
-            f"one expert's transfer: {rows[0]['transfer_per_layer']:.3g} layers of decoding",
-            writer.dumps(),
-            f"Routing of {routed}, replayed; its layers charged as {model.name}'s.",
-            "",
-        ]
+def _find(
+    model: RealModel, hardware: Hardware, context: int, prompt: int, path: str | None
+) -> dict[str, Any]:
+    # What is wrong with the options has been said by now: the engine takes a second to import.
+    from lm_eval_moecache.analysis import plan
+    from lm_eval_moecache.trace.importers import load_trace
+
+    room = plan.fit(model, hardware, context)
+    trace = load_trace(path or str(plan.stand_in(model)))
+    rows = list(plan.speeds(model, hardware, room, trace, context, _say))
+    _say("")
+    needed = plan.touched_share(trace, prompt)
+    compute_s, link_s = plan.first_token_s(model, hardware, room, prompt, needed)
+    found = {
+        "model": model.name,
+        "precision": model.stored.name,
+        "hardware": hardware.name,
+        "link_bytes_per_s": hardware.link_rate,
+        "context": context,
+        "prompt": prompt,
+        "fit": {**dataclasses.asdict(room), "share": room.share, "whole": room.is_whole},
+        "routing": trace.geometry.model,
+        "ttft_ms": 1000 * (compute_s + link_s),
+        "ttft_loads_ms": 1000 * link_s,
+        "fits_at": None if room.is_whole else plan.fitting_precision(model, hardware, context),
+        "rows": rows,
+    }
+    return {**found, "verdict": _verdict(found, hardware)}
+
+
+def _say(step: str) -> None:
+    """Say what is being replayed, where somebody looks."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{'replaying ' + step if step else '':40s}\r")
+        sys.stderr.flush()
+
+
+def two_digits(number: float) -> str:
+    """Return a number at two significant digits, without an exponent."""
+    if number == 0:
+        return "0"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:#.2g}"
+
+
+def _gb(nbytes: float) -> str:
+    return two_digits(nbytes / 1e9)
+
+
+def _seconds(ms: float) -> str:
+    return f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
+
+
+def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
+    room, rows = found["fit"], found["rows"]
+    name, first = f"{found['model']} ({found['precision']})", _seconds(found["ttft_ms"])
+    after = f"the first token of a {found['prompt']:,}-token prompt after {first}"
+    if room["whole"]:
+        speed = two_digits(rows[0]["tok_per_s"])
+        return f"{name} fits on {hardware.name}, no cache needed: about {speed} tok/s, {after}."
+    top = [row for row in rows if row["capacity_bytes"] == rows[-1]["capacity_bytes"]]
+    usable = [row for row in top if row["policy"] in _BUILDABLE]
+    lru = next(row for row in top if row["policy"] == "lru")
+    best = max(usable, key=lambda row: row["tok_per_s"])
+    text = (
+        f"{name} does not fit on {hardware.name}: {100 * room['share']:.0f}% of its experts do "
+        f"({two_digits(lru['capacity_cycles'])} cycles). With an LRU cache about "
+        f"{two_digits(lru['tok_per_s'])} tok/s, {after}"
     )
+    if best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
+        text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"
+    if found["fits_at"]:
+        text += f". All of it fits at --precision {found['fits_at']}"
+    return f"{text}."
+
+
+_BUILDABLE = {
+    "lru": "with an LRU cache",
+    "hazard": "evicting by forecast (hazard)",
+    "host": "with the host computing what is absent",
+}
+_WORDS = {
+    "cycles": "tokens' worth of experts (layers x top-k) that the memory holds; below 1 an LRU "
+    "cache keeps nothing from token to token",
+    "miss": "share of the requested experts that an LRU cache has to load",
+    "hazard": "evicts the expert whose next use is forecast to be furthest",
+    "prefetch": "hazard, and the next layer's experts are loaded ahead by a predictor that names "
+    "85% of them (recall) and is right in 85% of what it names",
+    "host": "LRU, and the host computes absent experts where that ends sooner",
+    "bound": "the fewest misses that any eviction could have (Belady); nothing reaches it",
+    "waits for": "what a token's time mostly goes to under LRU: the link, memory (compute), "
+    "launches",
+}
+
+
+def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: int) -> str:
+    room, rows = found["fit"], found["rows"]
+    link = f"{_gb(hardware.link_rate)} GB/s"
+    if hardware.link_efficiency != 1:
+        nominal = _gb(hardware.link_bytes_per_s)
+        link += f" ({nominal} nominal, of which single experts reach "
+        link += f"{100 * hardware.link_efficiency:.0f}%)"
+    memory = (
+        f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
+        f"{found['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
+        f"{_gb(room['all_experts'])}; activations left out."
+    )
+    if not room["whole"]:
+        memory += f" The other {_gb(room['all_experts'] - room['experts'])} GB of experts lie "
+        memory += f"behind a link of {link}."
+    lines = [found["verdict"], "", memory, ""]
+    lines = [each for line in lines for each in textwrap.wrap(line, width) or [""]]
+    if not room["whole"]:
+        lines += [*_table(rows), ""]
+        for word, means in _WORDS.items():
+            said = f"{word:9s} {means}"
+            lines += textwrap.wrap(said, width, subsequent_indent=" " * 10)
+        lines.append("")
+    kinds = [key for key, text in hardware.sources.items() if "assumed" in text]
+    notes = [f"Stored weights: {model.stored.name}. Sizes: {model.source}."]
+    if not room["whole"]:
+        notes.append(
+            f"Misses are those of a routing of {found['routing']}, replayed from an empty cache; "
+            f"its layers are charged as {model.name}'s."
+        )
+    if kinds:
+        notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(kinds)}.")
+    notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
+    if not room["whole"]:
+        notes.append(
+            "Engines of today make less of a link than batched copies do: by published figures a "
+            "third to a half of such speeds (docs/how_true.md). --bandwidth 8GB/s shows that end."
+        )
+    return "\n".join([*lines, *(each for n in notes for each in textwrap.wrap(n, width)), ""])
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lay out one line a capacity: its misses under LRU, and each policy's tokens a second."""
+    columns = ["experts", "GB", "cycles", "miss", "lru", "hazard", "prefetch", "host", "bound"]
+    head = [*columns, "waits for"]
+    body = []
+    for capacity in dict.fromkeys(row["capacity"] for row in rows):
+        of = {row["policy"]: row for row in rows if row["capacity"] == capacity}
+        lru = of["lru"]
+        speeds = [two_digits(of[n]["tok_per_s"]) if n in of else "-" for n in columns[4:]]
+        body.append(
+            [
+                f"{float(capacity[:-1]):.0f}%",
+                _gb(lru["capacity_bytes"]),
+                two_digits(lru["capacity_cycles"]),
+                f"{100 * lru['decode_miss_rate']:.0f}%",
+                *speeds,
+                lru["bound"],
+            ]
+        )
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+
+    def line(cells: list[str]) -> str:
+        return "  ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+
+    left = sum(widths[:4]) + 8
+    over = " " * left + "tok/s under each policy"
+    return [over, line(head), *(line(cells) for cells in body)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.report.figures import write_figures
-from lm_eval_moecache.report.plots import write_plots
+from lm_eval_moecache.records.schemas.report import Figure
+from lm_eval_moecache.report.plots import write_figures, write_plots
 from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.views import selected
 from lm_eval_moecache.sweep.spec import read_sweep
@@ -23,7 +22,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=str | None, help="default: DIR/plots")
     parser.add_argument("--task", type=str | None, help="TASK or TASK:METRIC; default: mean")
-    parser.add_argument("--group", default="policy", help="the setting that gives a run its colour")
+    parser.add_argument(
+        "--group", type=str | None, help="the setting that gives a run its colour; default: policy"
+    )
     parser.add_argument(
         "--where", type=str | None, help="only runs with these settings: capacity=5%%,policy=specmd"
     )
@@ -36,6 +37,12 @@ def run(arguments: Namespace) -> int:
     own = figures_of(folder)
     # A sweep that names its figures is told by those, unless another picture is asked for.
     if own and arguments.task is None:
+        if arguments.group is not None:
+            raise ValueError(
+                f"--group={arguments.group!r} has no effect on the `figures` of "
+                f"{folder / 'sweep.yaml'}, which have a `group` of their own. With --task the "
+                "usual plots are drawn instead."
+            )
         written = write_figures(runs, own, target)
     else:
         written = write_plots(runs, target, task=arguments.task, group=arguments.group)
@@ -54,6 +61,6 @@ def _chosen(runs: Sequence[Run], where: str | None) -> list[Run]:
     return found
 
 
-def figures_of(folder: Path) -> Sequence[Mapping[str, Any]]:
+def figures_of(folder: Path) -> list[Figure]:
     path = folder / "sweep.yaml"
-    return read_sweep(path).figures if path.is_file() else ()
+    return [*map(Figure.model_validate, read_sweep(path).figures)] if path.is_file() else []

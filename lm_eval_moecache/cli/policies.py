@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -17,27 +17,34 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
+from lm_eval_moecache.cli.parsers import listed, terminal_width, wrapped
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.report.explain import as_text, explain
 
+_LEAD = 24
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="explain this composition or algorithm")
-    parser.add_argument("--axis", choices=AXES, help="show the algorithms of one axis only")
+    parser.add_argument("--axis", choices=AXES, help="the algorithms of one axis, with a summary")
+    parser.add_argument("--all", action="store_true", help="parameters and sources of everything")
 
 
 def run(arguments: Namespace) -> int:
+    axes = AXES if arguments.axis is None else (arguments.axis,)
     if arguments.name is not None:
-        found = explain(arguments.name, AXES if arguments.axis is None else (arguments.axis,))
-        text = json.dumps(found, indent=2) + "\n" if arguments.json else as_text(found)
-        sys.stdout.write(text)
+        found = explain(arguments.name, axes)
+        text = as_text(found, terminal_width() - 1)
+        sys.stdout.write(json.dumps(found, indent=2) + "\n" if arguments.json else text)
         return 0
-    listing = collect(AXES if arguments.axis is None else (arguments.axis,))
+    listing = collect(axes)
     if arguments.json:
         sys.stdout.write(json.dumps(listing, indent=2) + "\n")
+    elif arguments.all or arguments.axis:
+        sys.stdout.write(_in_full(listing, with_sources=arguments.all))
     else:
-        sys.stdout.write(_as_text(listing, arguments.axis))
+        sys.stdout.write(_in_short(listing))
     return 0
 
 
@@ -70,28 +77,44 @@ def _parameter(parameter: inspect.Parameter) -> Any:
     return None if parameter.default is inspect.Parameter.empty else parameter.default
 
 
-def _as_text(listing: dict[str, Any], axis: str | None) -> str:
+def _in_short(listing: Mapping[str, Any]) -> str:
+    """Return the names alone: what each is, `moecache policies NAME` says."""
+    rows = [("policy=", [policy["name"] for policy in listing["compositions"]])]
+    rows += [(f"{axis}=", [a["name"] for a in found]) for axis, found in _axes(listing)]
+    rows += [("hardware=", listing["hardware"])]
     lines = []
-    if axis is None:
+    for key, names in rows:
+        lines += [key, *wrapped(", ".join(names), 2), ""]
+    lines += ["`moecache policies NAME` explains one, `--axis AXIS` summarises those of an"]
+    lines += ["axis, `--all` lists everything with parameters and sources."]
+    return "\n".join([*lines, f"Our tasks: --include_path {listing['task_configs']}", ""])
+
+
+def _in_full(listing: Mapping[str, Any], with_sources: bool) -> str:
+    lines = []
+    if with_sources:
         lines += ["Compositions (policy=NAME)", ""]
         for policy in listing["compositions"]:
-            choices = " + ".join(_shown(policy[a]) for a in AXES)
-            lines += [f"  {policy['name']:24s} {choices}", f"  {'':24s} {policy['source']}"]
+            choices = " + ".join(_shown(policy[axis]) for axis in AXES)
+            lines += listed([(policy["name"], f"{choices}. {policy['source']}")], _LEAD)
         lines.append("")
-    for name in AXES if axis is None else (axis,):
-        lines += [f"Algorithms: {name} ({name}=NAME, {name}.PARAMETER=VALUE)", ""]
-        for found in listing["algorithms"][name]:
-            defaults = ", ".join(f"{k}={v}" for k, v in found["parameters"].items())
-            lines += [f"  {found['name']:20s} {found['summary']}"]
-            lines += [f"  {'':20s} {defaults or 'no parameters'}; {found['source']}"]
+    for axis, algorithms in _axes(listing):
+        lines += [f"Algorithms: {axis} ({axis}=NAME, {axis}.PARAMETER=VALUE)", ""]
+        for found in algorithms:
+            text = found["summary"]
+            if with_sources:
+                defaults = ", ".join(f"{k}={v}" for k, v in found["parameters"].items())
+                text += f" {defaults or 'No parameters'}. {found['source']}"
+            lines += listed([(found["name"], text)], _LEAD)
         lines.append("")
-    if axis is None:
-        lines += [f"Hardware profiles: {', '.join(listing['hardware'])}"]
-        lines += [f"Tasks: --include_path {listing['task_configs']}", ""]
     return "\n".join(lines)
 
 
-def _shown(choice: dict[str, Any]) -> str:
+def _axes(listing: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    return list(listing["algorithms"].items())
+
+
+def _shown(choice: Mapping[str, Any]) -> str:
     parameters = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
     name = str(choice.get("name", choice.get("class_path")))
     if not parameters:

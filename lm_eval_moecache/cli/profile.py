@@ -1,4 +1,4 @@
-"""Make offline artifacts: a calibrated hardware profile of this machine, and others."""
+"""Make offline artifacts: buddy lists, predictors, a profile of this machine, and others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import importlib
 import pkgutil
 import sys
 
-from jsonargparse import ArgumentParser
-
-from lm_eval_moecache.cli.main import parsed
+from lm_eval_moecache.cli.main import parsed, summary_of
+from lm_eval_moecache.cli.parsers import listed, make_parser, wrapped
 from lm_eval_moecache.records.errors import unknown
 
 
@@ -16,14 +15,15 @@ def run_raw(argv: list[str]) -> int:
     """Hand the arguments to the action's module: `add_arguments(parser)`, `run(arguments)`."""
     names = action_names()
     if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(f"usage: moecache profile {{{','.join(names)}}} [options]\n\n{__doc__}\n")
+        head = ["usage: moecache profile WHAT [options]", "", *wrapped(str(__doc__)), ""]
+        rows = [(name, summary_of(f"profiling.{name}")) for name in names]
+        last = ["", "`moecache profile WHAT --help` has its options.", ""]
+        sys.stdout.write("\n".join([*head, *listed(rows, 16), *last]))
         return 0
     if argv[0] not in names:
         raise unknown("profile", argv[0], names)
     module = importlib.import_module(f"lm_eval_moecache.profiling.{argv[0]}")
-    parser = ArgumentParser(prog=f"moecache profile {argv[0]}", description=module.__doc__)
-    parser.add_argument("--config", action="config", help="read options from a YAML file")
-    parser.add_argument("--json", action="store_true", help="print machine-readable output")
+    parser = make_parser(f"moecache profile {argv[0]}", module.__doc__)
     module.add_arguments(parser)
     return int(module.run(parsed(parser, argv[1:])))
 

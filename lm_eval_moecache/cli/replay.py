@@ -4,7 +4,7 @@ Policies, axes, capacities, hardware and bandwidth may be lists (a,b,c): every c
 
 The policy is `on_demand` unless another is chosen, and not `specmd` as in a live run: any trace can
 be replayed with it, while specmd's prefetcher needs predictions, which only .parquet traces hold;
-and it is what the two bounds, LRU and Belady, are made of.
+and LRU and the bound on misses are of it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.cli.parsers import make_parser
 from lm_eval_moecache.engine.setting import LINKS, PRIORITY
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
@@ -31,6 +32,19 @@ from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
 from lm_eval_moecache.report.replay_table import as_json, as_table
 from lm_eval_moecache.trace.use import load_use
+
+# Option -> its help; each takes text, and is none unless given.
+_TEXTS = {
+    **{axis: f"replace the policy's {axis}; a,b,c" for axis in AXES},
+    "phases": "all, or decode: lossy algorithms act only while decoding",
+    "bandwidth": "of the link, in place of the profile's: 5GB/s; a,b,c",
+    "emulate": "charge each layer as one of this model: a name, a folder, or a YAML",
+    "warm": "fill the cache first: a trace, or a JSON of `moecache profile use`",
+    "seed": "of algorithms that draw; default: the recorded run's",
+    "expert_bytes": "size of one expert, for .jsonl and .npz traces: 12MiB",
+    "plot": "draw miss rate against capacity: .svg, .png",
+    "timeline": "write what compute, link and host did, for Perfetto: .json",
+}
 
 
 def run_raw(argv: list[str]) -> int:
@@ -52,15 +66,130 @@ def run_raw(argv: list[str]) -> int:
         emulate=None if arguments.emulate is None else load_real_model(arguments.emulate),
         warm=None if arguments.warm is None else load_use(arguments.warm),
     )
+    if arguments.timeline is not None:
+        from lm_eval_moecache.report.timeline import write_timeline
+
+        write_timeline(arguments.traces, setting, arguments.timeline)
     rows = run_sweep(arguments.traces, setting, show_progress=sys.stderr.isatty())
     if arguments.plot is not None:
         # matplotlib is an optional extra, and slow to import.
         from lm_eval_moecache.report.replay_plot import plot_miss_rates
 
         plot_miss_rates(rows, arguments.plot)
-    output = json.dumps(as_json(rows), indent=2) if arguments.json else as_table(rows)
-    sys.stdout.write(output + "\n")
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(rows), indent=2) + "\n")
+    else:
+        sys.stdout.write(as_table(rows, in_full=arguments.all) + "\n")
     return 0
+
+
+def parser(needs_traces: bool = True) -> ArgumentParser:
+    epilog = "Parameters of an axis: --eviction.order=fifo; see `moecache policies NAME`."
+    made = make_parser("moecache replay", __doc__, epilog)
+    traces = "trace files: .parquet, .csv, .jsonl, .npz"
+    made.add_argument("traces", nargs="+" if needs_traces else "*", type=str, help=traces)
+    made.add_argument("--policy", type=str, default="on_demand", help="composition, or YAML; a,b,c")
+    sizes = "5%, 2GiB, 51 (experts), 30/layer; a,b,c"
+    made.add_argument("--capacity", type=str, default="25%", help=sizes)
+    made.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help="profile, or YAML")
+    for name, text in _TEXTS.items():
+        made.add_argument(f"--{name}", type=str | None, help=text)
+    order = "demands first, or fifo: nothing is overtaken or withdrawn"
+    made.add_argument("--link", choices=list(LINKS), default=PRIORITY, help=order)
+    reset = "request: each starts as the first one did"
+    made.add_argument("--cache_reset", choices=["never", "request"], default="never", help=reset)
+    bounds = "also what LRU on demand misses, and the fewest misses that there can be"
+    made.add_argument("--bound", type=bool, default=True, help=bounds)
+    made.add_argument("--all", action="store_true", help="all columns of the table")
+    return made
+
+
+def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Return the options, and what they change in the policy.
+
+    The options of `--config` files come before those of the command line; who names an algorithm
+    drops the parameters that were given to it before.
+    """
+    words = list(argv)
+    known = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
+    layers = [_of_file(file, known) for file in _take_configs(words)]
+    traces: Any = []
+    rest: list[str] = []
+    parameters: dict[str, Any] = {}
+    for options in layers:
+        traces = options.pop("traces", traces)
+        new = {key: value for key, value in options.items() if "." in key}
+        parameters = _over(parameters, set(options), new)
+        rest += [word for key, value in options.items() for word in _as_words(key, value)]
+    plain, new = _split_parameters(words)
+    named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
+    arguments = parser(needs_traces=not traces).parse_args([*rest, *plain])
+    arguments.traces = arguments.traces or (traces if isinstance(traces, list) else [traces])
+    chosen = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
+    return arguments, chosen | _over(parameters, named, new)
+
+
+def _over(before: Mapping[str, Any], named: set[str], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters where those of an axis that is named anew are dropped."""
+    return {k: v for k, v in before.items() if k.partition(".")[0] not in named} | dict(new)
+
+
+def _take_configs(words: list[str]) -> list[str]:
+    """Take every `--config FILE` out of the words, and return the files."""
+    files = []
+    for at in reversed([i for i, word in enumerate(words) if word.split("=")[0] == "--config"]):
+        _, equals, value = words.pop(at).partition("=")
+        files.append(value if equals else _value_after(words, at, "--config"))
+    return files[::-1]
+
+
+def _of_file(file: str, known: set[str]) -> dict[str, Any]:
+    """Read a `--config` file; an axis may be a mapping, as in a policy's file."""
+    found = read_yaml(file, f"config={file!r}")
+    if not isinstance(found, dict):
+        raise ValueError(f"config={file!r} must hold a mapping of options.")
+    options: dict[str, Any] = {}
+    for key, value in found.items():
+        axis, dot, _ = str(key).partition(".")
+        if key not in known and not (dot and axis in AXES):
+            raise unknown(f"config file {Path(file).name}: option", key, known)
+        if key in AXES and isinstance(value, dict):
+            options |= {key if k == "name" else f"{key}.{k}": v for k, v in value.items()}
+        elif value is not None:
+            options[key] = value
+    return options
+
+
+def _as_words(key: str, value: Any) -> list[str]:
+    """Return an option of a file as it would stand on the command line."""
+    if "." in key:
+        return []
+    if key in ("json", "all"):
+        return [f"--{key}"] if value else []
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return [f"--{key}={text.lower() if isinstance(value, bool) else text}"]
+
+
+def _split_parameters(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take `--AXIS.PARAMETER=VALUE` out of the words."""
+    rest: list[str] = []
+    parameters: dict[str, Any] = {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name.partition(".")[0] not in AXES or "." not in name:
+            rest.append(word)
+            continue
+        value = value if equals else _value_after(queue, 0, word)
+        parameters[name] = parse_yaml(value, f"--{name}={shown(value)}")
+    return rest, parameters
+
+
+def _value_after(words: list[str], at: int, option: str) -> str:
+    if at >= len(words):
+        raise ValueError(f"{option} needs a value: {option}=VALUE.")
+    return words.pop(at)
 
 
 def _split(text: Any) -> list[Any]:
@@ -78,177 +207,6 @@ def _policies(names: str, overrides: Mapping[str, Any]) -> list[Policy]:
         policy = load_policy(name, {**overrides, **dict(zip(lists, chosen, strict=True))})
         found.setdefault(str(policy.as_dict()), policy)
     return list(found.values())
-
-
-def parser(needs_traces: bool = True) -> ArgumentParser:
-    made = ArgumentParser(
-        prog="moecache replay",
-        description=__doc__,
-        epilog="Parameters of an axis: --eviction.order=fifo. See `moecache policies` for all.",
-    )
-    made.add_argument("--config", action="config", help="read options from a YAML file")
-    made.add_argument("--json", action="store_true", help="print machine-readable output")
-    count = "+" if needs_traces else "*"
-    made.add_argument(
-        "traces", nargs=count, type=str, help="trace files: .parquet, .csv, .jsonl, .npz"
-    )
-    made.add_argument(
-        "--policy", type=str, default="on_demand", help="composition, or YAML (default: on_demand)"
-    )
-    for axis in AXES:
-        made.add_argument(f"--{axis}", type=str | None, help=f"replace the policy's {axis}; a,b,c")
-    made.add_argument("--phases", type=str | None, help="all, or decode, for lossy algorithms")
-    made.add_argument(
-        "--capacity",
-        type=str,
-        default="25%",
-        help="'5%%', '2GiB', '51', '30/layer'; a,b,c for many",
-    )
-    _add_machine(made)
-    _add_start(made)
-    made.add_argument("--seed", type=int | None, help="default: the recorded run's")
-    made.add_argument(
-        "--expert_bytes",
-        type=str | None,
-        help="size of one expert, for .jsonl and .npz traces: '12MiB'",
-    )
-    made.add_argument(
-        "--bound",
-        type=bool,
-        default=True,
-        help="also replay on-demand LRU and Belady, for `closeness` and the plot's Belady line",
-    )
-    made.add_argument("--plot", type=str | None, help="miss rate against capacity: .svg, .png")
-    return made
-
-
-def _add_machine(parser: ArgumentParser) -> None:
-    """Add what says how long things take."""
-    parser.add_argument(
-        "--link",
-        choices=list(LINKS),
-        default=PRIORITY,
-        help="demands first (default), or fifo: nothing is overtaken or withdrawn",
-    )
-    parser.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help="profile, or YAML")
-    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: '5GB/s'; a,b")
-    parser.add_argument(
-        "--emulate",
-        type=str | None,
-        help="charge each layer as one of this model: a name, a folder, or a YAML",
-    )
-
-
-def _add_start(parser: ArgumentParser) -> None:
-    """Add what says how the cache begins."""
-    parser.add_argument(
-        "--warm",
-        type=str | None,
-        help="fill it before the first request: a trace, or a JSON of `moecache profile use`",
-    )
-    parser.add_argument("--cache_reset", choices=["never", "request"], default="never")
-
-
-def _read_options(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
-    """Return the options, and what they change in the policy.
-
-    The options of `--config` files come before those of the command line; who names an algorithm
-    drops the parameters that were given to it before.
-    """
-    files, words = _split_configs(argv)
-    traces: list[str] = []
-    rest: list[str] = []
-    parameters: dict[str, Any] = {}
-    layers = []
-    for file in files:
-        options = _read_file(file)
-        traces = _as_list(options.pop("traces", traces))
-        layers.append(_split_options(options))
-    for plain, new in [*layers, _split_parameters(words)]:
-        named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
-        kept = {k: v for k, v in parameters.items() if k.partition(".")[0] not in named}
-        parameters = kept | new
-        rest += plain
-    arguments = parser(needs_traces=not traces).parse_args(rest)
-    arguments.traces = arguments.traces or traces
-    given = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
-    return arguments, given | parameters
-
-
-def _split_configs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take every `--config FILE` out of the words."""
-    files: list[str] = []
-    rest: list[str] = []
-    queue = list(argv)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.partition("=")
-        if name != "--config":
-            rest.append(word)
-            continue
-        if not equals:
-            if not queue:
-                raise ValueError("--config needs a file: --config FILE.")
-            value = queue.pop(0)
-        files.append(value)
-    return files, rest
-
-
-def _read_file(file: str) -> dict[str, Any]:
-    """Read a `--config` file; an axis may be a mapping, as in a policy's file."""
-    found = read_yaml(file, f"config={file!r}")
-    if not isinstance(found, dict):
-        raise ValueError(f"config={file!r} must hold a mapping of options.")
-    known = set(vars(parser().get_defaults())) - {"config"}
-    options: dict[str, Any] = {}
-    for key, value in found.items():
-        axis, dot, _ = str(key).partition(".")
-        if key not in known and not (dot and axis in AXES):
-            raise unknown(f"config file {Path(file).name}: option", key, known)
-        if key in AXES and isinstance(value, dict):
-            inner = dict(value)
-            options[key] = inner.pop("name", None)
-            options |= {f"{key}.{parameter}": chosen for parameter, chosen in inner.items()}
-        else:
-            options[key] = value
-    return options
-
-
-def _split_options(options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Do for the options of a file what `_split_parameters` does for words."""
-    words: list[str] = []
-    for key, value in options.items():
-        if "." in key or value is None:
-            continue
-        if key == "json":
-            words += ["--json"] if value else []
-        else:
-            text = ",".join(map(str, _as_list(value)))
-            words.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
-    return words, {key: value for key, value in options.items() if "." in key}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _split_parameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take `--AXIS.PARAMETER=VALUE` out of the words."""
-    rest: list[str] = []
-    parameters: dict[str, Any] = {}
-    queue = list(argv)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name.partition(".")[0] not in AXES or "." not in name:
-            rest.append(word)
-            continue
-        if not equals:
-            if not queue:
-                raise ValueError(f"{word} needs a value: {word}=VALUE.")
-            value = queue.pop(0)
-        parameters[name] = parse_yaml(value, f"--{name}={shown(value)}")
-    return rest, parameters
 
 
 def _expert_bytes(text: str | None) -> int | None:

@@ -12,10 +12,9 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.records.schemas.recipe import Recipe
 from lm_eval_moecache.records.schemas.sweep import check_limit, read_jobs
+from lm_eval_moecache.report.paper_comparison import comparison_table
 from lm_eval_moecache.report.render import as_markdown
-from lm_eval_moecache.report.results import Run, load_runs
-from lm_eval_moecache.report.runs_file import RUNS
-from lm_eval_moecache.report.said import said_table
+from lm_eval_moecache.report.results import RUNS, Run, load_runs
 from lm_eval_moecache.sweep.files import write_atomically
 from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
 
@@ -96,5 +95,5 @@ def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
         head.append(f"Claims: {', '.join(recipe.claims)}.")
     if recipe.notes:
         head += ["", recipe.notes.strip()]
-    table = said_table("The paper's numbers beside ours", recipe.said, runs)
+    table = comparison_table("The paper's numbers beside ours", recipe.said, runs)
     return "\n".join([*head, "", as_markdown([table])])

@@ -10,20 +10,22 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.files import read_json, read_yaml
+from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.found import FrontFile, RowsFile
 from lm_eval_moecache.records.schemas.report import Board
-from lm_eval_moecache.report.html import as_html
-from lm_eval_moecache.report.render import as_csv, as_json, as_latex, as_markdown, rows_as_markdown
-from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.runs_file import PACKED, RUNS
-from lm_eval_moecache.report.submission import distinct
-from lm_eval_moecache.report.tables import Table, leaderboard
+from lm_eval_moecache.report.render import (
+    as_csv,
+    as_html,
+    as_json,
+    as_latex,
+    as_markdown,
+    rows_as_markdown,
+)
+from lm_eval_moecache.report.results import PACKED, RUNS, load_runs
+from lm_eval_moecache.report.tables import Table, distinct, leaderboard
 from lm_eval_moecache.report.views import selected, view_table
-from lm_eval_moecache.sweep.files import write_atomically
 from lm_eval_moecache.sweep.spec import read_sweep
-from lm_eval_moecache.tune.outcome import front_table
 
 logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
@@ -74,7 +76,7 @@ def run(arguments: Namespace) -> int:
         for each in board_folders(folder):
             _write(each, collect(each), chosen)
         for path, text in other_tables(folder).items():
-            write_atomically(path, text)
+            write_whole(path, text.encode())
             sys.stdout.write(f"{path}\n")
         return 0
     tables = collect(folder, *given)
@@ -90,7 +92,7 @@ def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     for name in [chosen] if chosen else _FORMATS:
         path = folder / f"table.{'tex' if name == 'latex' else name}"
-        write_atomically(path, _ANY_FORM[name](tables))
+        write_whole(path, _ANY_FORM[name](tables).encode())
         sys.stdout.write(f"{path}\n")
 
 
@@ -139,6 +141,8 @@ def other_table(path: Path) -> str | None:
         check(RowsFile, data, what)
         return rows_as_markdown(data["rows"])
     if "front" in data:
+        from lm_eval_moecache.tune.outcome import front_table
+
         check(FrontFile, data, what)
         return front_table(data)
     return None

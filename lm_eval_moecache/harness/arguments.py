@@ -1,32 +1,41 @@
-"""Reads `--model_args`: which keys are ours, which are HFLM's, and what each of ours may be."""
+"""`--model_args`: which keys are ours, what each may be, and which combinations cannot run.
+
+Everything here is checked without torch and before any model is read: `split_arguments` tells our
+keys from those of lm-eval's `hf` model, `read_config` checks ours. What depends on the model is
+checked in `preflight`.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any
+from functools import cache
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.setting import (
-    LINKS,
+    FIFO,
     PRIORITY,
     PROMPT_LOOKUP,
     Setting,
     check_host,
     offline,
 )
-from lm_eval_moecache.harness.clock_checks import check_clock
-from lm_eval_moecache.harness.encoded_dir import read_encoded_dir
-from lm_eval_moecache.harness.scan_checks import check_scan
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
 from lm_eval_moecache.records.draft import MOST_DRAFTED
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
-from lm_eval_moecache.records.errors import nearest, unknown
+from lm_eval_moecache.records.errors import nearest
+from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
-from lm_eval_moecache.records.numbers import read_count, shown
+from lm_eval_moecache.records.schemas.base import Schema, check, count
 from lm_eval_moecache.records.sizes import (
     capacity_text,
     check_capacity,
@@ -36,7 +45,7 @@ from lm_eval_moecache.records.sizes import (
 )
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.trace.detail import Detail
-from lm_eval_moecache.trace.use import load_use
+from lm_eval_moecache.trace.use import load_use, placement
 from lm_eval_moecache.trace.writer import prepare_folder
 
 # DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
@@ -44,21 +53,6 @@ DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
 """What a trace keeps: what lossless policies ask for, with the prefetchers of the compositions;
 what any replay may ask for; or the experts alone."""
-CHOICES = {
-    "clock": ("virtual", "wall"),
-    "store": ("ram", "disk"),
-    "scoring": ("parallel", "scan"),
-    "cache_reset": ("never", "request"),
-    "link": LINKS,
-    "trace_keep": KEPT,
-}
-KEYS = (
-    *("policy", *AXES, "capacity", "precision", "hardware", "bandwidth", "phases", "seed"),
-    *("trace", "store_dir", "encoded_dir", "emulate", "warm"),
-    *CHOICES,
-    *("draft", "draft_tokens"),
-)
-NAMES = ("hardware", "trace", "store_dir", "encoded_dir", "emulate", "warm", "draft")
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 FROM_PRETRAINED = (
     "attn_implementation",
@@ -72,6 +66,108 @@ FROM_PRETRAINED = (
     "use_safetensors",
     "variant",
 )
+
+
+def _text(value: object) -> str | None:
+    """lm-eval makes whole numbers of digits: a folder may be called 7."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, PurePath)):
+        raise ValueError("must be text: a name, or a path")
+    return str(value)
+
+
+Name = Annotated[str | None, BeforeValidator(_text)]
+
+
+class ModelArguments(Schema):
+    """Our keys of `--model_args`, with their defaults and what `moecache eval --help` says."""
+
+    policy: Any = Field(
+        "specmd", description="a name that `moecache policies` lists, a YAML file, or a mapping"
+    )
+    routing: Any = Field(
+        None,
+        description="replace this axis of the policy by an algorithm's name, or the path of a "
+        "class of yours (`my_package.MyRouting`); its parameters as `routing.NAME=value`",
+    )
+    prefetch: Any = Field(None, description="the same for prefetching")
+    eviction: Any = Field(None, description="the same for eviction")
+    miss: Any = Field(None, description="the same for what becomes of absent experts")
+    capacity: Any = Field(
+        "25%",
+        description="of the cache: `5%` of all expert bytes, `2GiB`, `51` experts, `30/layer` (a "
+        "cache per layer)",
+    )
+    precision: Any = Field(
+        None,
+        description="how experts are stored, best first: `int8`, `int8:int4:int2` (default: the "
+        "model's type)",
+    )
+    hardware: Name = Field(
+        DEFAULT_PROFILE, description="the device to emulate: a profile's name, or a YAML of one"
+    )
+    bandwidth: Any = Field(None, description="of the link, in place of the profile's: `5GB/s`")
+    link: Literal["priority", "fifo"] = Field(
+        "priority", description="`priority`: demands first, stale prefetches withdrawn; or `fifo`"
+    )
+    emulate: Name = Field(
+        None, description="charge each layer as one of this model: a name, a folder or a YAML"
+    )
+    warm: Name = Field(
+        None,
+        description="fill the cache before the first request: a trace, or a JSON that `profile "
+        "use` writes",
+    )
+    phases: Any = Field(
+        None,
+        description="`all`, or `decode`: lossy algorithms act only while decoding (default: the "
+        "policy's)",
+    )
+    seed: Annotated[int, count()] = Field(0, description="of algorithms that draw")
+    trace: Name = Field(
+        None, description="folder to record a routing trace into, for `moecache replay`"
+    )
+    trace_keep: Literal["lossless", "all", "routing"] = Field(
+        "lossless",
+        description="what the trace keeps: `lossless`, for replays of lossless policies; `all`, "
+        "for lossy ones as well; `routing`, the experts alone",
+    )
+    clock: Literal["virtual", "wall"] = Field(
+        "virtual", description="`virtual`, or `wall`: real transfers on this machine, measured"
+    )
+    store: Literal["ram", "disk"] = Field(
+        "ram", description="with `clock=wall`: absent experts lie in `ram` or on `disk`"
+    )
+    store_dir: Name = Field(
+        None, description="folder of the files of `store=disk` (default: ~/.cache/lm-eval-moecache)"
+    )
+    encoded_dir: Name = Field(
+        None, description="with `precision`: folder that keeps encoded experts for later loads"
+    )
+    scoring: Literal["parallel", "scan"] = Field(
+        "parallel", description="`parallel`, or `scan`: scored text is routed as if it were decoded"
+    )
+    cache_reset: Literal["never", "request"] = Field(
+        "never", description="`never`, or `request`: each request starts as the first one did"
+    )
+    draft: Name = Field(
+        None,
+        description="`moecache-spec`, `prefetch=draft`: a model, `tiny-draft`, `self:int4` or "
+        "`prompt_lookup` (default: self:int4)",
+    )
+    draft_tokens: Annotated[int, count(1, MOST_DRAFTED)] | None = Field(
+        None, description="`moecache-spec`: tokens drafted for each verify pass (default: 1)"
+    )
+
+
+KEYS = tuple(ModelArguments.model_fields)
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    key: get_args(field.annotation)
+    for key, field in ModelArguments.model_fields.items()
+    if getattr(field.annotation, "__origin__", None) is Literal
+}
+"""Key -> the values it may have, the default first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +218,27 @@ class Config:
         charged = geometry if emulate is None else emulate.emulated_by(geometry)
         return Setting(
             policy=self.policy,
-            capacity=parse_capacity(self.capacity, charged),
+            capacity=parse_capacity(self.capacity, charged, per_layer=self.policy.per_layer),
             emulate=emulate,
             link=self.link,
-            warm=self.warm,
+            warm=placement(self.policy, self.warm, geometry),
             hardware=self.hardware,
             seed=self.seed,
             throttle_bytes_per_s=self.throttle_bytes_per_s,
         )
+
+
+@cache
+def host_keys() -> frozenset[str]:
+    """Return the arguments of lm-eval's `hf` model, from its source: importing it takes torch."""
+    package = importlib.util.find_spec("lm_eval")
+    assert package is not None and package.origin is not None, "lm-eval is not installed"
+    source = (Path(package.origin).parent / "models" / "huggingface.py").read_text("utf-8")
+    classes = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
+    (hflm,) = [each for each in classes if each.name == "HFLM"]
+    methods = [n for n in hflm.body if isinstance(n, ast.FunctionDef)]
+    (made,) = [method.args for method in methods if method.name == "__init__"]
+    return frozenset(each.arg for each in (*made.args, *made.kwonlyargs)) - {"self"}
 
 
 def split_arguments(
@@ -160,50 +269,51 @@ def read_config(
 ) -> Config:
     """Check our arguments and fill in the defaults. Raises ValueError before any model is read.
 
-    `speculative` is whether a draft model drafts: only then there are the keys of drafting.
-    `replayed` is whether a trace is: only then may an algorithm know the future.
     lm-eval reads `prefetch=none` as Python's None: on an axis it is the name again. Elsewhere None
     means that the key is not given.
+
+    Args:
+        given: Our keys, and parameters of axes as `eviction.NAME`.
+        speculative: Whether a draft model drafts (`moecache-spec`): only then the keys of drafting
+            are taken.
+        replayed: Whether a trace is replayed: only then an algorithm may know the future.
     """
     named = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
-    given = _named({k: v for k, v in named.items() if v is not None})
+    given = {k: v for k, v in named.items() if v is not None}
+    asked = check(ModelArguments, {k: v for k, v in given.items() if k in KEYS}, "model_args")
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
-    policy = load_policy(given.get("policy", "specmd"), overrides)
+    policy = load_policy(asked.policy, overrides)
     if not replayed:
         _check_online(policy)
-    capacity = capacity_text(given.get("capacity", "25%"))
+    capacity = capacity_text(asked.capacity)
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    choices = _choose(given)
-    check_clock(choices, given, policy)
-    check_scan(choices["scoring"], policy, capacity)
-    bandwidth = None if given.get("bandwidth") is None else str(given["bandwidth"])
-    wall = choices["clock"] == "wall"
-    drafting = _read_draft(given, policy, speculative)
+    _check_clock(asked, given, policy)
+    _check_scan(asked.scoring, policy, capacity)
+    bandwidth = None if asked.bandwidth is None else str(asked.bandwidth)
+    wall = asked.clock == "wall"
+    draft, draft_tokens = _read_draft(asked, policy, speculative)
     return Config(
         policy=policy,
         capacity=capacity,
-        hardware=_hardware(given, policy, None if wall else bandwidth),
+        hardware=_hardware(asked, policy, None if wall else bandwidth),
         throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
-        store_dir=None if given.get("store_dir") is None else str(given["store_dir"]),
-        encoded_dir=read_encoded_dir(given),
-        seed=read_count("seed", given.get("seed", 0), exact=True),
-        precision=_precision(given.get("precision"), choices, policy, drafting.get("draft")),
-        emulate=None if given.get("emulate") is None else load_real_model(str(given["emulate"])),
-        warm=None if given.get("warm") is None else load_use(str(given["warm"])),
-        trace=_trace_folder(given),
-        **choices,
-        **drafting,
+        store=asked.store,
+        store_dir=asked.store_dir,
+        encoded_dir=_encoded_dir(asked),
+        seed=asked.seed,
+        precision=_precision(asked, policy, draft),
+        emulate=None if asked.emulate is None else load_real_model(asked.emulate),
+        warm=None if asked.warm is None else load_use(asked.warm),
+        trace=_trace_folder(asked, given),
+        trace_keep=asked.trace_keep,
+        clock=asked.clock,
+        scoring=asked.scoring,
+        cache_reset=asked.cache_reset,
+        link=asked.link,
+        draft=draft,
+        draft_tokens=draft_tokens,
     )
-
-
-def _named(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refuse what is neither text nor a path; lm-eval makes whole numbers of digits."""
-    for key in NAMES:
-        value = given.get(key, "")
-        if isinstance(value, bool) or not isinstance(value, (str, int, PurePath)):
-            raise ValueError(f"{key}={shown(value)} must be text: a name, or a path.")
-    return given
 
 
 def _check_online(policy: Policy) -> None:
@@ -213,30 +323,105 @@ def _check_online(policy: Policy) -> None:
             raise offline(algorithm)
 
 
-def _hardware(given: Mapping[str, Any], policy: Policy, bandwidth: str | None) -> Hardware:
-    found = load_hardware(str(given.get("hardware", DEFAULT_PROFILE)), bandwidth)
-    if policy.miss.algorithm.uses_host and given.get("clock") != "wall":
+def _check_clock(asked: ModelArguments, given: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
+    if asked.clock == "virtual":
+        for key in ("store", "store_dir"):
+            if key in given:
+                raise ValueError(
+                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
+                    "moved. Allowed with it: clock=wall."
+                )
+        return
+    if "hardware" in given:
+        raise ValueError(
+            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
+            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
+        )
+    if asked.link == FIFO:
+        raise ValueError(
+            "link='fifo' does not go with clock='wall', whose demands always go first. Allowed "
+            "with it: clock=virtual."
+        )
+    if "emulate" in given:
+        raise ValueError(
+            f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
+            "the model's own experts. Allowed with it: clock=virtual."
+        )
+    if "store_dir" in given and asked.store != "disk":
+        raise ValueError(
+            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
+            "store=disk."
+        )
+    if asked.store_dir is not None:
+        _check_folder("store_dir", asked.store_dir)
+    if policy.miss.algorithm.uses_host and asked.scoring == "scan":
+        raise ValueError(
+            f"scoring='scan' does not go with miss={policy.miss.name!r} and clock='wall': who is "
+            "sooner done, host or link, shows only while a token is served, and all tokens of a "
+            "text are decided first. Allowed with scan: miss=fetch, or clock=virtual."
+        )
+
+
+def _check_scan(scoring: str, policy: Policy, capacity: str) -> None:
+    """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
+    if scoring != "scan":
+        return
+    if not (is_per_layer(capacity) or policy.per_layer):
+        raise ValueError(
+            f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
+            "all layers: routing token after token inside a layer has no order across layers. "
+            "Allowed with scan: a capacity like '30/layer'."
+        )
+    if policy.prefetch.algorithm.is_active:
+        raise ValueError(
+            f"scoring='scan' does not go with prefetch={policy.prefetch.name!r}: prefetches cross "
+            "layers, and scan goes through one layer at a time. Allowed with scan: prefetch=none."
+        )
+    if getattr(policy.routing.algorithm, "depth", 0):
+        raise ValueError(
+            f"scoring='scan' does not go with routing={policy.routing.name!r}, which decides a "
+            "layer's experts in the layer before. Allowed with scan: a routing of one layer."
+        )
+
+
+def _hardware(asked: ModelArguments, policy: Policy, bandwidth: str | None) -> Hardware:
+    found = load_hardware(str(asked.hardware), bandwidth)
+    if policy.miss.algorithm.uses_host and asked.clock != "wall":
         check_host(found)
     return found
 
 
-def _choose(given: Mapping[str, Any]) -> dict[str, Any]:
-    choices = {}
-    for key, allowed in CHOICES.items():
-        choices[key] = str(given.get(key, allowed[0]))
-        if choices[key] not in allowed:
-            raise unknown(key, choices[key], allowed)
-    return choices
-
-
-def _precision(
-    given: object, choices: Mapping[str, str], policy: Policy, draft: str | None
-) -> str | None:
-    """Check the ladder and what it does not go with."""
-    if given is None:
+def _encoded_dir(asked: ModelArguments) -> str | None:
+    """Check the folder in which encoded experts are kept."""
+    folder = asked.encoded_dir
+    if folder is None:
         return None
-    ladder = parse_ladder(given)
-    if choices["scoring"] == "scan" and policy.miss.algorithm.uses_ladder:
+    if asked.precision is None:
+        raise ValueError(
+            f"encoded_dir={folder!r} has no effect without precision=: experts are stored as they "
+            "are. Allowed with it: precision=int8, int8:int4:int2 and others."
+        )
+    _check_folder("encoded_dir", folder)
+    return folder
+
+
+def _check_folder(key: str, folder: str) -> None:
+    """Refuse a folder of a run's files that nothing could be written to."""
+    try:
+        check_writable(Path(folder) / "kept")
+    except OSError as error:
+        raise ValueError(
+            f"{key}={folder!r} cannot be written to: {error}. Allowed: a folder of yours."
+        ) from error
+
+
+def _precision(asked: ModelArguments, policy: Policy, draft: str | None) -> str | None:
+    """Check the ladder and what it does not go with."""
+    if asked.precision is None:
+        return None
+    ladder = parse_ladder(asked.precision)
+    if asked.scoring == "scan" and policy.miss.algorithm.uses_ladder:
         raise ValueError(
             f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "
             "run one expert at different precisions, but are executed together. Allowed with "
@@ -244,42 +429,40 @@ def _precision(
         )
     if draft is not None and draft.startswith("self:"):
         raise ValueError(
-            f"draft={draft!r} is made of the target's own weights, which precision={given!r} does "
-            "not keep. Allowed with it: another draft, as a folder or a hub id."
+            f"draft={draft!r} is made of the target's own weights, which "
+            f"precision={asked.precision!r} does not keep. Allowed with it: another draft, as a "
+            "folder or a hub id."
         )
     return ":".join(ladder)
 
 
-def _read_draft(given: Mapping[str, Any], policy: Policy, speculative: bool) -> dict[str, Any]:
-    prefetch = policy.prefetch.algorithm
-    needs_draft = getattr(prefetch, "needs_draft", False)
+def _read_draft(
+    asked: ModelArguments, policy: Policy, speculative: bool
+) -> tuple[str | None, int | None]:
+    """Return what drafts, and how many tokens, where something does."""
+    needs_draft = getattr(policy.prefetch.algorithm, "needs_draft", False)
     if not speculative:
         for key in ("draft", "draft_tokens") if not needs_draft else ("draft_tokens",):
-            if key in given:
+            if getattr(asked, key) is not None:
                 raise ValueError(
-                    f"{key}={given[key]!r} is for --model moecache-spec; --model moecache decodes "
-                    "without a draft (with prefetch=draft one reads along, and drafts no tokens)."
+                    f"{key}={getattr(asked, key)!r} is for --model moecache-spec; --model moecache "
+                    "decodes without a draft (with prefetch=draft one reads along, and drafts no "
+                    "tokens)."
                 )
         if not needs_draft:
-            return {}
-    draft = str(given.get("draft", DEFAULT_DRAFT))
-    tokens = given.get("draft_tokens", DEFAULT_DRAFT_TOKENS)
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MOST_DRAFTED:
-        raise ValueError(
-            f"draft_tokens={shown(tokens)} must be a whole number, 1 or more and at most "
-            f"{MOST_DRAFTED}; use --model moecache to decode without a draft."
-        )
+            return None, None
+    draft = asked.draft or DEFAULT_DRAFT
     if needs_draft and draft == PROMPT_LOOKUP:
         raise ValueError(
             f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "
             f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
             "self:int4; or another prefetch."
         )
-    return {"draft": draft, "draft_tokens": tokens} if speculative else {"draft": draft}
+    return draft, (asked.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None
 
 
-def _trace_folder(given: Mapping[str, Any]) -> str | None:
-    folder = given.get("trace")
+def _trace_folder(asked: ModelArguments, given: Mapping[str, Any]) -> str | None:
+    folder = asked.trace
     if folder is None:
         if "trace_keep" in given:
             raise ValueError(
@@ -287,7 +470,20 @@ def _trace_folder(given: Mapping[str, Any]) -> str | None:
                 ". Allowed: trace=DIR with it, or neither."
             )
         return None
-    if not str(folder).strip():
+    if not folder.strip():
         raise ValueError(f"trace={folder!r} names no folder. Allowed: one; or leave trace= out.")
-    prepare_folder(str(folder))
-    return str(folder)
+    prepare_folder(folder)
+    return folder
+
+
+def help_text(width: int) -> str:
+    """Return the section that stands below lm-eval's own help."""
+    lines = ["keys of --model_args (--model moecache and moecache-spec), beside those of `hf`:", ""]
+    for key, field in ModelArguments.model_fields.items():
+        default = "" if field.default is None else f" (default: {field.default})"
+        text = f"{field.description}{default}".replace("`", "")
+        lead = f"  {key:14s}"
+        lines.append(
+            textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))
+        )
+    return "\n".join([*lines, ""])

@@ -10,13 +10,12 @@ from transformers.utils import cached_file
 
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, SELF
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.loaded import model_name
-from lm_eval_moecache.model.checkpoint import model_path, skeleton
+from lm_eval_moecache.harness.preflight import model_name
+from lm_eval_moecache.model.checkpoint import check_weights, model_path, skeleton
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.model.speculative.draft_model import matching_layers, measure
-from lm_eval_moecache.model.weights import check_weights
 
 
 def check_draft(config: Config, pretrained: Any, theirs: Mapping[str, Any]) -> None:

@@ -1,17 +1,18 @@
-"""Around each evaluation: it counts from zero, and its figures stand in lm-eval's own results.
+"""The one trick on lm-eval's insides: its `evaluate` is wrapped, for our models only.
 
+Around each evaluation: it counts from zero, and its figures stand in lm-eval's own results.
 lm-eval calls a model with requests and never says where an evaluation begins, and its results hold
-what tasks say, not models. So `evaluate`, through which `simple_evaluate` and the command line go,
-is wrapped once our models are imported; with any other model it is the plain function. Who took
-`evaluate` from lm-eval before importing our models has to call `lm.reset()` between evaluations.
+what tasks say, not models: it has no seam for either. So `evaluate`, through which
+`simple_evaluate` and the command line go, is wrapped once our models are imported; with any other
+model it is the plain function. Who took `evaluate` from lm-eval before importing our models has to
+call `lm.reset()` between evaluations.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import lm_eval.evaluator
 from lm_eval.api.metrics import mean, mean_stderr
@@ -25,24 +26,18 @@ SAMPLE_KEY = "speed"
 """Of a line that `--log_samples` writes: the figures of its document."""
 
 
-class Evaluated:
-    """A harness model that is told where its evaluations begin (to be mixed into HFLM)."""
+class Evaluated(Protocol):
+    """A harness model that is told where its evaluations begin."""
 
-    @abstractmethod
-    def reset(self) -> None:
-        """Start anew: a cold cache and empty counts, as after loading."""
-
-    @abstractmethod
     def begin_evaluation(self) -> None:
         """Start anew if there have been requests, so that no evaluation depends on another."""
 
-    @abstractmethod
     def evaluated(self) -> Sequence[RequestRecord]:
         """Return the requests of this evaluation, those of all ranks on the first."""
 
 
-def watch_evaluations() -> None:
-    """Wrap lm-eval's `evaluate`. Safe to call twice."""
+def watch_evaluations(model_class: type[Evaluated]) -> None:
+    """Wrap lm-eval's `evaluate` for models of this class. Safe to call twice."""
     plain = lm_eval.evaluator.evaluate
     if getattr(plain, "tells_moecache", False):
         return
@@ -50,7 +45,7 @@ def watch_evaluations() -> None:
     @functools.wraps(plain)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         lm = kwargs.get("lm", args[0] if args else None)
-        if not isinstance(lm, Evaluated):
+        if not isinstance(lm, model_class):
             return plain(*args, **kwargs)
         lm.begin_evaluation()
         results = plain(*args, **kwargs)

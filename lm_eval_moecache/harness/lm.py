@@ -3,78 +3,134 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.attribution import RecordedStr, distinct, fingerprint, publish
-from lm_eval_moecache.harness.caller import check_caller, check_generation, check_use_cache
 from lm_eval_moecache.harness.draft_checks import check_draft
-from lm_eval_moecache.harness.evaluation import Evaluated, watch_evaluations
-from lm_eval_moecache.harness.guided import Guided
-from lm_eval_moecache.harness.loaded import model_name
-from lm_eval_moecache.harness.loading import Loading, LoadingLM
-from lm_eval_moecache.harness.preflight import Bare, preflight
-from lm_eval_moecache.harness.ranks import Ranked, merge
+from lm_eval_moecache.harness.draft_guide import DraftGuide
+from lm_eval_moecache.harness.errors import as_arguments_error, ending_lm_eval_in_one_line
+from lm_eval_moecache.harness.evaluation import watch_evaluations
+from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
+from lm_eval_moecache.harness.model_loader import ModelLoader
+from lm_eval_moecache.harness.preflight import Bare, model_name, preflight
+from lm_eval_moecache.harness.ranks import RankFigures, Ranks, merge
 from lm_eval_moecache.harness.recording import recorder_of
-from lm_eval_moecache.harness.refusal import refusing
-from lm_eval_moecache.harness.run_report import run_report
-from lm_eval_moecache.model.checkpoint import model_path, skeleton
-from lm_eval_moecache.model.ended import EndedRows
+from lm_eval_moecache.harness.run_report import run_report, speed_rows
+from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.weights import weights_files, weights_identity
-from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.numbers import check_typed
 from lm_eval_moecache.records.paths import TINY
+from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.trace.columns import NO_REQUEST
 
 Checked = tuple[Config, dict[str, Any]]
 
 
-watch_evaluations()
+class MoECacheLM(HFLM):
+    """A mixture-of-experts model of transformers, run inside an expert cache.
 
+    Requests, prompts and scores are HFLM's own. Each evaluation starts with a cold cache and
+    reports its own requests only. Every error a setting can cause is raised before the weights are
+    loaded.
 
-class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
-    """Any Mixture-of-Experts model of transformers, run inside an expert cache.
+    Args:
+        pretrained: A hub id, a folder, `tiny`, or a loaded model (which is taken over until
+            `wrapped.unwrap()`).
+        arguments: The keys of `arguments.ModelArguments`, parameters of axes as
+            `**{"eviction.order": "fifo"}`, and all arguments of HFLM.
 
-    Takes the keys of `arguments.KEYS` and all arguments of HFLM; `pretrained` may be a loaded model
-    (which is taken over until `wrapped.unwrap()`) and `policy` a mapping. Every error a setting can
-    cause is raised before the weights are loaded. Requests, prompts and scores are HFLM's own. Each
-    evaluation starts with a cold cache and reports its own requests only.
+    Example:
+        >>> from lm_eval_moecache import MoECacheLM  # doctest: +SKIP
+        >>> lm = MoECacheLM("tiny", policy="specmd", capacity="25%")  # doctest: +SKIP
+        >>> lm_eval.simple_evaluate(lm, tasks=["tiny_gsm8k"], limit=4)  # doctest: +SKIP
+        >>> pandas.DataFrame(lm.speed())[["task", "tok_per_s", "miss_rate"]]  # doctest: +SKIP
     """
 
+    is_speculative: ClassVar[bool] = False
+
     def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
-        with refusing(pretrained):
-            check_caller(self.is_speculative)
+        with as_arguments_error(pretrained):
             config, theirs = self._check(pretrained, arguments)
         self._model_name = model_name(pretrained)
-        bare = skeleton(pretrained, theirs)
         path = model_path(pretrained)
-        files = weights_files(path, theirs)
-        self.loading = Loading(config, bare, weights_identity(path, theirs), files)
-        super().__init__(pretrained=model_path(pretrained), **theirs)
-        self.count_ranks()
+        bare, files = skeleton(pretrained, theirs), weights_files(path, theirs)
+        identity = weights_identity(path, theirs)
+        self.loader = ModelLoader(config, bare, identity, files, theirs["device"])
+        super().__init__(pretrained=path, **theirs)
+        # HFLM divides documents over GPUs of one host; here a process without a GPU, or on another
+        # host, is a rank like any other.
+        if (accelerator := getattr(self, "accelerator", None)) is not None:
+            self._rank = int(accelerator.process_index)
+            self._world_size = int(accelerator.num_processes)
+        self.ranks = Ranks(int(self.world_size), self._own_figures)
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
+        self._guide = DraftGuide(self.model, self._moe_layers, self.loader.experts_of())
+        self._has_shown = False
         self._wrap(config)
 
     def _check(self, pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
         return check_arguments(pretrained, arguments)
 
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> MoECacheLM:
+        check_typed(arg_string)
+        return cls.create_from_arg_obj(
+            utils.simple_parse_args_string(arg_string), additional_config
+        )
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> MoECacheLM:
+        """Make the model; what `--model_args` says goes before lm-eval's options of that name.
+
+        lm-eval always passes `device` and `batch_size`, and ends in a TypeError where both are.
+        """
+        options = {k: v for k, v in (additional_config or {}).items() if v is not None}
+        with ending_lm_eval_in_one_line():
+            return cls(**{**options, **arg_dict})
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def _get_accelerate_args(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        usual: dict[str, Any] = super()._get_accelerate_args(*args, **kwargs)
+        return {**usual, **self.loader.arguments(self.device)}
+
+    def _create_model(self, *args: Any, **kwargs: Any) -> None:
+        create_model = super()._create_model
+        asked = torch.device(self.loader.device or self.device)
+        if asked.type != torch.device(self.device).type:
+            # HFLM has a list of devices that it knows, and takes the CPU for all others.
+            self._device = asked
+
+        def create() -> Any:
+            create_model(*args, **kwargs)
+            return self._model
+
+        self.loader.load(create, self.device)
+
     def install(self, config: Config) -> None:
         """Put the loaded model behind a new, cold cache with empty counts: a sweep's next run."""
-        self.loading.check(config)
+        self.loader.check(config)
         if hasattr(self, "wrapped"):
             self.finish_trace()
             self.wrapped.unwrap()
@@ -92,18 +148,22 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
             self.reset()
 
     def evaluated(self) -> list[RequestRecord]:
-        return [record for requests, _ in self.all_figures() for record in requests]
+        return [record for requests, _ in self.ranks.all_figures() for record in requests]
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
-        self.forget_ranks()
-        parts = self.loading.engine_for(self.model, self.geometry, self._setting(config))
+        self.ranks.forget()
+        parts = self.loader.engine_for(self.model, self.geometry, self._setting(config))
         self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
         self.engine = parts[0]
         self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers, self.model)
-        self._follow(self.wrapped, self.engine)
+        self._guide.follow(self.wrapped, self.engine)
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
+
+    def _setting(self, config: Config) -> Setting:
+        """Return what the engine is made of, with the draft that reads along, if one does."""
+        return self._guide.take(config.draft, config.setting(self.geometry))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         check_use_cache(getattr(cache_hook, "dbdict", None))
@@ -112,13 +172,13 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
     # --- requests to records ------------------------------------------------------------------
 
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
-        ledger, count = self.engine.ledger, self.without_padding(requests)
+        ledger, count = self.engine.ledger, self.ranks.without_padding(requests)
         records = [
             ledger.new_request(str(r.task_name), r.request_type, document=r.doc_id, place=r.idx)
             for r in requests
         ]
         ledger.forget(records[count:])
-        self.has_run = True
+        self.ranks.has_run = True
         return records
 
     @contextmanager
@@ -165,7 +225,7 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
         for record, length in zip(records, lengths, strict=True):
             record.prompt_tokens = int(length)
         with self._serving(records, [record.index for record in records]):
-            self.wrapped.ended = EndedRows.in_generation(self.model, kwargs)
+            self.wrapped.ended = FinishedSequences.in_generation(self.model, kwargs)
             output = self._generate(context, *args, **kwargs)
         for record, row in zip(records, output[:, context.shape[1] :].tolist(), strict=True):
             record.output_tokens = self._count_output(row, kwargs["stop"])
@@ -224,7 +284,7 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         """Note which record waits for which input, then let HFLM sort and batch as it likes."""
         records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
-        records = self.filled_up(records, len(requests))
+        records = self.ranks.filled_up(records, len(requests))
         for record, (_, context, continuation) in zip(records, requests, strict=True):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)
@@ -253,12 +313,18 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
 
     # --- results ------------------------------------------------------------------------------
 
+    def gather_object(self, obj: Any, dst: int = 0) -> Any:
+        """As HFLM. All ranks come by here with their scores: the figures of speed go along."""
+        return self.ranks.gather(super().gather_object, obj, dst)
+
     def get_model_info(self) -> dict[str, Any]:
-        """Add `moecache` to the results' `config`, and print the table of speed."""
+        """Add `moecache` to the results' `config`; the first time, print the table of speed."""
         info: dict[str, Any] = super().get_model_info()
         self.finish_trace()
         info["moecache"] = report = self.report()
-        sys.stdout.write(speed_table(report) + "\n")
+        if not self._has_shown:
+            sys.stdout.write(speed_table(report) + "\n")
+        self._has_shown = True
         return info
 
     def finish_trace(self) -> Path | None:
@@ -269,28 +335,72 @@ class MoECacheLM(Ranked, Evaluated, Guided, LoadingLM):
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
-        ranks = self.all_figures()
-        measured = self.loading.measured(self.device)
+        ranks = self.ranks.all_figures()
+        measured = self.loader.measured(self.device)
         report = run_report(self.engine, self.moecache, *merge(ranks), measured)
+        report = {**report, "device": str(self.model.device)}
         return {**report, "ranks": len(ranks)} if len(ranks) > 1 else report
 
-    def own_figures(self) -> tuple[list[RequestRecord], int]:
+    def speed(self) -> list[dict[str, Any]]:
+        """Return the figures of the last evaluation, a flat row for each task and one for all.
+
+        `pandas.DataFrame(lm.speed())` is a table; percentiles stand in columns of their own
+        (`ttft_ms` is the mean, `ttft_ms_p90` a percentile).
+        """
+        return speed_rows(self.report())
+
+    def _own_figures(self) -> RankFigures:
         return self.engine.ledger.requests, self.engine.peak_cache_bytes
+
+
+class RecordedStr(str):
+    """A context that remembers the record of its request through HFLM's sorting and batching."""
+
+    record: RequestRecord
+
+    def __new__(cls, text: str, record: RequestRecord) -> RecordedStr:
+        self = super().__new__(cls, text)
+        self.record = record
+        return self
+
+
+def distinct(records: list[RequestRecord]) -> list[RequestRecord]:
+    """Drop repeats (two windows of one text in one batch) and keep the order."""
+    return list({record.index: record for record in records}.values())
+
+
+def fingerprint(tokens: list[int]) -> bytes:
+    """Identify an input whether or not it has been padded on the right with zeros."""
+    return np.trim_zeros(np.asarray(tokens, dtype=np.int64), "b").tobytes()
+
+
+def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> None:
+    """Put each request's figures where the tasks of `task_configs/` look for them."""
+    for request, record in zip(requests, records, strict=True):
+        request.moecache = request_metrics(record)
 
 
 def check_arguments(
     pretrained: Any,
     arguments: Mapping[str, Any],
-    speculative: bool = False,
     bare: Bare = skeleton,
+    *,
+    speculative: bool = False,
 ) -> Checked:
     """Divide the arguments into our checked setting and HFLM's, without loading any weights.
 
     Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
-    `bare` builds the model without weights: who checks many settings need not build it each time.
+
+    Args:
+        pretrained: As `MoECacheLM` takes it.
+        arguments: All its other arguments.
+        bare: Builds the model without weights: who checks many settings builds each model once.
+        speculative: Whether a draft model drafts (`moecache-spec`).
     """
-    host_keys = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
-    config, theirs = preflight(pretrained, arguments, host_keys, speculative, bare)
-    if config.draft is not None and not speculative:
+    config, theirs = preflight(pretrained, arguments, speculative, bare)
+    if config.draft is not None:
         check_draft(config, pretrained, theirs)
     return config, theirs
+
+
+watch_evaluations(MoECacheLM)

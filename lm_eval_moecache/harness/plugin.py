@@ -4,7 +4,8 @@ lm-eval releases after 0.4.13 read the entry-point group `lm_eval.models` (pypro
 nothing here is needed. lm-eval 0.4.13 reads none, so the wheel puts three small files into
 site-packages: `lm_eval_moecache.pth` and its PEP 829 twin `lm_eval_moecache.start` both call
 `lm_eval_moecache_startup.arm()`, which waits for the import of `lm_eval.models` and then calls
-`register()` here. `moecache eval` calls `register()` itself and needs no start-up file.
+`register()` here. On its way `lm_eval.evaluator` is imported: a command line that names our models
+is checked then. `moecache eval` does both itself and needs no start-up file.
 
 What is fragile:
 - Order. lm-eval fills its registry only if it is empty, so registering before `lm_eval.models`
@@ -19,9 +20,10 @@ What is fragile:
 - In an editable install the three files are copies: reinstall after changing `startup/`.
 """
 
+SPECULATIVE = "moecache-spec"
 MODELS = {
     "moecache": "lm_eval_moecache.harness.lm:MoECacheLM",
-    "moecache-spec": "lm_eval_moecache.harness.spec_lm:MoECacheSpecLM",
+    SPECULATIVE: "lm_eval_moecache.harness.spec_lm:MoECacheSpecLM",
 }
 
 

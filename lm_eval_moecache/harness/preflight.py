@@ -1,35 +1,68 @@
-"""Everything that can be wrong with a run's arguments, found before any weights are loaded."""
+"""Everything that can be wrong with a run that needs the model to be known, before it is loaded.
+
+The model is built without weights from its configuration, and asked. Three parts: the run as a
+whole (`preflight`), the arguments of lm-eval's `hf` model, and a model that is already loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.harness.arguments import ROUTING, Config, read_config, split_arguments
-from lm_eval_moecache.harness.device import resolve_device
-from lm_eval_moecache.harness.host_checks import check_host, check_kernels
-from lm_eval_moecache.harness.loaded import check_loaded, model_name
-from lm_eval_moecache.harness.refusal import refusing
-from lm_eval_moecache.model.checkpoint import model_path, skeleton
+from lm_eval_moecache.harness.arguments import (
+    FROM_PRETRAINED,
+    ROUTING,
+    Config,
+    host_keys,
+    read_config,
+    split_arguments,
+)
+from lm_eval_moecache.harness.errors import as_arguments_error
+from lm_eval_moecache.model.checkpoint import check_weights, model_path, skeleton
+from lm_eval_moecache.model.device import best_device, devices
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.store import IMPLEMENTATION, STORE_ATTRIBUTE
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting.find import check_rules
-from lm_eval_moecache.model.weights import check_weights
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import read_count, shown
+from lm_eval_moecache.records.paths import check_place
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.use import placement
+
+logger = logging.getLogger(__name__)
 
 Bare = Callable[[Any, Mapping[str, Any]], Any]
 """(what `pretrained=` is, the host's arguments) -> the model without weights."""
+BACKENDS = ("default", "causal", "seq2seq")
+_LEAST = {"batch_size": 1, "max_batch_size": 1, "max_length": 2, "prefix_token_id": 0}
+_TYPES = ("dtype", "softmax_dtype", "mixed_precision_dtype")
+_SWITCHES = (
+    *("trust_remote_code", "parallelize", "use_fast_tokenizer", "logits_cache", "truncation"),
+    *("add_bos_token", "enable_thinking", "local_files_only", "low_cpu_mem_usage"),
+    "use_safetensors",
+)
+_OF_LOADING = (
+    *("revision", "subfolder", "dtype", "trust_remote_code", "parallelize", "tp_plan", "peft"),
+    *("delta", "autogptq", "gptqmodel", "gguf_file", "max_memory_per_gpu", "max_cpu_memory"),
+    *FROM_PRETRAINED,
+)
 
 
 def preflight(
     pretrained: str | nn.Module,
     arguments: Mapping[str, Any],
-    host_keys: Iterable[str],
     speculative: bool = False,
     bare: Bare = skeleton,
 ) -> tuple[Config, dict[str, Any]]:
@@ -40,12 +73,12 @@ def preflight(
     for one expert, for parameters out of an algorithm's range, and for weights that are not whole
     (`check_weights`).
     """
-    ours, theirs = split_arguments(arguments, host_keys)
+    ours, theirs = split_arguments(arguments, host_keys())
     theirs["device"] = resolve_device(theirs)
     if isinstance(pretrained, nn.Module):
         theirs["device"] = str(pretrained.device)
     config = read_config(ours, speculative)
-    check_host(pretrained, config, theirs)
+    check_host_arguments(pretrained, config, theirs)
     if isinstance(pretrained, nn.Module):
         check_loaded(pretrained, config, theirs)
     model = bare(pretrained, theirs)
@@ -53,9 +86,10 @@ def preflight(
     layers = find_moe_layers(model)
     _check_precision(config, theirs)
     geometry = describe(model, layers, model_name(pretrained), config.ladder)
-    capacity = parse_capacity(config.capacity, geometry)
-    if config.warm is not None:
-        config.warm.check(geometry)
+    capacity = parse_capacity(config.capacity, geometry, per_layer=config.policy.per_layer)
+    warm = placement(config.policy, config.warm, geometry)
+    if warm is not None:
+        warm.check(geometry)
     if config.clock == "wall":
         check_wall(model, geometry, capacity, theirs, config.store)
     _check_algorithms(config, geometry, layers)
@@ -77,7 +111,7 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
 
 def geometry_of(pretrained: str) -> Geometry:
     """Return the sizes of a model, from its configuration alone."""
-    with refusing(pretrained):
+    with as_arguments_error(pretrained):
         model = skeleton(pretrained, {})
     return describe(model, find_moe_layers(model), model_name(pretrained))
 
@@ -110,3 +144,155 @@ def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
                 "cannot be asked ahead of time. Allowed for this model: prefetch=none, and no "
                 "trace or trace_keep=routing."
             )
+
+
+# --- the arguments of lm-eval's `hf` model ---
+
+
+BY_DEFAULT = ("cuda", "cuda:0")
+"""What lm-eval's command line and HFLM ask for where nobody has."""
+
+
+def resolve_device(theirs: Mapping[str, Any]) -> str:
+    """Return the device that the model goes to, given HFLM's arguments.
+
+    Where none is asked for it is the machine's accelerator, and else the CPU. lm-eval asks for
+    `cuda:0` by itself, so on a machine without CUDA that counts as none. Several processes of
+    `accelerate launch` get theirs from accelerate; of theirs the type is known here. Raises
+    ValueError for any other device that is not here: HFLM would take the CPU without a word.
+    """
+    best = best_device()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else best
+    asked = theirs.get("device")
+    if asked is None:
+        return best
+    here = devices()
+    try:
+        device = str(torch.device(str(asked)))
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={asked!r} is not the name of a device. Allowed here: {', '.join(here)}."
+        ) from error
+    if device in here:
+        return device
+    if device in BY_DEFAULT:
+        logger.log(
+            logging.INFO if best == "cpu" else logging.WARNING,
+            "device=%r is not here; the run uses %s.",
+            device,
+            best,
+        )
+        return best
+    raise ValueError(
+        f"device={asked!r}: torch {torch.__version__} has no such device here. Allowed here: "
+        f"{', '.join(here)}."
+    )
+
+
+def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, Any]) -> None:
+    """Refuse what HFLM or transformers would fail on only later, naming key, value and choices.
+
+    Counts that were given as text become numbers in `theirs`; `batch_size` without a value is not
+    given.
+    """
+    if theirs.get("batch_size", 1) is None:
+        del theirs["batch_size"]
+    if isinstance(pretrained, str):
+        check_place("pretrained", pretrained)
+    _check_batch_size(config, str(theirs.get("batch_size", 1)))
+    for key, least in _LEAST.items():
+        if theirs.get(key) is not None:
+            theirs[key] = read_count(key, theirs[key], least=least)
+    for key in _TYPES:
+        _check_type(key, theirs.get(key))
+    for key in _SWITCHES:
+        if not isinstance(theirs.get(key), bool | None):
+            raise ValueError(f"{key}={shown(theirs[key])} must be true or false.")
+    if theirs.get("backend") is not None and theirs["backend"] not in BACKENDS:
+        raise unknown("backend", theirs["backend"], BACKENDS)
+    for key in ("tokenizer", "peft", "delta"):
+        if isinstance(theirs.get(key), str):
+            check_place(key, theirs[key])
+
+
+def check_kernels(model: Any, theirs: Mapping[str, Any]) -> None:
+    """Refuse names of kernels that transformers does not have, or cannot run here.
+
+    `model` is the one without weights, which transformers asks the same once it has loaded them.
+    """
+    asked = theirs.get("experts_implementation")
+    if asked is not None:
+        known = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {IMPLEMENTATION}
+        if asked not in known:
+            raise unknown("experts_implementation", asked, known)
+        try:
+            model.get_correct_experts_implementation(asked)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"experts_implementation={asked!r}: {error}") from error
+    attention = theirs.get("attn_implementation")
+    # A name with a slash is a kernel on the hub.
+    if isinstance(attention, str) and "/" not in attention:
+        known = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
+        if attention not in known:
+            raise unknown("attn_implementation", attention, known)
+
+
+def _check_type(key: str, value: object) -> None:
+    if value is None or isinstance(value, torch.dtype) or value == "auto":
+        return
+    name = str(value).removeprefix("torch.")
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
+        raise unknown(key, value, allowed)
+
+
+def _check_batch_size(config: Config, batch_size: str) -> None:
+    if batch_size.startswith("auto"):
+        raise ValueError(
+            "batch_size='auto' would make the figures depend on free memory. "
+            "Allowed: a whole number."
+        )
+    if config.draft is not None and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with a draft (--model moecache-spec, "
+            "prefetch=draft), which follows one request at a time. Allowed: 1."
+        )
+    if config.scoring == "scan" and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with scoring='scan', which reads one text at a "
+            "time. Allowed with scan: 1."
+        )
+
+
+# --- a model that is already loaded ---
+
+
+def model_name(pretrained: str | nn.Module) -> str:
+    """Return what the results call the model: as it was asked for, or where it was loaded from."""
+    if isinstance(pretrained, str):
+        return pretrained
+    return str(getattr(pretrained, "name_or_path", "") or type(pretrained).__name__)
+
+
+def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError for what could only be done while the model is loaded."""
+    given = [key for key in _OF_LOADING if theirs.get(key)]
+    if given:
+        raise ValueError(
+            f"{given[0]}={theirs[given[0]]!r} has no effect on a model that is already loaded. "
+            "Allowed with one: the arguments of the cache, tokenizer and batch_size."
+        )
+    if config.clock == "wall" or config.ladder is not None:
+        key = "clock" if config.clock == "wall" else "precision"
+        raise ValueError(
+            f"{key}={getattr(config, key)!r} does not go with a model that is already loaded: it "
+            "decides where the experts lie while they are loaded. Allowed: pretrained= a folder or "
+            "a hub id."
+        )
+    if any(hasattr(module, STORE_ATTRIBUTE) for module in model.modules()):
+        raise ValueError(
+            f"pretrained: the given {type(model).__name__} is inside an expert cache already. Call "
+            "`wrapped.unwrap()` of the harness model that holds it first, or `install` there."
+        )

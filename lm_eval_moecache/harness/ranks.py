@@ -5,50 +5,39 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.columns import NO_REQUEST
 
+RankFigures = tuple[list[RequestRecord], int]
+"""A rank's requests, and the most bytes that its cache held."""
 
-class Ranked:
-    """To be mixed into HFLM: its rank as accelerate counts it, and figures that travel with scores.
 
-    HFLM divides documents over GPUs of one host; here a process without a GPU, or on another host,
-    is a rank like any other.
-    """
+class Ranks:
+    """What the ranks of a run have in common: figures travel to the first along with the scores."""
 
-    _gathered: list[tuple[list[RequestRecord], int]] | None = None
-    has_run = False
-    """Whether there have been requests since the figures were last sent."""
+    def __init__(self, count: int, own: Callable[[], RankFigures]) -> None:
+        self.count, self._own = count, own
+        self._gathered: list[RankFigures] | None = None
+        self.has_run = False
+        """Whether there have been requests since the figures were last sent."""
 
-    def count_ranks(self) -> None:
-        """Take rank and number of ranks from accelerate where it has launched several."""
-        accelerator = getattr(self, "accelerator", None)
-        if accelerator is not None:
-            self._rank = int(accelerator.process_index)
-            self._world_size = int(accelerator.num_processes)
-
-    def forget_ranks(self) -> None:
+    def forget(self) -> None:
         """Drop what was gathered, and what there was to send: the counts begin at zero."""
         self._gathered, self.has_run = None, False
 
-    @abstractmethod
-    def own_figures(self) -> tuple[list[RequestRecord], int]:
-        """Return this rank's requests and the most bytes its cache held."""
-
-    def all_figures(self) -> list[tuple[list[RequestRecord], int]]:
+    def all_figures(self) -> list[RankFigures]:
         """Return every rank's figures: the first rank has them once the harness has gathered."""
-        return [self.own_figures()] if self._gathered is None else self._gathered
+        return [self._own()] if self._gathered is None else self._gathered
 
-    def gather_object(self, obj: Any, dst: int = 0) -> Any:
-        """As HFLM. All ranks come by here with their scores: the figures go along."""
+    def gather(self, send: Callable[..., Any], obj: Any, dst: int) -> Any:
+        """Let HFLM's `send` gather the ranks' scores, with the figures going along."""
         # They are the whole ledger: sent once, and not with every task's scores.
-        figures = self.own_figures() if self.has_run else None
+        figures = self._own() if self.has_run else None
         self.has_run = False
-        pairs = super().gather_object((obj, figures), dst)  # type: ignore[misc]
+        pairs = send((obj, figures), dst)
         if pairs is None:
             return None
         if any(sent is not None for _, sent in pairs):
@@ -61,7 +50,7 @@ class Ranked:
         A rank with fewer documents than others is given its last request again, so that all ranks
         run equally often.
         """
-        if getattr(self, "_world_size", 1) == 1 or not requests:
+        if self.count == 1 or not requests:
             return len(requests)
         last, same = requests[-1], 0
         for request in reversed(requests):
@@ -76,13 +65,13 @@ class Ranked:
         A rank with fewer windows of texts than others is given its first one again, which no
         request waits for.
         """
-        if getattr(self, "_world_size", 1) == 1:
+        if self.count == 1:
             return records
         missing = range(count - len(records))
         return [*records, *(RequestRecord(NO_REQUEST, "", "padding") for _ in missing)]
 
 
-def merge(ranks: Sequence[tuple[list[RequestRecord], int]]) -> tuple[list[RequestRecord], int]:
+def merge(ranks: Sequence[RankFigures]) -> RankFigures:
     """Join the ranks' requests, with passes numbered through, and the largest of their peaks."""
     if len(ranks) == 1:
         return ranks[0]

@@ -11,7 +11,7 @@ from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import ALL, ROUTING, Config
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.onlookers import onlookers_of
+from lm_eval_moecache.model.shadow_prefetchers import shadow_prefetchers_of
 from lm_eval_moecache.trace.detail import FULL, Detail, identity, looks_on
 from lm_eval_moecache.trace.recorder import Recorder
 
@@ -31,7 +31,9 @@ def recorder_of(
         depth=engine.algorithms.prefetch.depth,
         predicted_by=engine.predictor_digest,
         detail=detail,
-        onlookers=onlookers_of(detail, engine.geometry, layers, model.get_input_embeddings()),
+        onlookers=shadow_prefetchers_of(
+            detail, engine.geometry, layers, model.get_input_embeddings()
+        ),
         draft=engine.setting.draft,
     )
     if engine.draft_stage is not None:
@@ -58,7 +60,7 @@ def detail_of(config: Config) -> Detail:
     if looks_on(own):
         shown[identity(own, config.seed, "")] = own
     return Detail(
-        logits=False,
+        logits=config.policy.eviction.algorithm.uses_logits,
         predictions=False,
         onlookers=tuple((choice, config.seed) for choice in shown.values()),
         criticals=(None, own.parameters.get("critical")),

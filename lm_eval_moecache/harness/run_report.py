@@ -40,7 +40,7 @@ def run_report(
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
         "link": config.link,
-        **({} if config.warm is None else {"warm": config.warm.name}),
+        **({} if engine.setting.warm is None else {"warm": engine.setting.warm.name}),
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
@@ -49,6 +49,24 @@ def run_report(
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
     return report if measured is None else {**report, **_of_this_machine(config, measured)}
+
+
+def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a report's figures as flat rows: one for each task, and one named `all`."""
+    setting = {
+        "policy": report["policy"]["name"],
+        "capacity": report["capacity"],
+        "hardware": report["hardware"]["name"],
+        "clock": report["clock"],
+    }
+    rows = []
+    for task, metrics in (*report["tasks"].items(), ("all", report["totals"])):
+        row: dict[str, Any] = {"task": task, **setting}
+        for name, value in metrics.items():
+            figures = value if isinstance(value, Mapping) else {"mean": value}
+            row |= {name if k == "mean" else f"{name}_{k}": v for k, v in figures.items()}
+        rows.append(row)
+    return rows
 
 
 def _warnings(
@@ -86,7 +104,7 @@ def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -
         return {}
     geometry = engine.geometry
     regime = regime_of(geometry, engine.setting.capacity.total_bytes, config.hardware)
-    emulate = {} if config.emulate is None else {"emulate": dataclasses.asdict(config.emulate)}
+    emulate = {} if config.emulate is None else {"emulate": config.emulate.record()}
     waits = decode_waits(requests, geometry.num_layers)
     return {**emulate, "regime": regime.as_dict(waits)}
 

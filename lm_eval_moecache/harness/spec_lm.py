@@ -11,15 +11,12 @@ from torch import Tensor
 
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, Setting
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.draft_checks import check_draft
 from lm_eval_moecache.harness.lm import Checked, MoECacheLM
 from lm_eval_moecache.harness.lm import check_arguments as check_plain
 from lm_eval_moecache.harness.preflight import Bare
 from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.model.speculative.candidates import watched_by
-from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft
-from lm_eval_moecache.model.speculative.hooks import DraftHooks
-from lm_eval_moecache.model.speculative.overlap import measure_overlap
+from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, measure_overlap
+from lm_eval_moecache.model.speculative.drafting import DraftHooks, watched_by
 
 
 class MoECacheSpecLM(MoECacheLM):
@@ -59,12 +56,12 @@ class MoECacheSpecLM(MoECacheLM):
             return self._draft.drafting(config.draft_tokens)
         # Freed first: two drafts may not fit.
         self._draft = None
-        experts_of = self.loading.experts_of()
+        experts_of = self.loader.experts_of()
         return make_draft(config.draft, self.model, config.draft_tokens, experts_of)
 
     def _setting(self, config: Config) -> Setting:
         draft = None if self._draft is None else self._draft.cost
-        return super()._setting(config).with_draft(draft)
+        return config.setting(self.geometry).with_draft(draft)
 
     def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Generate greedily with the draft, and cut what was accepted after the stop string."""
@@ -115,9 +112,7 @@ def check_arguments(
     pretrained: Any, arguments: Mapping[str, Any], bare: Bare = skeleton
 ) -> Checked:
     """As `moecache`'s, and check that the draft fits the model, without loading any weights."""
-    config, theirs = check_plain(pretrained, arguments, speculative=True, bare=bare)
-    check_draft(config, pretrained, theirs)
-    return config, theirs
+    return check_plain(pretrained, arguments, bare, speculative=True)
 
 
 def _greedy(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,15 +20,16 @@ from lm_eval.api.task import ConfigurableTask
 
 from lm_eval_moecache.report.results import SPEED_FILTER
 
-#: Figure of a request -> whether more of it is better (the arrow in lm-eval's table).
+#: Figure of a request -> whether more of it is better (the arrow in lm-eval's table). Means of
+#: rates over requests are not the task's rates, which are told under `tok_per_s`, `hit_rate` ...
 HIGHER_IS_BETTER: Mapping[str, bool] = {
     "ttft_ms": False,
     "tpot_ms": False,
     "e2el_ms": False,
-    "tok_per_s": True,
-    "hit_rate": True,
-    "miss_rate": False,
-    "collision_miss_rate": False,
+    "request_tok_per_s": True,
+    "request_hit_rate": True,
+    "request_miss_rate": False,
+    "request_collision_miss_rate": False,
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lm_eval_moecache.records.errors import nearest
+from lm_eval_moecache.records.files import read_text
 from lm_eval_moecache.records.paths import TINY, task_configs_dir
 
 
@@ -58,12 +59,7 @@ def task_examples(
 
 
 def read_file(key: str, path: str) -> str:
-    if not Path(path).is_file():
-        raise ValueError(f"{key}={path!r}: there is no such file.")
-    try:
-        return Path(path).read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{key}={path!r} is not a text file: {error}.") from error
+    return read_text(path, f"{key}={path!r}")
 
 
 def _documents(name: str, task: Any) -> Any:

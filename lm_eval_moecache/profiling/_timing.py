@@ -15,16 +15,14 @@ _REPEATS = 7
 
 def typical_s(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the median of several runs: how fast the machine is as it is used."""
-    import torch
+    from lm_eval_moecache.model.device import synchronize
 
     times = []
     for _ in range(_REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     # The first one also allocates and compiles.
     return statistics.median(times[1:])

@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.setting import TOGETHER
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.numbers import finite, read_count
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_eval_moecache.profiling._fit import Measured
 
 _SMALL_BYTES = 4096
 _LAYERS = 8
@@ -38,7 +42,7 @@ MOST_EDGE = 65536
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=str, required=True, help="the profile's file: NAME.yaml")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, xpu:1 ...")
     parser.add_argument("--dtype", type=str, default="bfloat16", help="compute dtype")
     parser.add_argument("--size", type=str, default="256MiB", help="bytes of one measured copy")
     parser.add_argument("--matmul", type=int, default=2048, help="edge of the measured product")
@@ -51,6 +55,22 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--policy", type=str, default=ON_DEMAND, help="whose bookkeeping --pretrained measures"
     )
     parser.add_argument("--bandwidth", type=str, help="what --pretrained slows the link down to")
+    parser.add_argument(
+        "--from",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="TRACE MEASURED [TRACE MEASURED ...]: fit to a device's measurements, no matter where",
+    )
+    parser.add_argument("--base", type=str | None, help="--from: the profile to begin with")
+    parser.add_argument("--capacity", type=str | None, help="--from: what its cache held")
+    parser.add_argument("--reads", type=str, default="1", help="--from: reads an expert, per pair")
+    parser.add_argument("--tokens", type=str, default=":", help="--from: FIRST:LAST to fit on")
+    parser.add_argument("--fit", type=str | None, help="--from: figures to fit, by commas")
+    parser.add_argument("--policy_of", type=str, default="on_demand", help="--from: its policy")
+    parser.add_argument("--eviction", type=str, default="lru", help="--from: its eviction")
+    parser.add_argument("--execute", type=str, default=TOGETHER, help="--from: its execution order")
 
 
 def run(arguments: Namespace) -> int:
@@ -60,6 +80,8 @@ def run(arguments: Namespace) -> int:
         raise ValueError(f"out={arguments.out!r} must end in .yaml.")
     if not 1 <= arguments.matmul <= MOST_EDGE:
         raise ValueError(f"matmul={arguments.matmul} must be 1 or more and at most {MOST_EDGE}.")
+    if getattr(arguments, "from"):
+        return _run_fit(path, arguments)
     nbytes = parse_bytes(arguments.size, "size")
     of_model = {"bandwidth": arguments.bandwidth, "policy": arguments.policy}
     for key, value in of_model.items() if not arguments.pretrained else ():
@@ -83,6 +105,80 @@ def run(arguments: Namespace) -> int:
     else:
         sys.stdout.write(yaml.safe_dump(fields, sort_keys=False, width=100))
     return 0
+
+
+def _run_fit(path: Path, arguments: Namespace) -> int:
+    """Fit to measured tables; write the profile, and say how certain each figure is."""
+    from lm_eval_moecache.analysis.validation import compare, foretell, same_tokens
+    from lm_eval_moecache.profiling import _fit
+
+    runs, base = _measured_runs(arguments)
+    names = _fit.DEFAULT if arguments.fit is None else tuple(arguments.fit.split(","))
+    fitted = _fit.fit(runs, base, names)
+    where = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
+    sources = {name: f"fitted on {where}; 95% within {low:.3g} to {high:.3g}"
+               for name, (low, high) in fitted.intervals.items()}  # fmt: skip
+    if fitted.hardware.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
+        sources[_fit.BY_COLUMN] = f"measured on {where}: mgmt_ms over read_bytes"
+    profile = dataclasses.replace(
+        fitted.hardware, name=path.stem, source={**base.sources, **sources}
+    )
+    fields = {k: v for k, v in dataclasses.asdict(profile).items() if v is not None}
+    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100).encode())
+    nearness = {}
+    for run in runs:
+        ours = foretell(run.trace, dataclasses.replace(run.setting, hardware=profile))
+        nearness[run.name] = compare(*same_tokens(ours, run.series, run.tokens))
+    report = {
+        "figures": {name: getattr(profile, name) for name in names},
+        "intervals": {name: list(pair) for name, pair in fitted.intervals.items()},
+        "cannot_tell_apart": [list(pair) for pair in fitted.alike],
+        "says_nothing_of": fitted.unknown,
+        "runs": nearness,
+    }
+    if arguments.json:
+        sys.stdout.write(json.dumps(finite(report), indent=2) + "\n")
+    else:
+        sys.stdout.write(yaml.safe_dump(finite(report), sort_keys=False, width=100))
+    return 0
+
+
+def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
+    from lm_eval_moecache.analysis.validation import (
+        foretell,
+        read_measured,
+        read_tokens,
+        same_tokens,
+        setting_of,
+    )
+    from lm_eval_moecache.profiling._fit import Measured
+    from lm_eval_moecache.trace.importers import load_trace
+
+    files = getattr(arguments, "from")
+    if len(files) % 2:
+        raise ValueError(f"from={files!r} must be pairs: TRACE MEASURED [TRACE MEASURED ...].")
+    for key in ("base", "capacity"):
+        if getattr(arguments, key) is None:
+            raise ValueError(f"--from needs --{key} with it.")
+    reads = [read_count("reads", each, least=1, most=64) for each in arguments.reads.split(",")]
+    pairs = list(zip(files[::2], files[1::2], strict=True))
+    reads = reads * len(pairs) if len(reads) == 1 else reads
+    if len(reads) != len(pairs):
+        raise ValueError(f"reads={arguments.reads!r} must be one number or one for each pair.")
+    base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
+    engine = SimpleNamespace(
+        policy=arguments.policy_of,
+        eviction=arguments.eviction,
+        capacity=arguments.capacity,
+        execute=arguments.execute,
+    )
+    for (trace_file, table), each in zip(pairs, reads, strict=True):
+        trace = load_trace(trace_file)
+        setting, series = setting_of(trace, base, engine, each), read_measured(Path(table), {})
+        same_tokens(foretell(trace, setting), series, tokens)
+        name = Path(trace_file).name.split(".")[0]
+        runs.append(Measured(name=name, trace=trace, setting=setting, series=series, tokens=tokens))
+    return runs, base
 
 
 def _on_wall(profile: Hardware, arguments: Namespace, rate: float | None) -> Hardware:
@@ -123,7 +219,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         link_latency_s=small_s,
         kernel_overhead_s=overhead_s,
         memory_bytes=float(_memory_bytes(device)),
-        **host.figures,
+        host_flops=host.figures["host_flops"],
+        host_memory_bytes_per_s=host.figures["host_memory_bytes_per_s"],
         source={
             "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
             "memory_bytes_per_s": f"{how}products of one row with {matrices}",
@@ -188,8 +285,10 @@ def _dtype(dtype_name: str) -> torch.dtype:
 def _device(name: str) -> torch.device:
     import torch
 
+    from lm_eval_moecache.model.device import best_device
+
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = best_device()
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -255,24 +354,22 @@ def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) ->
 def _copy_of(device: torch.device, nbytes: int) -> Callable[[], object]:
     import torch
 
+    from lm_eval_moecache.model.device import locked_copy
+
     source = torch.ones(nbytes, dtype=torch.uint8)
-    if device.type == "cuda":
-        source = source.pin_memory()
+    if device.type != "cpu":
+        source = locked_copy(source)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return lambda: target.copy_(source, non_blocking=True)
 
 
 def _memory_bytes(device: torch.device) -> int:
-    import torch
+    from lm_eval_moecache.model.device import CPU, total_memory
 
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(total_memory(device) or total_memory(CPU) or 0)
 
 
 def _describe(device: torch.device) -> str:
-    import torch
+    from lm_eval_moecache.model.device import name_of
 
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
+    return f"{platform.machine()} {name_of(device)}" if device.type == "cpu" else name_of(device)

@@ -1,4 +1,4 @@
-"""Count how often each expert was used in a routing trace, for warm=PROFILE."""
+"""Count how often each expert was used, in a trace or in an engine's counts: warm=PROFILE."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.profiling._counts import read_counts
 from lm_eval_moecache.records.use import bare_name, write_use
 from lm_eval_moecache.trace.use import load_use
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("trace", type=str, help="trace file, of any format that replays")
+    parser.add_argument(
+        "trace",
+        type=str,
+        help="a trace of any format, or counts: .coli_usage, imatrix .gguf, SGLang's .pt",
+    )
     parser.add_argument("--out", type=str, required=True, help="the profile: NAME.json")
     parser.add_argument("--model", type=str | None, help="model it is for (default: the trace's)")
 
@@ -23,7 +28,7 @@ def run(arguments: Namespace) -> int:
     """Count and write; print how uneven the use is."""
     if Path(arguments.out).suffix != ".json":
         raise ValueError(f"out={arguments.out!r} must end in .json.")
-    profile = load_use(arguments.trace, key="trace")
+    profile = read_counts(arguments.trace, "trace") or load_use(arguments.trace, key="trace")
     if arguments.model is not None:
         profile = replace(profile, model=bare_name(arguments.model))
     write_use(Path(arguments.out), profile)

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lm_eval_moecache.records.files import is_file, parse_json, write_whole
+from lm_eval_moecache.records.files import check_file, parse_json, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import shown
 
 ARTIFACT_DIR = Path(__file__).resolve().parent.parent / "artifacts"
 FORMAT_VERSION = 2
-"""2 has a checksum of the content; files of version 1, which have none, are read as they are."""
-_READABLE = (1, 2)
+"""With a checksum of the content, which version 1 had not."""
+MOST_BYTES = 1 << 32
+"""Of one artifact: the predictor of a model of 100 B weights has a hundredth of it."""
 BUDDIES, PREDICTOR, SENSITIVITY = "buddies", "predictor", "sensitivity"
 DATA_AWARE = "data_aware"
 _METADATA_KEY = "moecache"
@@ -98,8 +99,7 @@ def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
     """Read a file of this kind. ValueError names `key`, the option it was given by."""
     from safetensors import SafetensorError, safe_open
 
-    if not is_file(path):
-        raise ValueError(f"{key}={str(path)!r}: there is no such file.")
+    check_file(path, f"{key}={str(path)!r}", MOST_BYTES)
     try:
         with safe_open(path, "numpy") as file:
             text = (file.metadata() or {}).get(_METADATA_KEY)
@@ -173,18 +173,16 @@ def _header(text: str | None, path: str | Path, kind: str, key: str) -> dict[str
     header = parse_json(text, what)
     if not isinstance(header, dict) or "format" not in header:
         raise ValueError(f"{what} lacks 'format'.")
-    if header["format"] not in _READABLE:
+    if header["format"] != FORMAT_VERSION:
         raise ValueError(
             f"{key}={str(path)!r} has format version {shown(header['format'])}; this release reads "
-            f"{' and '.join(map(str, _READABLE))}. Make it anew with `moecache profile {kind}`."
+            f"{FORMAT_VERSION}. Make it anew with `moecache profile {kind}`."
         )
     found = check(ArtifactHeader, header, f"{key}={str(path)!r}: its metadata")
     if found.kind != kind:
         raise ValueError(
             f"{key}={str(path)!r} holds an artifact of kind {found.kind!r}; needed: {kind!r}."
         )
-    if found.format > 1 and found.digest is None:
-        raise ValueError(f"{key}={str(path)!r}: its metadata lacks 'digest'.")
     return {name: getattr(found, name) for name in _FIELDS}
 
 
@@ -193,8 +191,8 @@ def _check_digest(
 ) -> None:
     assert text is not None, "a header has been read"
     header = json.loads(text)
-    told = header.pop("digest", None)
-    if told is not None and content_digest(header, arrays) != told:
+    told = header.pop("digest")
+    if content_digest(header, arrays) != told:
         raise ValueError(
             f"{key}={str(path)!r}: its content is not what was written: the checksum in its "
             "metadata is another. Copy or make the file anew."

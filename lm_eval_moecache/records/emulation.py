@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.errors import nearest, unknown
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.geometry import DTYPES, Geometry
-from lm_eval_moecache.records.numbers import read_count, read_number, shown
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, shown
+from lm_eval_moecache.records.stored import BF16, Stored, read_stored
 
 EMULATED_DIR = Path(__file__).resolve().parent.parent / "emulate"
 _DTYPE_BYTES = 2
-"""The models compute in bf16, whatever the precision of their stored experts."""
+"""The models compute in bf16, whatever the precision of their stored weights."""
+
+
+class LayerCaches(NamedTuple):
+    """The KV caches of some of a model's layers, each of which keeps so much of every token."""
+
+    num_layers: int
+    bytes_per_token: float
+    multiply_adds: int
+    """Of one query token with one cached token, in one layer."""
+    window: int | None = None
+    """Tokens that such a layer looks back at; None for the whole context."""
+
+    def tokens(self, context: int) -> int:
+        return context if self.window is None else min(context, self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +37,9 @@ class RealModel:
     """One real Mixture-of-Experts model, in numbers of weights. Sizes of layers are of one layer.
 
     `layer_weights` are what a pass reads beside the experts on its way through one MoE layer
-    (attention, router, shared experts); `read_once` what it reads beside the MoE layers (output
-    layer, dense layers); `embedding` is held, and looked up rather than read.
+    (attention, router, shared experts), on average over layers of several kinds; `read_once` what
+    it reads beside the MoE layers (output layer, dense layers); `embedding` is held, and looked up
+    rather than read. Layers that predict further tokens (MTP) and encoders of images are left out.
     """
 
     name: str
@@ -31,16 +47,21 @@ class RealModel:
     num_experts: int
     top_k: int
     expert_weights: int
-    expert_bits: float
+    stored: Stored = BF16
+    """Bits a weight as the checkpoint stores it."""
     layer_weights: int
     read_once: int
+    output: int = 0
+    """Of `read_once`, the weights of the output layer."""
     embedding: int
-    kv_bytes_per_token: int
+    caches: tuple[LayerCaches, ...] = ()
+    state_bytes: int = 0
+    """What layers of linear attention keep of a sequence, however long it is."""
     source: str = ""
 
     @property
     def expert_bytes(self) -> int:
-        return round(self.expert_weights * self.expert_bits / 8)
+        return round(self.expert_weights * self.stored.expert_bits / 8)
 
     @property
     def num_weights(self) -> int:
@@ -50,14 +71,46 @@ class RealModel:
     @property
     def dense_bytes(self) -> int:
         """Bytes of everything but the experts."""
-        return _DTYPE_BYTES * (
-            self.num_layers * self.layer_weights + self.read_once + self.embedding
-        )
+        vocabulary = self.embedding + self.output
+        dense = self.num_layers * self.layer_weights + self.read_once - self.output
+        return round((dense * self.stored.dense_bits + vocabulary * self.stored.vocab_bits) / 8)
 
     @property
     def layer_dense_bytes(self) -> int:
         """Dense bytes that a pass reads for a MoE layer, with its share of what it reads once."""
-        return _DTYPE_BYTES * (self.layer_weights + self.read_once // self.num_layers)
+        output = self.output // self.num_layers
+        dense = self.layer_weights + self.read_once // self.num_layers - output
+        return int((dense * self.stored.dense_bits + output * self.stored.vocab_bits) / 8)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that the KV cache grows by with every token of a short context."""
+        return round(sum(each.num_layers * each.bytes_per_token for each in self.caches))
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of the KV cache at a context: windows end it, linear attention keeps a state."""
+        grown = (c.num_layers * c.bytes_per_token * c.tokens(context) for c in self.caches)
+        return round(sum(grown)) + self.state_bytes
+
+    def attention_flops(self, context: int) -> float:
+        """FLOP of one token's attention to a context, over all layers."""
+        return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in self.caches)
+
+    def record(self) -> dict[str, Any]:
+        """Return what charges follow from: what a run's record and its identity say of it."""
+        return {
+            "name": self.name,
+            "num_layers": self.num_layers,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "expert_weights": self.expert_weights,
+            "expert_bits": float(self.stored.expert_bits),
+            "layer_weights": self.layer_weights,
+            "read_once": self.read_once,
+            "embedding": self.embedding,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "source": self.source,
+        }
 
     def geometry(self) -> Geometry:
         """Return the model's own sizes, all layers alike."""
@@ -110,14 +163,16 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     """Load a model by name, from a folder with its `config.json`, or from a YAML of the same keys.
 
     Names are matched without regard to case and organisation: `allenai/OLMoE-1B-7B` is one.
-    Raises ValueError, naming `key` and the value, for what is not known and for a configuration
-    without Mixture-of-Experts.
+    Raises ValueError, naming `key` and the value, for what is not known, for a configuration
+    without Mixture-of-Experts, and for a key of a YAML that nothing reads.
     """
     path, what = Path(name), f"{key}={shown(name)}"
     if str(name).endswith((".yaml", ".yml")):
         if not is_file(path):
             raise ValueError(f"{what}: there is no such file.")
-        return read_real_model(read_yaml(path, what), what)
+        return read_real_model(_known_keys(read_yaml(path, what), what), what)
+    if path.name == "config.json" and is_file(path):
+        path = path.parent
     if is_file(path / "config.json"):
         config = read_json(path / "config.json", what)
         return read_real_model({"name": path.resolve().name, **config}, what)
@@ -125,61 +180,96 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     stem = known.get(str(name).rpartition("/")[2].lower())
     if stem is None:
         raise unknown(key, name, emulated_names())
-    file = EMULATED_DIR / f"{stem}.yaml"
-    return read_real_model(read_yaml(file, what), what)
+    return read_real_model(_known_keys(read_yaml(EMULATED_DIR / f"{stem}.yaml", what), what), what)
+
+
+def _known_keys(config: object, what: str) -> object:
+    """Refuse a key that nothing reads: a config.json of the hub has many, a YAML is for us."""
+    for key in config if isinstance(config, Mapping) else ():
+        if key not in KEYS:
+            raise ValueError(
+                f"{what}: {shown(key)} is not a key that sizes follow from."
+                f"{nearest(str(key), KEYS)} Allowed: {', '.join(sorted(KEYS))}."
+            )
+    return config
+
+
+KEYS = frozenset(
+    "name source hidden_size intermediate_size moe_intermediate_size intermediate_size_mlp "
+    "num_hidden_layers first_k_dense_replace mlp_only_layers mlp_layer_types decoder_sparse_step "
+    "interleave_moe_layer_step num_local_experts num_experts n_routed_experts num_experts_per_tok "
+    "top_k_experts n_shared_experts shared_expert_intermediate_size shared_intermediate_size "
+    "num_attention_heads num_key_value_heads head_dim attn_output_gate q_lora_rank kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim o_lora_rank o_groups compress_ratios "
+    "index_head_dim layer_types full_attention_interval sliding_window sliding_window_pattern "
+    "attention_chunk_size global_head_dim num_global_key_value_heads attention_k_eq_v "
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
+    "linear_conv_kernel_dim vocab_size tie_word_embeddings expert_bits quantization_config "
+    "model_type enable_moe_block".split()
+)
+"""What sizes follow from, by the names of transformers' configurations (and `expert_bits`, the
+stored bits of a weight of an expert)."""
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 2**17
 
 
 def read_real_model(config: object, what: str) -> RealModel:
     """Read a configuration by the keys that transformers' models use."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{what} must hold a mapping of a model's configuration.")
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config, **config["text_config"]}
     read = _Reader(config, what)
     hidden = read("hidden_size")
     inner = read("moe_intermediate_size", "intermediate_size")
-    dense_layers = read("first_k_dense_replace", default=0)
-    total_layers = read("num_hidden_layers")
-    if dense_layers >= total_layers:
-        raise ValueError(f"{what}: first_k_dense_replace={dense_layers} leaves no MoE layer.")
-    num_experts = read("num_local_experts", "num_experts", "n_routed_experts")
-    attention, kv_weights = _attention(read, hidden)
-    shared = read("n_shared_experts", default=0) * inner
-    shared = read("shared_expert_intermediate_size", default=shared)
-    dense = dense_layers * (attention + 3 * hidden * read("intermediate_size", default=inner))
-    vocabulary = read("vocab_size") * hidden
-    top_k = read("num_experts_per_tok")
+    total_layers = read("num_hidden_layers", most=_MOST_LAYERS)
+    dense_layers = _dense_layers(read, total_layers)
+    num_layers = total_layers - dense_layers
+    if num_layers < 1:
+        raise ValueError(
+            f"{what}: first_k_dense_replace={dense_layers} leaves no layer of {total_layers} with "
+            f"experts. Allowed: 0 to {total_layers - 1}."
+        )
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = read(*experts, most=_MOST_EXPERTS)
+    top_k = read("num_experts_per_tok", "top_k_experts")
     if top_k > num_experts:
         raise ValueError(f"{what}: num_experts_per_tok={top_k} of {num_experts} experts.")
-    bits = read_number(f"{what}: expert_bits", config.get("expert_bits", 16), above=0, most=64)
+    attention, caches, state_bytes = read_attention(read, hidden, total_layers)
+    dense_inner = read("intermediate_size_mlp", "intermediate_size", default=inner)
+    vocabulary = read("vocab_size") * hidden
+    attended = round(attention / total_layers)
     return RealModel(
         name=str(config.get("name", "model")),
-        num_layers=total_layers - dense_layers,
+        num_layers=num_layers,
         num_experts=num_experts,
         top_k=top_k,
         expert_weights=3 * hidden * inner,
-        expert_bits=bits,
-        layer_weights=attention + hidden * num_experts + 3 * hidden * shared,
-        read_once=vocabulary + dense,
+        stored=read_stored(config, what),
+        layer_weights=attended + hidden * num_experts + 3 * hidden * _shared(read, inner),
+        read_once=vocabulary + dense_layers * (attended + 3 * hidden * dense_inner),
+        output=vocabulary,
         embedding=0 if config.get("tie_word_embeddings") else vocabulary,
-        kv_bytes_per_token=_DTYPE_BYTES * kv_weights * total_layers,
+        caches=caches,
+        state_bytes=state_bytes,
         source=str(config.get("source", "")),
     )
 
 
-def _attention(read: _Reader, hidden: int) -> tuple[int, int]:
-    """Return one layer's attention weights, and the numbers of one token in its KV cache."""
-    heads = read("num_attention_heads")
-    if read("kv_lora_rank", default=0):
-        # Multi-head latent attention (DeepSeek-V2): the compressed vector is what is cached.
-        rank, rope = read("kv_lora_rank"), read("qk_rope_head_dim")
-        nope, value = read("qk_nope_head_dim"), read("v_head_dim")
-        q_rank = read("q_lora_rank", default=0)
-        query = heads * (nope + rope)
-        queries = hidden * q_rank + q_rank * query if q_rank else hidden * query
-        keys = hidden * (rank + rope) + rank * heads * (nope + value)
-        return queries + keys + heads * value * hidden, rank + rope
-    width = read("head_dim", default=hidden // heads)
-    groups = read("num_key_value_heads", default=heads)
-    return 2 * hidden * width * (heads + groups), 2 * groups * width
+def _dense_layers(read: _Reader, total: int) -> int:
+    kinds = read.names("mlp_layer_types")
+    if kinds:
+        return kinds.count("dense")
+    step = read("interleave_moe_layer_step", "decoder_sparse_step", default=1)
+    every = total - total // step
+    return every + read("first_k_dense_replace", default=0) + len(read.names("mlp_only_layers"))
+
+
+def _shared(read: _Reader, inner: int) -> int:
+    """Return the width of what every token passes beside its experts."""
+    beside = read.get("enable_moe_block") or str(read.get("model_type")).startswith("llama4")
+    default = read("intermediate_size") if beside else read("n_shared_experts", default=0) * inner
+    named = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    return read(*named, default=default, least=0)
 
 
 class _Reader:
@@ -188,14 +278,116 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], what: str) -> None:
         self._config, self._what = config, what
 
-    def __call__(self, *names: str, default: int | None = None) -> int:
+    def __call__(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT
+    ) -> int:
+        least = 0 if default == 0 else least
         for name in names:
             if self._config.get(name) is not None:
-                least = 0 if default == 0 else 1
-                return read_count(f"{self._what}: {name}", self._config[name], least=least)
+                value = self._config[name]
+                return read_count(f"{self._what}: {name}", value, least=least, most=most)
         if default is None:
             raise ValueError(
                 f"{self._what} lacks {' or '.join(names)}: it is no configuration of a "
                 "Mixture-of-Experts model."
             )
         return default
+
+    def get(self, name: str) -> Any:
+        return self._config.get(name)
+
+    def names(self, key: str) -> list[Any]:
+        """Return a list of the configuration, empty where it has none."""
+        value = self._config.get(key) or []
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{self._what}: {key}={shown(value)} must be a list.")
+        return list(value)
+
+
+def read_attention(
+    read: _Reader, hidden: int, num_layers: int
+) -> tuple[int, tuple[LayerCaches, ...], int]:
+    """Return the attention weights of all layers, their KV caches, and the bytes of states."""
+    heads = read("num_attention_heads")
+    if read("o_lora_rank", default=0):
+        return _compressed(read, hidden, num_layers, heads)
+    if read("kv_lora_rank", default=0):
+        # Multi-head latent attention (DeepSeek-V2): the compressed vector is what is cached.
+        rank, rope = read("kv_lora_rank"), read("qk_rope_head_dim")
+        nope, value = read("qk_nope_head_dim"), read("v_head_dim")
+        q_rank = read("q_lora_rank", default=0)
+        query = heads * (nope + rope)
+        queries = hidden * q_rank + q_rank * query if q_rank else hidden * query
+        keys = hidden * (rank + rope) + rank * heads * (nope + value)
+        cache = LayerCaches(num_layers, _DTYPE_BYTES * (rank + rope), heads * (2 * rank + rope))
+        return num_layers * (queries + keys + heads * value * hidden), (cache,), 0
+    full, windowed, linear = _kinds(read, num_layers)
+    width = read("head_dim", default=hidden // heads)
+    groups = read("num_key_value_heads", default=heads)
+    gated = str(read.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
+    gates = heads if read.get("attn_output_gate") or gated else 0
+    local = hidden * width * (2 * heads + 2 * groups + gates)
+    whole = local
+    caches = []
+    if windowed:
+        window = read("sliding_window", "attention_chunk_size")
+        per_token = 2 * groups * width * _DTYPE_BYTES
+        caches.append(LayerCaches(windowed, per_token, 2 * heads * width, window))
+    if read("global_head_dim", default=0):
+        # Gemma 4: layers that see everything have heads of their own, whose keys may be values too.
+        width = read("global_head_dim")
+        groups = read("num_global_key_value_heads", default=groups)
+        values = 0 if read.get("attention_k_eq_v") else groups
+        whole = hidden * width * (2 * heads + groups + values)
+    caches.append(LayerCaches(full, 2 * groups * width * _DTYPE_BYTES, 2 * heads * width))
+    weights, state_bytes = _linear(read, hidden) if linear else (0, 0)
+    total = full * whole + windowed * local + linear * weights
+    return total, tuple(caches), linear * state_bytes
+
+
+def _kinds(read: _Reader, num_layers: int) -> tuple[int, int, int]:
+    """Return how many layers attend to all tokens, to a window, and to a state."""
+    kinds = read.names("layer_types")
+    if kinds:
+        linear = kinds.count("linear_attention")
+        windowed = sum(kinds.count(kind) for kind in ("sliding_attention", "chunked_attention"))
+        return len(kinds) - linear - windowed, windowed, linear
+    full = num_layers // read("full_attention_interval", default=1)
+    if full < num_layers:
+        return full, 0, num_layers - full
+    full = num_layers // read("sliding_window_pattern", default=1)
+    return full, num_layers - full, 0
+
+
+def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
+    """Return the weights of a layer of Gated DeltaNet, and the bytes of its state in float32."""
+    key_heads, value_heads = read("linear_num_key_heads"), read("linear_num_value_heads")
+    key_width, value_width = read("linear_key_head_dim"), read("linear_value_head_dim")
+    keys, values = key_heads * key_width, value_heads * value_width
+    mixed = 2 * keys + values
+    projections = hidden * (mixed + values + 2 * value_heads) + values * hidden
+    state = 4 * value_heads * key_width * value_width
+    return projections + mixed * read("linear_conv_kernel_dim", default=4), state
+
+
+def _compressed(
+    read: _Reader, hidden: int, num_layers: int, heads: int
+) -> tuple[int, tuple[LayerCaches, ...], int]:
+    """Read DeepSeek-V4: one shared key-value head, of which layers keep one in 4 or 128 tokens.
+
+    The compressors and the indexer's weights are left out: under a tenth of a layer's.
+    """
+    width, q_rank, o_rank = read("head_dim"), read("q_lora_rank"), read("o_lora_rank")
+    window, groups = read("sliding_window"), read("o_groups")
+    queries = hidden * q_rank + q_rank * heads * width
+    outputs = heads * width * o_rank + groups * o_rank * hidden
+    ratios = read.names("compress_ratios")[:num_layers]
+    near = LayerCaches(num_layers, _DTYPE_BYTES * width, 2 * heads * width, window)
+    caches = [near]
+    for ratio in sorted({r for r in ratios if r}):
+        # Layers that compress least choose what they attend to by an index of their own.
+        index = read("index_head_dim", default=0) if ratio == min(filter(None, ratios)) else 0
+        work = 2 * heads * width // ratio
+        kept = _DTYPE_BYTES * (width + index) / ratio
+        caches.append(LayerCaches(ratios.count(ratio), kept, work))
+    return num_layers * (queries + hidden * width + outputs), tuple(caches), 0

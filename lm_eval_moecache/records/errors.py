@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from lm_eval_moecache.records.numbers import shown
 
 
+class AlgorithmError(RuntimeError):
+    """A user's own algorithm failed while it ran: no fault of what was typed, so no ValueError."""
+
+
 def nearest(value: str, allowed: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"`, or an empty string where nothing is close in either case."""
     names = {name.lower(): name for name in allowed}

@@ -1,4 +1,4 @@
-"""Opens the YAML and JSON files that users give: whole, plain, and never larger than they look."""
+"""Opens the files that users give: regular ones, whole, plain, and never larger than they look."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import gzip
 import json
 import math
 import os
+import stat
 import tempfile
 import zlib
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.records.numbers import is_plain, shown
 
 # PyYAML reads about 100 kB/s; the longest file of this repository has 10 kB.
 MOST_YAML_BYTES = 1 << 20
@@ -46,9 +47,51 @@ def exists(path: str | Path) -> bool:
         return False
 
 
+def open_file(path: str | Path, what: str, most: int | None = None) -> BinaryIO:
+    """Open a file to be read. ValueError, which begins with `what`, where it cannot be.
+
+    A pipe would wait for a writer, and a device may have no end: neither is read. `most` is the
+    size in bytes above which a file is refused.
+    """
+    try:
+        # Without blocking: a pipe is opened at once, to be told from a file.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(path, flags)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
+        if getattr(error, "errno", None) in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise ValueError(f"{what}: there is no such file.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{what} cannot be read: {reason}.") from error
+    about, problem = os.fstat(descriptor), ""
+    if not stat.S_ISREG(about.st_mode):
+        problem = "is no regular file. Allowed: a file on a disk, no pipe and no device"
+    elif most is not None and about.st_size > most:
+        problem = f"has {about.st_size} bytes, more than the {most} that are read"
+    if problem:
+        os.close(descriptor)
+        raise ValueError(f"{what} {problem}.")
+    return os.fdopen(descriptor, "rb")
+
+
+def check_file(path: str | Path, what: str, most: int | None = None) -> None:
+    """As `open_file`, for a file that a library is to open by its name."""
+    open_file(path, what, most).close()
+
+
+def read_text(path: str | Path, what: str, most: int = MOST_JSON_BYTES) -> str:
+    """Return a text in UTF-8. ValueError begins with `what`."""
+    try:
+        with open_file(path, what, most) as file:
+            return file.read().decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not text in UTF-8: {error}.") from error
+
+
 def read_yaml(path: str | Path, what: str) -> Any:
     """Read a YAML file. ValueError begins with `what`, which names the file."""
-    return parse_yaml(_text(Path(path), what, MOST_YAML_BYTES), what)
+    return parse_yaml(read_text(path, what, MOST_YAML_BYTES), what)
 
 
 def parse_yaml(text: str, what: str) -> Any:
@@ -67,17 +110,15 @@ def parse_yaml(text: str, what: str) -> Any:
 
 def read_json(path: str | Path, what: str) -> Any:
     """Read a JSON file. ValueError begins with `what`; NaN and infinities are read as null."""
-    return parse_json(_text(Path(path), what, MOST_JSON_BYTES), what)
+    return parse_json(read_text(path, what), what)
 
 
 def read_gzip(path: str | Path, what: str) -> bytes:
     """Return what a compressed file holds; ValueError where that is more than is read of JSON."""
     try:
-        with gzip.open(path, "rb") as file:
-            data = file.read(MOST_JSON_BYTES + 1)
-    except FileNotFoundError:
-        raise ValueError(f"{what}: there is no such file.") from None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        with open_file(path, what, MOST_JSON_BYTES) as raw, gzip.open(raw, "rb") as file:
+            data = bytes(file.read(MOST_JSON_BYTES + 1))
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{what} is not readable: {error}") from error
     if len(data) > MOST_JSON_BYTES:
         raise ValueError(f"{what} holds more than the {MOST_JSON_BYTES} bytes that are read.")
@@ -163,23 +204,6 @@ def lock(descriptor: int, *, wait: bool = False, shared: bool = False) -> bool:
     return True
 
 
-def _text(path: Path, what: str, most: int) -> str:
-    try:
-        size = path.stat().st_size
-        data = path.read_bytes() if size <= most else b""
-    except FileNotFoundError:
-        raise ValueError(f"{what}: there is no such file.") from None
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{what} cannot be read: {reason}.") from error
-    if size > most:
-        raise ValueError(f"{what} has {size} bytes, more than the {most} that are read.")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} is not text in UTF-8: {error}.") from error
-
-
 def _finite_float(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
@@ -249,3 +273,23 @@ class _PlainLoader(yaml.SafeLoader):
                 raise ValueError(f"line {line}: the key {shown(key)} stands twice in one mapping")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        self._check_plain(node)
+        return super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        if node.value.lower().lstrip("+-") not in (".inf", ".nan"):
+            self._check_plain(node)
+        return super().construct_yaml_float(node)
+
+    @staticmethod
+    def _check_plain(node: yaml.ScalarNode) -> None:
+        """Refuse `0x10`, `010` (8 to YAML), `1_000` and `1:30` (90): they are read as typed."""
+        if not is_plain(node.value):
+            line = node.start_mark.line + 1
+            raise ValueError(f"line {line}: {shown(node.value)} must be a number in plain digits")
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+_PlainLoader.add_constructor("tag:yaml.org,2002:float", _PlainLoader.construct_yaml_float)

@@ -11,11 +11,15 @@ from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
 DEFAULT_PROFILE = "a100-5GBps"
+MOST_LANES = 1024
 RENAMED = {"a100-5gbps": "a100-5GBps"}
 """The name under which earlier releases recorded a profile -> its name now."""
 
+POSITIVE = ("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes")
+POSITIVE_OR_NONE = ("host_flops", "host_memory_bytes_per_s", "link_lane_bytes_per_s")
+_BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
 ZERO_OR_MORE = (
-    *("link_latency_s", "kernel_overhead_s"),
+    *("link_latency_s", "kernel_overhead_s", "load_overhead_s_per_byte"),
     *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s"),
 )
 
@@ -42,27 +46,70 @@ class Hardware:
     """Seconds that each wait for the link costs the compute beside the transfers themselves: the
     request is handed over, the compute wakes, and what it reads then is in no cache any more.
     """
+    link_efficiency: float = 1.0
+    """Share of `link_bytes_per_s` (one large copy) that the copies of single experts reach."""
+    link_lanes: int = 1
+    """Requests that the link serves at once."""
+    link_lane_bytes_per_s: float | None = None
+    """The most that one of these gets; None for all that the link has."""
+    load_overhead_s_per_byte: float = 0.0
+    """What the compute spends on every byte that is loaded beside its transfer: commit, release,
+    bookkeeping."""
     host_flops: float | None = None
     host_memory_bytes_per_s: float | None = None
     """Where misses are computed on the host; None where the profile does not say."""
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
-        for key in ("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"):
-            if not getattr(self, key) > 0:
-                raise ValueError(
-                    f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be above 0."
-                )
-        for key in ("host_flops", "host_memory_bytes_per_s"):
-            if getattr(self, key) is not None and not getattr(self, key) > 0:
-                raise ValueError(
-                    f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be above 0."
-                )
+        for key in (*POSITIVE, *POSITIVE_OR_NONE):
+            value = getattr(self, key)
+            if not (value is None and key in POSITIVE_OR_NONE) and not value > 0:
+                raise ValueError(f"hardware {self.name!r}: {key}={value!r} must be above 0.")
+        if not 0 < self.link_efficiency <= 1:
+            raise ValueError(
+                f"hardware {self.name!r}: link_efficiency={self.link_efficiency!r} must be above 0 "
+                "and at most 1."
+            )
+        if not 1 <= self.link_lanes <= MOST_LANES:
+            raise ValueError(
+                f"hardware {self.name!r}: link_lanes={self.link_lanes!r} must be 1 or more and at "
+                f"most {MOST_LANES}."
+            )
         for key in ZERO_OR_MORE:
             if not getattr(self, key) >= 0:
                 raise ValueError(
                     f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be 0 or more."
                 )
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each figure comes from; of a profile that says one thing of all, that."""
+        if isinstance(self.source, dict):
+            return self.source
+        return {"profile": self.source} if self.source else {}
+
+    def with_bandwidth(self, bandwidth: str) -> Hardware:
+        """Return the device behind a link that does `5GB/s`, for one request or for all."""
+        return replace(
+            self,
+            link_bytes_per_s=parse_bandwidth(bandwidth),
+            link_efficiency=1.0,
+            link_lane_bytes_per_s=None,
+            source={
+                **{k: v for k, v in self.sources.items() if k not in _BY_BANDWIDTH},
+                "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}",
+            },
+        )
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes/s at which experts move over the link."""
+        return self.link_bytes_per_s * self.link_efficiency
+
+    @property
+    def lane_rate(self) -> float:
+        """Bytes/s at which a request moves that has the link for itself."""
+        return min(self.link_rate, self.link_lane_bytes_per_s or self.link_rate)
 
 
 def profile_names() -> list[str]:
@@ -77,7 +124,8 @@ def canonical_name(name: str) -> str:
 def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """Load a profile by name, in upper or lower case, or by path.
 
-    `bandwidth` (`5GB/s`) replaces its link's. Raises ValueError for what is not there.
+    `bandwidth` (`5GB/s`) is what its link then does, for one request or for all. Raises
+    ValueError for what is not there.
     """
     if str(name).endswith((".yaml", ".yml")):
         path = Path(name)
@@ -88,15 +136,27 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
         if path.stem not in profile_names():
             raise unknown("hardware", name, profile_names())
     hardware = _read(path)
-    if bandwidth is None:
-        return hardware
-    source = hardware.source
-    if not isinstance(source, dict):
-        source = {"profile": source} if source else {}
+    return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
+
+
+def on_disk(hardware: Hardware) -> Hardware:
+    """Return a device whose experts lie on an NVMe drive: no host memory holds them."""
+    link = {
+        "link_bytes_per_s": "an NVMe drive on PCIe 4.0 x4, its sequential reads of 7 GB/s, nominal",
+        "link_efficiency": "assumed; mlx-lm issue 1438 has scattered reads of 4 MB at 5.8 GB/s",
+        "link_latency_s": "assumed, one read of an open file on an NVMe drive",
+    }
+    kept = {k: v for k, v in hardware.sources.items() if not k.startswith(("host_", "link_"))}
     return replace(
         hardware,
-        link_bytes_per_s=parse_bandwidth(bandwidth),
-        source={**source, "link_bytes_per_s": f"given for this run: bandwidth={bandwidth}"},
+        link_bytes_per_s=7.0e9,
+        link_efficiency=0.8,
+        link_latency_s=100.0e-6,
+        link_lanes=1,
+        link_lane_bytes_per_s=None,
+        host_flops=None,
+        host_memory_bytes_per_s=None,
+        source={**kept, **link},
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 # ASCII digits only: `1_0`, full-width and Arabic digits are numbers to Python, and to nobody else.
 _PLAIN = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _MOST_DIGITS = 40
 MOST_COUNT = 2**31 - 1
 """No count of anything here (experts, layers, tokens, documents) is larger."""
@@ -26,6 +27,27 @@ def plain_number(value: object) -> int | float | None:
         return value if math.isfinite(value) else None
     except OverflowError:  # a whole number beyond every float
         return None
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text is a number to everybody: `0x10`, `010` (8 to YAML) and `1_000` are none."""
+    return _PLAIN.fullmatch(text.strip(" ")) is not None and _LEADING_ZERO.match(text) is None
+
+
+def check_typed(text: str) -> None:
+    """Refuse in `key=value,...` what Python alone takes for a number, before lm-eval makes it one.
+
+    ValueError names the key and the value: Arabic digits, or `1_000`.
+    """
+    for part in text.split(","):
+        key, is_pair, value = part.partition("=")
+        value = value.strip()
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if is_pair and math.isfinite(number) and plain_number(value) is None:
+            raise ValueError(f"{key.strip()}={shown(value)} must be a number in plain digits.")
 
 
 def read_number(

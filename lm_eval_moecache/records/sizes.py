@@ -134,11 +134,13 @@ def check_capacity(text: object) -> None:
         )
 
 
-def parse_capacity(text: object, geometry: Geometry) -> Capacity:
+def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False) -> Capacity:
     """Turn `5%`, `2GiB`, `51`, `30/layer` or `[12,10,8]/layer` into bytes for this model.
 
-    A plain number counts experts of the largest layer, also where the harness made a float of it
-    (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even one expert.
+    With `per_layer` any of them becomes a cache for each layer, with room for equally many whole
+    experts. A plain number counts experts of the largest layer, also where the harness made a
+    float of it (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even
+    one expert.
     """
     check_capacity(text)
     body = capacity_text(text)
@@ -158,6 +160,15 @@ def parse_capacity(text: object, geometry: Geometry) -> Capacity:
             f"capacity={text!r} is {total} bytes, too small for one expert of "
             f"{geometry.max_expert_bytes} bytes. Allowed: {CAPACITY_FORMS}."
         )
+    if per_layer:
+        slots = total * geometry.num_experts // geometry.total_expert_bytes
+        if not slots:
+            raise ValueError(
+                f"capacity={text!r} is {total} bytes, too small for one expert in each of "
+                f"{geometry.num_layers} layers: this policy has a cache per layer."
+            )
+        sizes = tuple(slots * levels[0] for levels in geometry.expert_bytes)
+        return Capacity(text=body, bytes_by_partition=sizes)
     return Capacity(text=body, bytes_by_partition=(total,))
 
 

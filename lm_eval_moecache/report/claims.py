@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas.base import check, check_as
 from lm_eval_moecache.records.schemas.claims import Bounds, Claim, Claims, Part
 from lm_eval_moecache.records.schemas.found import RowsFile, TraceCell
-from lm_eval_moecache.report.evidence import Samples, Shown, of_runs, show
+from lm_eval_moecache.report.evidence import Estimate, Samples, estimate, of_runs
 from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.statistics import holm
 from lm_eval_moecache.report.views import selected
@@ -32,7 +33,7 @@ class Answer:
     """A part with what it shows. `p` is that of the verdict, corrected over the claim's parts."""
 
     part: Part
-    shown: Shown
+    estimate: Estimate
     p: float
     verdict: str
 
@@ -56,14 +57,16 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
 
 
 def _judged(claim: Claim, alpha: float, root: Path) -> Verdict:
-    shown = []
+    estimates = []
     for part in claim.parts:
         try:
-            shown.append(measure(part, root))
+            estimates.append(measure(part, root))
         except (ValueError, OSError) as error:
             raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
     # Two questions a part: does it lie where the claim says, or surely outside?
-    chances = [_chances(each, part.expect) for each, part in zip(shown, claim.parts, strict=True)]
+    chances = [
+        _chances(each, part.expect) for each, part in zip(estimates, claim.parts, strict=True)
+    ]
     inside, outside = ([pair[side] for pair in chances] for side in (0, 1))
     # What is told beside the verdict is a family of its own, and traces are not tested.
     tested = [at for at, part in enumerate(claim.parts) if part.cells is None]
@@ -74,34 +77,34 @@ def _judged(claim: Claim, alpha: float, root: Path) -> Verdict:
                 side[at] = p
     answers = tuple(
         _answered(part, each, i, o, alpha)
-        for part, each, i, o in zip(claim.parts, shown, inside, outside, strict=True)
+        for part, each, i, o in zip(claim.parts, estimates, inside, outside, strict=True)
     )
     verdict, told = _summed(claim, answers)
     return Verdict(claim=claim, answers=answers, verdict=verdict, told=told)
 
 
-def _chances(shown: Shown, expect: Bounds) -> tuple[float, float]:
+def _chances(found: Estimate, expect: Bounds) -> tuple[float, float]:
     """Return the chances of this figure if the truth lay outside the bounds, and inside."""
     inside, outside = [], []
     if expect.above is not None:
-        inside.append(shown.p_above(expect.above))
-        outside.append(shown.p_below(expect.above))
+        inside.append(found.p_above(expect.above))
+        outside.append(found.p_below(expect.above))
     if expect.below is not None:
-        inside.append(shown.p_below(expect.below))
-        outside.append(shown.p_above(expect.below))
+        inside.append(found.p_below(expect.below))
+        outside.append(found.p_above(expect.below))
     return max(inside), min(1.0, min(outside) * len(outside))
 
 
-def _answered(part: Part, shown: Shown, inside: float, outside: float, alpha: float) -> Answer:
+def _answered(part: Part, found: Estimate, inside: float, outside: float, alpha: float) -> Answer:
     above = -math.inf if part.expect.above is None else part.expect.above
     below = math.inf if part.expect.below is None else part.expect.below
-    if shown.nothing_changed and not above < shown.figure < below:
-        return Answer(part=part, shown=shown, p=1.0, verdict=FAILS)
-    if inside <= alpha and above < shown.low and shown.high < below:
-        return Answer(part=part, shown=shown, p=inside, verdict=HOLDS)
-    if outside <= alpha and (shown.high < above or shown.low > below):
-        return Answer(part=part, shown=shown, p=outside, verdict=FAILS)
-    return Answer(part=part, shown=shown, p=min(inside, outside), verdict=OPEN)
+    if found.nothing_changed and not above < found.figure < below:
+        return Answer(part=part, estimate=found, p=1.0, verdict=FAILS)
+    if inside <= alpha and above < found.low and found.high < below:
+        return Answer(part=part, estimate=found, p=inside, verdict=HOLDS)
+    if outside <= alpha and (found.high < above or found.low > below):
+        return Answer(part=part, estimate=found, p=outside, verdict=FAILS)
+    return Answer(part=part, estimate=found, p=min(inside, outside), verdict=OPEN)
 
 
 def _summed(claim: Claim, answers: Sequence[Answer]) -> tuple[str, str]:
@@ -115,12 +118,12 @@ def _summed(claim: Claim, answers: Sequence[Answer]) -> tuple[str, str]:
     return IN_PART, "; ".join(f"{word}: {', '.join(found[word])}" for word in present)
 
 
-def measure(part: Part, root: Path) -> Shown:
+def measure(part: Part, root: Path) -> Estimate:
     """Return what one comparison shows."""
     if part.rows is not None:
-        return show(_of_rows(part, root), part.form)
+        return estimate(_of_rows(part, root), part.form)
     if part.cells is not None:
-        return show(_of_cells(part, root), part.form)
+        return estimate(_of_cells(part, root), part.form)
     assert part.runs is not None, "a part without a source"
     runs = _runs(str(root / part.runs))
     new = _one(runs, part.where)
@@ -130,7 +133,7 @@ def measure(part: Part, root: Path) -> Shown:
         raise ValueError("answers are compared by their difference.")
     if data.kind == "texts" and part.form != "ratio":
         raise ValueError("perplexities are compared by their ratio.")
-    return show(data, part.form)
+    return estimate(data, part.form)
 
 
 @lru_cache(maxsize=64)
@@ -199,3 +202,101 @@ def _cells(path: str) -> list[dict[str, Any]]:
 
 def _is(cell: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     return all(cell["cell"].get(key) == value for key, value in where.items())
+
+
+_HOW = """\
+A part is answered where the figure's 95% interval lies inside (or outside) of what the claim says
+and the test's chance, corrected over the claim's parts (Holm), is at most {alpha:g}. Answers right
+or wrong: exact tests (McNemar's, binomial) and intervals (Clopper and Pearson's); times, rates and
+log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's of means, over the
+documents that both runs have. Parts in *italics* are told beside the verdict. Perplexities are by
+token."""
+
+
+def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
+    """Return the Markdown, with a newline at its end."""
+    counts = Counter(each.verdict for each in verdicts)
+    told = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    lines = [
+        f"# {claims.title}",
+        "",
+        claims.about.strip(),
+        "",
+        _HOW.format(alpha=claims.alpha),
+        "",
+        f"{len(verdicts)} claims: {told}.",
+        "",
+        "| id | claim | regime | verdict | why |",
+        "|---|---|---|---|---|",
+        *(_summary(each) for each in verdicts),
+        "",
+        "## The figures",
+    ]
+    for each in verdicts:
+        lines += ["", *_figures(each)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(found: Verdict) -> str:
+    claim = found.claim
+    verdict = f"**{found.verdict}**" + (f" ({found.told})" if found.told else "")
+    cells = [claim.id, f"{claim.claim} ({claim.where})", claim.regime, verdict, claim.why]
+    return f"| {' | '.join(cell.strip() for cell in cells)} |"
+
+
+def _figures(found: Verdict) -> list[str]:
+    heading = f"### {found.claim.id}: {found.verdict}"
+    if not found.answers:
+        return [heading, "", f"No figures: {found.told}."]
+    return [
+        heading,
+        "",
+        "| compared | figure | 95% interval | claimed | p | test | verdict | runs |",
+        "|---|--:|--:|---|--:|---|---|---|",
+        *(_row(each) for each in found.answers),
+    ]
+
+
+def _row(found: Answer) -> str:
+    part, estimate = found.part, found.estimate
+    style = "*" if part.aside else ""
+    cells = [
+        f"{style}{part.what}{style}",
+        number(estimate.figure),
+        f"{number(estimate.low)} to {number(estimate.high)}",
+        f"{_measure(part)} {_bounds(part.expect)}",
+        "" if part.cells or estimate.nothing_changed else _chance(found.p),
+        estimate.by,
+        found.verdict,
+        _source(part),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}"
+
+
+def _chance(p: float) -> str:
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _measure(part: Part) -> str:
+    name = part.metric if part.rows is None else part.rows.new
+    return f"{name}, {part.form}" if part.form != "value" else name
+
+
+def _bounds(expect: Bounds) -> str:
+    if expect.above is not None and expect.below is not None:
+        return f"{expect.above:g} to {expect.below:g}"
+    if expect.above is not None:
+        return f"above {expect.above:g}"
+    return f"below {expect.below:g}"
+
+
+def _source(part: Part) -> str:
+    if part.runs is not None:
+        table = f"{part.runs}/table.md"
+        return f"[{part.runs}]({table})"
+    path = part.rows.file if part.rows is not None else str(part.cells)
+    return f"[{Path(path).parent}]({path})"

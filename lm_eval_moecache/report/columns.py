@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lm_eval_moecache.algorithms.registry import AXES as AXES
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import nearest
-from lm_eval_moecache.report.described import METRICS as METRICS
+from lm_eval_moecache.report.identity import KEYS, identity
+from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score
 
-MEGABYTE = 1e6
-"""What pictures count bytes in; links are told in GB/s."""
-
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
+SETTINGS = (
+    *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
+    *("capacity", "capacity_bytes"),
+)
+REPORTED = ("link", "warm", "store")
 PERCENTILES = ("mean", "p50", "p90", "p99")
 DEFAULT_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 
@@ -115,7 +118,10 @@ def accuracy(run: Run) -> Value:
 
 
 def setting(run: Run, name: str) -> Value:
-    """Return a setting as text: as given, or else as resolved in the run's report."""
+    """Return a setting as text: as given, or else as resolved in the run's report.
+
+    What nobody gave and changes figures all the same (`batch_size`) is told by the run's identity.
+    """
     report = run.moecache
     if name == "run":
         return Value(run.label or run.run_id)
@@ -137,11 +143,17 @@ def setting(run: Run, name: str) -> Value:
         found = source.get(name)
         if found is not None and not isinstance(found, (Mapping, list)):
             return Value(found if name == "capacity_bytes" else str(found))
-    return Value(None)
+    # A prompt's template by whether there is one, which more settings may have changed.
+    return Value(identity(run).get(name))
 
 
 def _choice(choice: Mapping[str, Any]) -> str:
     return str(choice.get("name", choice.get("class_path")))
+
+
+def is_setting(name: str, given: Iterable[str]) -> bool:
+    """Whether every run has this setting, or one that was given these arguments."""
+    return name in (*SETTINGS, *REPORTED, *KEYS, *given)
 
 
 def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
@@ -151,3 +163,14 @@ def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
         "`.p90` or `.p99` after a latency, `@TASK` after a metric, and `TASK:METRIC` for another "
         "score."
     )
+
+
+def shown(column: Column, value: Value) -> str:
+    """Return a cell as text: figures rounded to the column's decimals, `±` one standard error."""
+    if value.raw is None:
+        return ""
+    if value.number is None:
+        return str(value.raw)
+    text = f"{value.number:.{column.decimals}f}"
+    text = text if float(text) else text.removeprefix("-")
+    return text if value.stderr is None else f"{text} ±{value.stderr:.{column.decimals}f}"

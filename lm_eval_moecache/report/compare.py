@@ -2,37 +2,249 @@
 
 The chance of an alarm without a real change is at most `alpha` for the whole comparison: each
 score is tested over its samples, and the tests are corrected for their number (Holm, over the
-tests that could tell anything: Tarone).
+tests that could tell anything: Tarone). Runs whose identities differ (batch size, prompts, device
+...) are refused: what they differ in would pass for the change under test.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import metric_column, metric_value
-from lm_eval_moecache.report.judgement import (
-    EXACTLY,
-    MISSING,
-    NEW,
-    REGRESSIONS,
-    Figure,
-    Judgement,
-    Test,
-    changes,
-    floor_of,
-    mcnemar,
-    presence,
-    score_test,
-)
+from lm_eval_moecache.report.identity import differing, identity
+from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score
-from lm_eval_moecache.report.rules import Rules
-from lm_eval_moecache.report.statistics import holm, tarone
+from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test
 
+SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
+MISSING, NEW = "missing", "new"
+REGRESSIONS = (WORSE, CHANGED, MISSING)
+EXACTLY = "exactly"
+Samples = Mapping[str, Any]
+# Guards comparisons of floats that are equal but for the order of a sum.
+_EPSILON = 1e-9
+SPEED_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate")
+# Over a hundred reruns on other CPUs nobody should see more than a false alarm or two.
+DEFAULT_ALPHA = 0.01
+# Half a point of accuracy, or half a percent of a perplexity.
+DEFAULT_FLOOR = 0.005
+# On one machine the virtual clock repeats itself to the last digit. Another CPU rounds
+# differently, and a near tie of a router falls the other way; a wall clock measures.
+TOLERANCE = {"virtual": 0.02, "wall": 0.1}
+# What of a record's `environment` decides how a sum is rounded. Cores do not: threads do.
+_MACHINE = ("cpu", "cpu_model", "instructions", "threads", "gpu", "rounding")
+_LIBRARIES = ("torch", "transformers", "numpy")
 ALL_TASKS = "(all)"
 # A perplexity in its other forms: one of them is enough to judge.
 _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """How much worse a figure may get. `tolerances` hold a metric's own, relative to baseline.
+
+    `floor` and `tolerance` None: 0 for two runs of one machine under the virtual clock, else
+    `DEFAULT_FLOOR` and `TOLERANCE`. `same_machine` None: as the records say.
+    """
+
+    alpha: float = DEFAULT_ALPHA
+    floor: float | None = None
+    tolerance: float | None = None
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    metrics: tuple[str, ...] = SPEED_METRICS
+    ignore: tuple[str, ...] = ()
+    same_machine: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha={self.alpha} must lie between 0 and 1: 0.05, or 5%.")
+        for name in (*self.metrics, *self.tolerances):
+            if ":" in name:
+                raise ValueError(
+                    f"metric={name!r} is a score, and every score of every task is compared as it "
+                    f"is, within `--floor`. Allowed here: figures of speed, as {SPEED_METRICS}."
+                )
+            if metric_column(name) is None:
+                raise unknown("metric", name, METRICS)
+
+    def is_exact(self, old: Run, new: Run) -> bool:
+        """Whether a rerun has to repeat the figures to the digit."""
+        if any(run.moecache["clock"] != "virtual" for run in (old, new)):
+            return False
+        return same_machine(old, new) if self.same_machine is None else self.same_machine
+
+    def floor_of(self, exact: bool) -> float:
+        usual = 0.0 if exact else DEFAULT_FLOOR
+        return usual if self.floor is None else self.floor
+
+    def tolerance_of(self, metric: str, clock: str, exact: bool) -> float:
+        usual = 0.0 if exact else TOLERANCE.get(clock, 0.0)
+        whole = usual if self.tolerance is None else self.tolerance
+        return self.tolerances.get(metric, whole)
+
+
+def same_machine(one: Run, other: Run) -> bool:
+    """Whether both records name their CPU, instruction set, threads and libraries, and agree."""
+    first, second = _fingerprint(one.environment), _fingerprint(other.environment)
+    return first is not None and first == second
+
+
+def _fingerprint(environment: Mapping[str, Any]) -> list[Any] | None:
+    machine, versions = environment.get("machine", {}), environment.get("versions", {})
+    # Records from before the CPU was written down, and lm-eval's own files, cannot be told.
+    if not machine.get("cpu_model") or not all(versions.get(name) for name in _LIBRARIES):
+        return None
+    return [
+        *(machine.get(name) for name in _MACHINE),
+        *(versions.get(name) for name in _LIBRARIES),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Test:
+    """A test of one figure: its p-value, and what was tested.
+
+    `least_p` is the smallest p that this many changed samples can give, `least_possible` the
+    smallest if every sample had changed for the worse.
+    """
+
+    p: float
+    by: str
+    least_p: float = 0.0
+    least_possible: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """`change` is new less baseline; `allowed` how much worse it may get without being tested.
+
+    `corrected` is the test's p-value after the correction over the whole comparison; 1 where too
+    few samples changed to tell a loss from chance.
+    """
+
+    baseline: float | None
+    new: float | None
+    allowed: float
+    judged_by: str
+    verdict: str
+    p: float | None = None
+    corrected: float | None = None
+
+    @property
+    def change(self) -> float | None:
+        if self.baseline is None or self.new is None:
+            return None
+        return self.new - self.baseline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricDelta:
+    """A figure of both sides before the verdict; without a test `allowed` alone decides.
+
+    `higher_is_better` None: no end is the better one, and any change beyond `allowed` counts.
+    """
+
+    baseline: float
+    new: float
+    higher_is_better: bool | None
+    allowed: float
+    judged_by: str
+    test: Test | None = None
+
+    def judge(self, corrected: float | None, alpha: float) -> Judgement:
+        return Judgement(
+            baseline=self.baseline,
+            new=self.new,
+            allowed=self.allowed,
+            judged_by=self.judged_by if self.test is None else self.test.by,
+            verdict=self._verdict(corrected, alpha),
+            p=None if self.test is None else self.test.p,
+            corrected=corrected,
+        )
+
+    def _verdict(self, corrected: float | None, alpha: float) -> str:
+        slack = _EPSILON * max(abs(self.baseline), abs(self.new))
+        loss = self.baseline - self.new if self.higher_is_better else self.new - self.baseline
+        if abs(loss) <= slack:
+            return SAME
+        if self.higher_is_better is None:
+            return WITHIN if abs(loss) <= self.allowed + slack else CHANGED
+        if loss < 0:
+            return BETTER
+        by_chance = corrected is not None and corrected > alpha
+        return WITHIN if by_chance or loss <= self.allowed + slack else WORSE
+
+
+def presence(baseline: float | None, new: float | None) -> Judgement:
+    """Judge a figure that a side does not have."""
+    verdict = SAME if baseline == new else MISSING if new is None else NEW
+    return Judgement(baseline=baseline, new=new, allowed=0.0, judged_by="presence", verdict=verdict)
+
+
+def floor_of(score: Score, floor: float) -> float:
+    """Return the smallest loss that matters: of a share in points, of others relative to it."""
+    share = score.higher_is_better and 0 <= score.value <= 1
+    return floor if share else floor * abs(score.value)
+
+
+def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Samples) -> Test | None:
+    """Test whether a score fell, on the same documents where both sides have them.
+
+    Else by the standard errors; None where lm-eval gives none.
+    """
+    if old_samples and len(old_samples) > 1 and old_samples.keys() == samples.keys():
+        return _paired(old_samples, samples, baseline.higher_is_better)
+    if baseline.stderr is None or new.stderr is None:
+        return None
+    loss = baseline.value - new.value if baseline.higher_is_better else new.value - baseline.value
+    p = z_test(loss, math.hypot(baseline.stderr, new.stderr))
+    return Test(p=p, by="standard errors")
+
+
+def _paired(old: Samples, new: Samples, higher_is_better: bool) -> Test:
+    """McNemar's exact test on right and wrong, sign flips on anything else.
+
+    Pairs (log-likelihood, words) are judged by the log-likelihood, of which more is better.
+    """
+    losses = []
+    for doc, before in old.items():
+        after = new[doc]
+        if isinstance(before, list):
+            losses.append(before[0] - after[0])
+        else:
+            losses.append(before - after if higher_is_better else after - before)
+    if all(loss in (-1, 0, 1) for loss in losses):
+        return mcnemar(losses.count(-1), losses.count(1), len(losses))
+    return Test(
+        p=sign_flip_test(losses),
+        by=f"sign flips of {len(losses)} documents",
+        least_p=0.5 ** sum(loss != 0 for loss in losses),
+        least_possible=0.5 ** len(losses),
+    )
+
+
+def mcnemar(won: int, lost: int, documents: int) -> Test:
+    return Test(
+        p=sign_test(won, lost),
+        by=f"McNemar: {lost} lost, {won} won of {documents} documents",
+        least_p=0.5 ** (won + lost),
+        least_possible=0.5**documents,
+    )
+
+
+def changes(old: Samples, new: Samples) -> tuple[int, int, int, int] | None:
+    """Return (right before, right after, won, lost) of right-or-wrong answers; None for others."""
+    if not old or old.keys() != new.keys():
+        return None
+    if any(value not in (0, 1) for side in (old, new) for value in side.values()):
+        return None
+    won = sum(new[doc] > old[doc] for doc in old)
+    lost = sum(new[doc] < old[doc] for doc in old)
+    return int(sum(old.values())), int(sum(new.values())), won, lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +285,13 @@ class Comparison:
 
 
 Units = dict[str, dict[str, Run]]
-Pending = tuple[str, str | None, str | None, "Figure | Judgement"]
+Pending = tuple[str, str | None, str | None, "MetricDelta | Judgement"]
 
 
 def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Comparison:
     """Judge every figure of BASELINE. Raises ValueError where the two have no run in common.
 
-    Two sides of one run each are compared whatever their arguments.
+    Two sides of one run each are compared whatever their policies; nor may their identities differ.
     """
     old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
     new_units, differing = _joined(old_units, new_units)
@@ -90,24 +302,38 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
         if found is None:
             pending.append(_absent(key, None, MISSING))
             continue
-        shared = [(run, found[task]) for task, run in tasks.items() if task in found]
-        exact += bool(shared) and all(rules.is_exact(*pair) for pair in shared)
+        shared = {task: (run, found[task]) for task, run in tasks.items() if task in found}
+        for task, pair in shared.items():
+            _check_identity(*pair, task, rules)
+        exact += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
         pending += _compare_unit(key, tasks, found, rules)
     pending += [_absent(key, None, NEW) for key in new_units if key not in old_units]
     return _judged(pending, rules, differing, exact)
+
+
+def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
+    """Raise ValueError where more differs than what is compared, naming each key."""
+    pairs = differing(identity(old, [task]), identity(new, [task]))
+    apart = {key: pair for key, pair in pairs.items() if key not in rules.ignore}
+    if apart:
+        told = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in apart.items())
+        raise ValueError(
+            f"{old.run_id} and {new.run_id} are runs of different identity on {task}: {told}. "
+            f"`--ignore {','.join(apart)}` compares them all the same."
+        )
 
 
 def _judged(
     pending: Sequence[Pending], rules: Rules, differing: Mapping[str, tuple[str, str]], exact: int
 ) -> Comparison:
     """Correct the tests for their number and give the verdicts."""
-    tests = [f.test for *_, f in pending if isinstance(f, Figure) and f.test is not None]
+    tests = [f.test for *_, f in pending if isinstance(f, MetricDelta) and f.test is not None]
     able = tarone([test.least_p for test in tests], rules.alpha)
     adjusted = iter(holm([test.p for test, one in zip(tests, able, strict=True) if one]))
     corrected = iter([next(adjusted) if one else 1.0 for one in able])
     rows, weak = [], []
     for run, task, metric, figure in pending:
-        if isinstance(figure, Figure):
+        if isinstance(figure, MetricDelta):
             if figure.test is not None and figure.test.least_possible > rules.alpha:
                 weak.append(f"{task} {metric}")
             figure = figure.judge(None if figure.test is None else next(corrected), rules.alpha)
@@ -197,10 +423,10 @@ def _compare_scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> It
 
 def _score_figure(
     score: Score, new: Score, samples: Sequence[Mapping[str, Any]], rules: Rules, exact: bool
-) -> Figure:
+) -> MetricDelta:
     test = None if exact else score_test(score, new, *samples)
     floor = rules.floor_of(exact)
-    return Figure(
+    return MetricDelta(
         baseline=score.value,
         new=new.value,
         higher_is_better=score.higher_is_better,
@@ -210,7 +436,9 @@ def _score_figure(
     )
 
 
-def _all_tasks(tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules) -> Figure | None:
+def _all_tasks(
+    tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
+) -> MetricDelta | None:
     """Judge the answers to all tasks' documents together: many small losses are one large one."""
     counts, exact = [], True
     documents = 0
@@ -229,7 +457,7 @@ def _all_tasks(tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules)
     before, after, won, lost = (sum(column) for column in zip(*counts, strict=True))
     test: Test | None = None if exact else mcnemar(won, lost, documents)
     floor = rules.floor_of(exact)
-    return Figure(
+    return MetricDelta(
         baseline=before / documents,
         new=after / documents,
         higher_is_better=True,
@@ -259,7 +487,7 @@ def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Ite
             key,
             task,
             metric,
-            Figure(
+            MetricDelta(
                 baseline=before,
                 new=after,
                 higher_is_better=column.higher_is_better,

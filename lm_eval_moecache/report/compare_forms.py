@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from lm_eval_moecache.report.compare import Comparison, Row
-from lm_eval_moecache.report.judgement import SAME
+from lm_eval_moecache.report.compare import SAME, Comparison, Row
 
 WHOLE_RUN = "(whole run)"
 

@@ -7,21 +7,22 @@ has a row for. A figure is a ratio of means, a difference of means, or a mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import find_score
 from lm_eval_moecache.report.results import Run
 from lm_eval_moecache.report.statistics import (
+    answers_interval,
     bootstrap_interval,
-    paired_share_interval,
+    margin_test,
+    mean_interval,
     sign_flip_test,
-    sign_test,
-    z_test,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -43,10 +44,15 @@ class Samples:
     unit: str
     tokens: Floats | None = None
 
+    @property
+    def changes(self) -> tuple[int, int]:
+        """Answers won and lost."""
+        return int(np.sum(self.new > self.old)), int(np.sum(self.new < self.old))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    """A figure with its 95% interval, and the chances by which it could be beyond a bound.
+class Estimate:
+    """A figure with its 95% interval, and the chances of it if the truth were a bound.
 
     Of traces: the range over them, and chances of 0 or 1, which say whether all lie beyond it.
     """
@@ -72,30 +78,24 @@ class Shown:
 
     @property
     def by(self) -> str:
-        kind = self.samples.kind
+        data = self.samples
         if self.nothing_changed:
-            return f"equal in all {self.samples.new.size} {self.samples.unit}"
-        if kind == "answers":
-            won = int(np.sum(self.samples.new > self.samples.old))
-            lost = int(np.sum(self.samples.new < self.samples.old))
-            return f"McNemar, {lost} lost and {won} won of {self.samples.new.size}"
-        if kind == "traces":
-            return f"all of {self.samples.new.size} traces"
-        return f"sign flips over {self.samples.new.size} {self.samples.unit}"
+            return f"equal in all {data.new.size} {data.unit}"
+        if data.kind == "answers":
+            won, lost = data.changes
+            return f"exact, {lost} lost and {won} won of {data.new.size}"
+        if data.kind == "traces":
+            return f"all of {data.new.size} traces"
+        return f"sign flips over {data.new.size} {data.unit}"
 
     def _p(self, bound: float, sign: float) -> float:
         data = self.samples
         if data.kind == "traces":
             nearest = self.low if sign > 0 else self.high
             return 0.0 if sign * (nearest - bound) > 0 else 1.0
-        if data.kind == "answers" and not bound:
-            won, lost = int(np.sum(data.new > data.old)), int(np.sum(data.new < data.old))
-            # sign_test asks for losses: a figure above 0 has more won than lost.
-            return sign_test(lost, won) if sign > 0 else sign_test(won, lost)
         if data.kind == "answers":
-            stderr = (self.high - self.low) / (2 * 1.959964)
-            return z_test(sign * (self.figure - bound), stderr)
-        return sign_flip_test(list(sign * _beyond(data, bound, self.form)))
+            return margin_test(*data.changes, data.new.size, bound, sign)
+        return sign_flip_test(sign * _beyond(data, bound, self.form))
 
 
 def _beyond(data: Samples, bound: float, form: Form) -> Floats:
@@ -108,40 +108,41 @@ def _beyond(data: Samples, bound: float, form: Form) -> Floats:
     return data.new - (data.old if data.old.size else 0.0) - bound
 
 
-def show(data: Samples, form: Form) -> Shown:
+def estimate(data: Samples, form: Form) -> Estimate:
     """Return the figure of these samples with its interval.
 
     ValueError for fewer than two samples, and for a ratio to nothing.
     """
     _check(data, form)
     if data.kind == "answers":
-        low, high = paired_share_interval(data.new, data.old)
+        low, high = answers_interval(*data.changes, data.new.size)
         figure = float(np.mean(data.new) - np.mean(data.old))
-        return Shown(figure=figure, low=low, high=high, samples=data, form="difference")
+        return Estimate(figure=figure, low=low, high=high, samples=data, form="difference")
     if data.kind == "traces":
         each = _by_trace(data, form)
         mean, low, high = float(each.mean()), float(each.min()), float(each.max())
-        return Shown(figure=mean, low=low, high=high, samples=data, form=form)
+        return Estimate(figure=mean, low=low, high=high, samples=data, form=form)
+    if data.kind == "figures" and form != "ratio":
+        each = data.new - (data.old if form == "difference" else 0.0)
+        low, high = mean_interval(each)
+        return Estimate(figure=float(each.mean()), low=low, high=high, samples=data, form=form)
+    statistic: Callable[..., Floats] = (
+        _perplexity_ratio if data.kind == "texts" else _ratio_of_means
+    )
+    sides = [data.new, data.old, *([] if data.tokens is None else [data.tokens])]
+    figure = float(statistic(*sides))
+    low, high = bootstrap_interval(sides, statistic)
+    return Estimate(
+        figure=figure, low=min(low, figure), high=max(high, figure), samples=data, form=form
+    )
 
-    def statistic(chosen: Floats) -> Floats:
-        at = chosen.astype(np.int64)
-        new = data.new[at]
-        if data.kind == "texts":
-            assert data.tokens is not None, "texts without tokens"
-            lost = (data.old[at] - new).sum(axis=-1)
-            return np.asarray(np.exp(lost / data.tokens[at].sum(axis=-1)))
-        mean = new.mean(axis=-1)
-        if form == "value":
-            return np.asarray(mean)
-        old = data.old[at].mean(axis=-1)
-        return np.asarray(mean / old if form == "ratio" else mean - old)
 
-    places = np.arange(data.new.size, dtype=np.float64)
-    # Of few samples a draw may have only zeros to compare with: an interval without end.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = bootstrap_interval(places.tolist(), statistic=statistic)
-    figure = float(statistic(places[None, :])[0])
-    return Shown(figure=figure, low=low, high=high, samples=data, form=form)
+def _ratio_of_means(new: Floats, old: Floats, axis: int = -1) -> Floats:
+    return np.asarray(new.mean(axis=axis) / old.mean(axis=axis))
+
+
+def _perplexity_ratio(new: Floats, old: Floats, tokens: Floats, axis: int = -1) -> Floats:
+    return np.asarray(np.exp((old - new).sum(axis=axis) / tokens.sum(axis=axis)))
 
 
 def _check(data: Samples, form: Form) -> None:
@@ -177,7 +178,8 @@ def of_runs(new: Run, old: Run | None, metric: str, task: str | None) -> Samples
         return _paired("figures", speed)
     score = find_score(new, metric)
     if score is None:
-        raise ValueError(f"{new.run_id}: no document has {metric!r} in task {task!r}.")
+        known = [*new.speed.get(task, {}), *new.results]
+        raise unknown(f"{new.run_id}: no document of task {task} has it: metric", metric, known)
     task = metric.partition(":")[0]
     found = [run.samples.get(task, {}).get(score.key, {}) for run in runs]
     if isinstance(next(iter(found[0].values()), None), list):

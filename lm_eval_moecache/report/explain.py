@@ -17,8 +17,6 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.records.errors import unknown
 
-_WIDTH = 96
-
 
 def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
     """Return the algorithms of this name on these axes, and the composition with its own."""
@@ -64,7 +62,8 @@ def meaning_of(parameter: str, doc: str) -> str:
     """Return the sentences of a docstring that speak of a parameter: by `name` where they can."""
     text = " ".join(doc.split())
     # Not inside brackets.
-    sentences = re.split(r"(?<=[.;]) (?![^(]*\))", text)
+    # Nor after an abbreviation: "HOBBIT et al." goes on.
+    sentences = re.split(r"(?<=[.;])(?<!et al\.)(?<!e\.g\.)(?<!eq\.)(?<!sec\.) (?![^(]*\))", text)
     quoted = re.compile(rf"`(?:\w+\.)?{re.escape(parameter)}\b[^`]*`")
     plain = re.compile(rf"(?<![\w`]){re.escape(parameter)}(?![\w`])")
     for form in (quoted, plain):
@@ -74,25 +73,27 @@ def meaning_of(parameter: str, doc: str) -> str:
     return ""
 
 
-def as_text(found: Mapping[str, Any]) -> str:
+def as_text(found: Mapping[str, Any], width: int = 80) -> str:
+    """Return the explanation for a terminal of this many columns."""
     lines = []
     if (composition := found["composition"]) is not None:
-        lines += [f"policy={composition['name']}: {composition['source']}"]
+        lines += [textwrap.fill(f"policy={composition['name']}: {composition['source']}", width)]
         lines += [f"phases={composition['phases']}", ""]
     for algorithm in found["algorithms"]:
-        lines += [f"{algorithm['axis']}={algorithm['name']}   ({algorithm['source']})", ""]
+        head = f"{algorithm['axis']}={algorithm['name']}   ({algorithm['source']})"
+        lines += [textwrap.fill(head, width, subsequent_indent="  "), ""]
         for paragraph in algorithm["description"].split("\n\n"):
-            lines += [textwrap.fill(" ".join(paragraph.split()), _WIDTH, **_indent(2)), ""]
+            lines += [textwrap.fill(" ".join(paragraph.split()), width, **_indent(2)), ""]
         for parameter in algorithm["parameters"]:
-            lines += _parameter(algorithm["axis"], parameter)
+            lines += _parameter(algorithm["axis"], parameter, width)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _parameter(axis: str, parameter: Mapping[str, Any]) -> list[str]:
+def _parameter(axis: str, parameter: Mapping[str, Any], width: int) -> list[str]:
     value, default = parameter["value"], parameter["default"]
     here = "" if value is None or value == default else f", here {value}"
     head = f"  {axis}.{parameter['name']}={default}{here}   {parameter['type']}"
-    return [head, textwrap.fill(parameter["meaning"], _WIDTH, **_indent(6)), ""]
+    return [head, textwrap.fill(parameter["meaning"], width, **_indent(6)), ""]
 
 
 def _indent(width: int) -> dict[str, Any]:

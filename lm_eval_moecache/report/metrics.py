@@ -1,20 +1,204 @@
-"""Turns the ledger's passes into the metrics users see. Field names are final; see results/README.
+"""The registry of metrics: what each is made of, what it is called, and which way is better.
 
-Rates of nothing (no prediction made, no token decoded) are None, never 0.
+A new figure of speed is a line of `METRICS`, and where it counts something new, a field of
+`records.ledger.Counters` with the line that adds to it. Tables, pages, plots and the comparison
+find it by its name. Below: the figures of passes, of requests and of tasks, made from the ledger.
+Field names are final; see results/README. Rates of nothing (no prediction made, no token decoded)
+are None, never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lm_eval_moecache.records.event import PREFILL, VERIFY
-from lm_eval_moecache.records.ledger import GENERATE, PassRecord, RequestRecord, total
-from lm_eval_moecache.report.described import METRICS, Totals, ms, share
+from lm_eval_moecache.records.ledger import (
+    GENERATE,
+    Counters,
+    PassRecord,
+    RequestRecord,
+    total,
+)
 
 Metrics = dict[str, Any]
+MEGABYTE = 1e6
+"""What pictures count bytes in; links are told in GB/s."""
+
+
+class Totals(NamedTuple):
+    """What the passes of a run, or of one phase, add up to."""
+
+    counted: Counters
+    tokens: int
+    duration_s: float
+
+
+class Metric(NamedTuple):
+    """The one description of a metric of DESIGN 2.3: how tables and axes name it."""
+
+    heading: str
+    decimals: int
+    higher_is_better: bool | None
+    """None: neither way."""
+    words: str
+    """Words and unit, for an axis. Bytes are drawn in MB."""
+    of: Callable[[Totals], float | None] | None = None
+    """What it is made of; None where single requests say it, and not the passes' counts."""
+    by_phase: bool = False
+    """Whether `prefill_`, `decode_` and `verify_` forms exist."""
+
+
+def share(part: float, whole: float) -> float | None:
+    """Return a rate, which of nothing is None and never 0."""
+    return part / whole if whole else None
+
+
+def ms(seconds: float | None) -> float | None:
+    """Return milliseconds, of nothing None."""
+    return None if seconds is None else seconds * 1000
+
+
+METRICS: Mapping[str, Metric] = {
+    "ttft_ms": Metric("TTFT ms", 3, False, "time to first token [ms]"),
+    "tpot_ms": Metric("TPOT ms", 3, False, "time per output token [ms]"),
+    "itl_ms": Metric("ITL ms", 3, False, "inter-token latency [ms]"),
+    "e2el_ms": Metric("E2E ms", 3, False, "end-to-end latency [ms]"),
+    "tok_per_s": Metric("tok/s", 1, True, "output tokens per second"),
+    "prompt_tok_per_s": Metric("prompt tok/s", 1, True, "prompt tokens per second"),
+    "request_throughput": Metric("requests/s", 2, True, "requests per second"),
+    "output_throughput": Metric("output tok/s", 1, True, "output tokens per second of serving"),
+    "total_token_throughput": Metric("total tok/s", 1, True, "tokens per second of serving"),
+    "hit_rate": Metric(
+        "Hit",
+        4,
+        True,
+        "hit rate [of requests]",
+        lambda t: share(t.counted.hits, t.counted.requests),
+        True,
+    ),
+    "miss_rate": Metric(
+        "Miss",
+        4,
+        False,
+        "miss rate [of requests]",
+        lambda t: share(t.counted.late + t.counted.misses, t.counted.requests),
+        True,
+    ),
+    "late_rate": Metric(
+        "Late",
+        4,
+        False,
+        "late rate [of requests]",
+        lambda t: share(t.counted.late, t.counted.requests),
+        True,
+    ),
+    "collision_miss_rate": Metric(
+        "Collision",
+        4,
+        False,
+        "collision misses [of requests]",
+        lambda t: share(t.counted.collisions, t.counted.requests),
+        True,
+    ),
+    "token_miss_rate": Metric(
+        "Token miss",
+        4,
+        False,
+        "misses per token [of its top-k]",
+        lambda t: share(t.counted.token_misses, t.counted.token_requests),
+        True,
+    ),
+    "prefetch_hits": Metric(
+        "Prefetch hits", 0, None, "prefetch hits [requests]", lambda t: t.counted.prefetch_hits
+    ),
+    "prefetch_precision": Metric(
+        "Prefetch precision",
+        4,
+        True,
+        "prefetch precision [of proposals]",
+        lambda t: share(t.counted.predicted_right, t.counted.predicted),
+    ),
+    "prefetch_recall": Metric(
+        "Prefetch recall",
+        4,
+        True,
+        "prefetch recall [of requests]",
+        lambda t: share(t.counted.predicted_right, t.counted.predictable),
+    ),
+    "stall_ms_per_token": Metric(
+        "Stall ms/tok",
+        3,
+        False,
+        "stall per token [ms]",
+        lambda t: ms(share(t.counted.stall_s, t.tokens)),
+    ),
+    "link_utilization": Metric(
+        "Link use",
+        3,
+        None,
+        "link use [of time]",
+        lambda t: share(t.counted.link_busy_s, t.duration_s),
+    ),
+    "bytes_moved": Metric(
+        "Bytes moved", 0, False, "moved over the link [MB]", lambda t: t.counted.bytes_moved
+    ),
+    "bytes_per_token": Metric(
+        "Bytes/tok",
+        0,
+        False,
+        "moved per token [MB]",
+        lambda t: share(t.counted.bytes_moved, t.tokens),
+    ),
+    "evictions": Metric("Evictions", 0, None, "evictions", lambda t: t.counted.evictions),
+    "expert_lifetime_tokens": Metric(
+        "Lifetime tok",
+        1,
+        None,
+        "expert lifetime [tokens]",
+        lambda t: share(t.counted.lifetime_tokens, t.counted.evictions),
+    ),
+    "routing_fidelity": Metric(
+        "Fidelity",
+        4,
+        True,
+        "routing fidelity [of asked]",
+        lambda t: share(t.counted.executed - t.counted.unfaithful, t.counted.token_requests),
+    ),
+    "substituted_share": Metric(
+        "Substituted",
+        4,
+        None,
+        "substituted [of asked]",
+        lambda t: share(t.counted.substituted, t.counted.token_requests),
+    ),
+    "dropped_share": Metric(
+        "Dropped",
+        4,
+        None,
+        "dropped [of asked]",
+        lambda t: share(t.counted.dropped, t.counted.token_requests),
+    ),
+    "low_precision_share": Metric(
+        "Low precision",
+        4,
+        None,
+        "low precision [of executed]",
+        lambda t: share(t.counted.low_precision, t.counted.executed),
+    ),
+    "peak_cache_bytes": Metric("Peak bytes", 0, False, "peak of the cache [MB]"),
+    "draft_acceptance": Metric("Acceptance", 4, True, "accepted drafts [of drafted tokens]"),
+    "accepted_per_verify": Metric(
+        "Accepted/verify", 3, True, "accepted drafts per verify pass [tokens]"
+    ),
+    "draft_time_share": Metric("Drafting", 4, None, "drafting [of decode time]"),
+    "host_share": Metric("On host", 4, None, "executed on the host [of executed]"),
+    "host_utilization": Metric("Host use", 4, None, "host use [of time]"),
+    "host_wait_ms_per_token": Metric("Host wait ms/tok", 3, False, "wait for the host [ms]"),
+    "requests": Metric("Requests", 0, None, "requests"),
+}
 
 
 def totals(passes: Sequence[PassRecord]) -> Totals:
@@ -85,7 +269,11 @@ def inter_token_ms(request: RequestRecord) -> list[float]:
 
 
 def request_metrics(request: RequestRecord) -> dict[str, float]:
-    """The figures of one request, as they are put on its harness Instance (milliseconds)."""
+    """The figures of one request, as they are put on its harness Instance (milliseconds).
+
+    What averages over requests to another figure than the task's has a name of its own: the mean
+    of `request_tok_per_s` is not `tok_per_s`, which is all tokens by all time.
+    """
     durations_ms = [p.duration_s * 1000 for p in request.passes]
     if not durations_ms:
         return {}
@@ -97,7 +285,7 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
             values["ttft_ms"] = durations_ms[0]
         tokens = request.output_tokens or 0
         if values["e2el_ms"]:  # free compute and nothing to load: no time to divide by
-            values["tok_per_s"] = tokens / values["e2el_ms"] * 1000
+            values["request_tok_per_s"] = tokens / values["e2el_ms"] * 1000
         if tokens > first:
             waited_ms = values["e2el_ms"] - values.get("ttft_ms", 0.0)
             values["tpot_ms"] = waited_ms / (tokens - first)
@@ -107,7 +295,7 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
     found = rates(request.passes)
     for name in ("hit_rate", "miss_rate", "collision_miss_rate"):
         if found[name] is not None:
-            values[name] = found[name]
+            values[f"request_{name}"] = found[name]
     return values
 
 

@@ -1,158 +1,270 @@
-"""Draws the trade-offs of a folder of runs: Pareto plots and capacity curves, as SVG and PNG.
+"""Pictures of a folder of runs: the `figures` of its sweep file, or the usual trade-offs.
 
-What varies is drawn as series and panels; nothing is averaged. The same runs give the same files
-to the byte, on one version of matplotlib.
+What varies is drawn as series and panels; nothing is averaged, and only runs of one identity are
+joined. The same runs give the same files to the byte, on one version of matplotlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from lm_eval_moecache.report.columns import (
-    MEGABYTE,
-    METRICS,
-    accuracy,
-    find_score,
-    metric_value,
-    setting,
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.schemas.report import Figure, Panel
+from lm_eval_moecache.report.columns import Column, Value, score_column, setting
+from lm_eval_moecache.report.identity import RATES, groups, varying
+from lm_eval_moecache.report.metrics import MEGABYTE
+from lm_eval_moecache.report.mpl_style import (
+    STYLE,
+    end_at_one,
+    legend,
+    look,
+    new_figure,
+    plain,
+    pyplot,
+    save,
 )
-from lm_eval_moecache.report.figure import STYLE, end_at_one, look, new_figure, plain, pyplot, save
-from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import Run
-from lm_eval_moecache.report.series import Panel, check_group, check_one_run_a_place, panels_of
+from lm_eval_moecache.report.tables import (
+    ACCURACY,
+    Reader,
+    pareto_front,
+    reader,
+    sort_key,
+)
+from lm_eval_moecache.report.views import selected
 
+Z_95 = 1.96
+MAX_SERIES, MAX_PANELS = 20, 6
+CURVES = ("tok_per_s", "ttft_ms", "miss_rate")
 _CAPACITY = "capacity"
+# Of these the first that varies stands for the others: an experiment's labels say what it asks.
+_INSTEAD_OF_ALL = "run"
+_LETTERS_A_PANEL = 55
+_LOG_FROM = 2.0
+"""Perplexities that differ by more than this factor are drawn on a logarithmic scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One quantity to draw; `sign` is -1 where less is better, `is_share` where 1 is the most."""
+    """A column as an axis: its label, and what its figures are divided by."""
 
-    name: str
+    reader: Reader
     label: str
-    read: Callable[[Run], float | None]
-    sign: int = 1
-    is_share: bool = False
+    scale: float = 1.0
+    log: bool = False
+
+    def at(self, run: Run) -> tuple[float, float] | None:
+        """Return a run's figure and half of its 95% interval, 0 where no error was kept."""
+        value = self.reader.read(run)
+        number = _number(value)
+        if number is None:
+            return None
+        return number / self.scale, Z_95 * (value.stderr or 0.0) / self.scale
 
 
-CURVES = ("tok_per_s", "ttft_ms", "miss_rate")
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One pair of axes: its title, and its runs by the name of their series."""
+
+    title: str
+    series: dict[str, list[Run]]
+
+
+def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) -> list[Path]:
+    """Write every figure of a sweep file as `<folder>/<name>.svg` and `.png`; return the files.
+
+    A figure has `panels` (each with `x` and `y`, names of columns, and perhaps a `title` and a
+    `where` of its own), `group` (the settings that give a run its colour), and perhaps `title`,
+    `where`, and `line: true`, which joins a group's points in order of x.
+    """
+    written: list[Path] = []
+    for figure in figures:
+        picture = draw_figure(runs, figure)
+        paths = [folder / f"{figure.name}.{suffix}" for suffix in ("svg", "png")]
+        save(picture, *paths)
+        written += paths
+    return written
+
+
+def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
+    """Return one figure of a sweep file, drawn."""
+    picture, places = new_figure(columns=len(figure.panels))
+    with pyplot().rc_context(STYLE):
+        for place, panel in zip(places, figure.panels, strict=True):
+            _draw_panel(place, runs, figure, panel)
+        bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
+        legend(picture, _handles(places), "bars: 95% intervals" if bars else None)
+        # One line of a picture this wide holds about so many letters; more would be cut off.
+        width = _LETTERS_A_PANEL * len(figure.panels)
+        picture.suptitle("\n".join(wrap(plain(figure.title), width)))
+    return picture
+
+
+def _draw_panel(place: Any, runs: Sequence[Run], figure: Figure, panel: Panel) -> None:
+    where = {**figure.where, **panel.where}
+    chosen = [run for run in runs if selected(run, where)]
+    x, y = (_axis(runs, chosen, name) for name in (panel.x, panel.y))
+    series: dict[str, list[Run]] = {}
+    for run in chosen:
+        if x.at(run) is not None and y.at(run) is not None:
+            series.setdefault(_name(run, figure.group or ["policy"]), []).append(run)
+    if not series:
+        raise ValueError(f"figures: {figure.name!r}: no run has where={where!r} and figures.")
+    title = panel.title or ("" if figure.title else f"{_short(y)} against {_short(x)}")
+    drawn = Drawn(title, dict(sorted(series.items())))
+    if figure.line:
+        for name, members in drawn.series.items():
+            _check_joined(figure.name, name, members, panel.x)
+    _draw(place, drawn, x, y, list(drawn.series), is_curve=figure.line, bars=True)
+
+
+def _check_joined(figure: str, name: str, members: Sequence[Run], x: str) -> None:
+    """Raise ValueError where a line would join runs of different identity."""
+    own = {x, *(RATES if x in ("hardware", "bandwidth") else ())}
+    apart = [key for key in varying(members) if key not in own]
+    if apart:
+        raise ValueError(
+            f"figures: {figure!r}: the line {name!r} would join runs that differ in "
+            f"{', '.join(apart)}. Add these to `group`, or a `where`."
+        )
 
 
 def write_plots(
-    runs: Sequence[Run], folder: Path, *, task: str | None = None, group: str = "policy"
+    runs: Sequence[Run], folder: Path, *, task: str | None = None, group: str | None = None
 ) -> list[Path]:
-    """Write every plot that the runs have figures for; return the files.
+    """Write the trade-offs that the runs have figures for; return the files.
 
-    `task` draws that task's score instead of the mean accuracy; `group` is the setting that
-    gives a run its colour and its curve. Settings that vary beside it make series of their own,
-    or panels where these are many. Raises ValueError where they are too many for a picture.
+    `task` draws that task's score instead of the mean accuracy; `group` is the setting that gives
+    a run its colour and its curve (the policy). Settings that vary beside it make series of their
+    own, or panels where these are many. Raises ValueError where they are too many for a picture.
     """
-    check_group(runs, group)
-    plt = pyplot()
-    quality = _quality(runs, task)
+    if group is not None:
+        _check_group(runs, group)
+    if task is not None and score_column(runs, task) is None:
+        names = dict.fromkeys(name for run in runs for name in run.results)
+        raise ValueError(f"task={task!r} has no score. Allowed: {', '.join(names)}.")
+    quality = task or ACCURACY
+    pairs = [(name, quality, False) for name in ("tok_per_s", "miss_rate", "capacity_bytes")]
+    if len({setting(run, "capacity_bytes").raw for run in runs}) > 1:
+        pairs += [("capacity_bytes", name, True) for name in (quality, *CURVES)]
     written: list[Path] = []
-    memory = _memory_axis()
-    with plt.rc_context(STYLE):
-        for axis in (_metric_axis("tok_per_s"), _metric_axis("miss_rate"), memory):
-            if _drawable(runs, axis, quality):
-                figures = [_draw(runs, axis, quality, group, is_curve=False) for _ in range(2)]
-                written += _save(figures, folder, f"{quality.name}_{axis.name}")
-        for ordinate in (quality, *(_metric_axis(name) for name in CURVES)):
-            if _num_capacities(runs) > 1 and _drawable(runs, memory, ordinate):
-                figures = [_draw(runs, memory, ordinate, group, is_curve=True) for _ in range(2)]
-                written += _save(figures, folder, f"capacity_{ordinate.name}")
+    for x, y, is_curve in pairs:
+        axes = [_axis(runs, runs, name) for name in (x, y)]
+        known = [run for run in runs if all(axis.at(run) is not None for axis in axes)]
+        if len(known) < 2:
+            continue
+        first, second = ("capacity", y) if is_curve else (y, x)
+        name = "_".join(
+            part.replace("capacity_bytes", "memory").replace(":", "_").replace(",", "_")
+            for part in (first, second)
+        )
+        paths = [folder / f"{name}.{suffix}" for suffix in ("svg", "png")]
+        save(draw_tradeoff(known, axes[0], axes[1], group or "policy", is_curve=is_curve), *paths)
+        written += paths
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
 
 
-def _quality(runs: Sequence[Run], task: str | None) -> Axis:
-    if task is None:
-        read = lambda run: accuracy(run).number  # noqa: E731
-        return Axis("accuracy", "accuracy (mean of tasks)", read, is_share=True)
-    found = [score for run in runs if (score := find_score(run, task)) is not None]
-    if not found:
-        names = dict.fromkeys(name for run in runs for name in run.results)
-        raise ValueError(f"task={task!r} has no score. Allowed: {', '.join(names)}.")
-    sign = 1 if found[0].higher_is_better else -1
-    name = task.replace(":", "_").replace(",", "_")
-    label = f"{task} {found[0].metric.replace('_', ' ')}"
-    return Axis(name, label, lambda run: _score(run, task), sign, is_share=sign > 0)
-
-
-def _score(run: Run, task: str) -> float | None:
-    score = find_score(run, task)
-    return None if score is None else score.value
-
-
-def _metric(run: Run, name: str) -> float | None:
-    return metric_value(run, name).number
-
-
-def _metric_axis(name: str) -> Axis:
-    metric = METRICS[name]
-    sign = -1 if metric.higher_is_better is False else 1
-    return Axis(name, metric.words, lambda run: _metric(run, name), sign)
-
-
-def _memory_axis() -> Axis:
-    return Axis("memory", "capacity of the cache [MB]", _capacity_mb, -1)
-
-
-def _capacity_mb(run: Run) -> float | None:
-    number = setting(run, "capacity_bytes").number
-    return None if number is None else number / MEGABYTE
-
-
-def _num_capacities(runs: Sequence[Run]) -> int:
-    return len({_capacity_mb(run) for run in runs})
-
-
-def _drawable(runs: Sequence[Run], x: Axis, y: Axis) -> bool:
-    return sum(x.read(run) is not None and y.read(run) is not None for run in runs) > 1
-
-
-def _draw(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:
-    """Curves over x, or clouds with the Pareto front of each panel."""
-    known = [r for r in runs if x.read(r) is not None and y.read(r) is not None]
-    panels = panels_of(known, group, _CAPACITY)
+def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:
+    """Return curves over x, or clouds with the Pareto front of each panel, drawn."""
+    panels = panels_of(runs, group, _CAPACITY)
     columns = min(len(panels), 3)
     figure, places = new_figure(-(-len(panels) // columns), columns)
     names = sorted({name for panel in panels for name in panel.series})
     for place in places[len(panels) :]:
         place.set_visible(False)
-    for place, panel in zip(places, panels, strict=False):
-        if is_curve:
-            check_one_run_a_place(panel, x.read, x.label)
-        _panel(place, panel, x, y, names, is_curve=is_curve)
-    _share_limits(places[: len(panels)])
-    handles: dict[str, Any] = {}
-    for place in places:
-        handles |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    with pyplot().rc_context(STYLE):
+        for place, panel in zip(places, panels, strict=False):
+            if is_curve:
+                _check_one_run_a_place(panel, x)
+            _draw(place, panel, x, y, names, is_curve=is_curve, bars=False)
+            if not is_curve:
+                _ring_front(place, panel, x, y)
+        _share_limits(places[: len(panels)])
+        legend(figure, _handles(places))
+        figure.suptitle(plain(f"{_short(y).capitalize()} against {_short(x)}"))
     return figure
 
 
-def _panel(
-    place: Any, panel: Panel, x: Axis, y: Axis, names: Sequence[str], *, is_curve: bool
+def _draw(
+    place: Any,
+    panel: Drawn,
+    x: Axis,
+    y: Axis,
+    names: Sequence[str],
+    *,
+    is_curve: bool,
+    bars: bool,
 ) -> None:
     for name, members in panel.series.items():
         points = sorted(_points(members, x, y))
-        line = "-" if is_curve else "none"
-        place.plot(*_columns(points), linestyle=line, label=plain(name), **look(names.index(name)))
+        across, wide, up, high = zip(*points, strict=True)
+        place.errorbar(
+            across,
+            up,
+            xerr=wide if bars and any(wide) else None,
+            yerr=high if bars and any(high) else None,
+            elinewidth=0.8,
+            # Two points are no course.
+            linestyle="-" if is_curve and len(points) > 2 else "none",
+            label=plain(name),
+            **look(names.index(name)),
+        )
     runs = [run for members in panel.series.values() for run in members]
-    if not is_curve:
-        front = pareto_front(runs, lambda run: _signed(x, run), lambda run: _signed(y, run))
-        line_of = sorted({point for i in front for point in _points([runs[i]], x, y)})
-        place.plot(*_columns(line_of), color="0.35", linewidth=1, zorder=0, label="Pareto front")
-    if y.is_share:
-        end_at_one(place, [value for _, value in _points(runs, x, y)])
+    if y.reader.column.name == ACCURACY or (y.reader.column.decimals == 3 and _is_share(runs, y)):
+        heights = [(b, h if bars else 0.0) for _, _, b, h in _points(runs, x, y)]
+        end_at_one(place, [end for b, h in heights for end in (max(b - h, min(b, 0.0)), b)])
+    if y.log:
+        place.set_yscale("log")
     place.set_title(plain(panel.title))
-    place.set_xlabel(x.label + _better(x))
-    place.set_ylabel(y.label + _better(y))
+    place.set_xlabel(x.label)
+    place.set_ylabel(y.label)
+
+
+def _is_share(runs: Sequence[Run], axis: Axis) -> bool:
+    """Whether an axis has a task's shares of right answers."""
+    name = axis.reader.column.name
+    return axis.reader.column.higher_is_better is True and any(
+        run.score(name.partition(":")[0]) is not None for run in runs
+    )
+
+
+def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
+    """Mark what no other run of its identity is known to beat."""
+    runs = [run for members in panel.series.values() for run in members]
+    axes = (x.reader, y.reader)
+    front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
+    if front:
+        points = sorted({(a, b) for a, _, b, _ in _points(front, x, y)})
+        place.plot(
+            [a for a, _ in points],
+            [b for _, b in points],
+            linestyle="none",
+            marker="o",
+            markersize=12,
+            markerfacecolor="none",
+            color="0.35",
+            label="Pareto front",
+        )
+
+
+def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float, float, float]]:
+    """Return x, half of its interval, y, half of its interval."""
+    pairs = [(x.at(run), y.at(run)) for run in runs]
+    return [(*a, *b) for a, b in pairs if a is not None and b is not None]
+
+
+def _handles(places: Sequence[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for place in places:
+        found |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
+    return found
 
 
 def _share_limits(places: Sequence[Any]) -> None:
@@ -163,27 +275,149 @@ def _share_limits(places: Sequence[Any]) -> None:
             getattr(place, put)(min(low for low, _ in limits), max(high for _, high in limits))
 
 
-def _better(axis: Axis) -> str:
-    return "\n(less is better)" if axis.sign < 0 else ""
+def _axis(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
+    """Return a column as an axis: bytes in MB, perplexities relative to the lowest shown."""
+    column = (found := reader(runs, name)).column
+    better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
+    label = _label(column, shown)
+    scale, log = (MEGABYTE if "[MB]" in column.words else 1.0), False
+    if name == "capacity_bytes":
+        scale, label = MEGABYTE, "capacity of the cache [MB]"
+    if "perplexity" in column.words:
+        numbers = [n for run in shown if (n := found.read(run).number)]
+        if numbers and max(numbers) > 100:
+            # Words of many tokens: their perplexity says nothing by itself.
+            scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
+            label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
+    return Axis(found, label + better[column.higher_is_better], scale, log)
 
 
-def _signed(axis: Axis, run: Run) -> float | None:
-    value = axis.read(run)
-    return None if value is None else axis.sign * value
+def _label(column: Column, runs: Sequence[Run]) -> str:
+    """Words and unit; a capacity's unit is told by how it was given."""
+    if column.name == ACCURACY:
+        return "accuracy (mean of tasks)"
+    if column.name == _CAPACITY:
+        given = {str(setting(run, _CAPACITY).raw) for run in runs}
+        for ending, unit in (("%", "% of all expert bytes"), ("/layer", "experts a layer")):
+            if all(each.endswith(ending) for each in given):
+                return f"capacity [{unit}]"
+    return column.words or column.heading.removesuffix(" (lower is better)")
 
 
-def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float]]:
-    pairs = [(x.read(run), y.read(run)) for run in runs]
-    return [(a, b) for a, b in pairs if a is not None and b is not None]
+def _short(axis: Axis) -> str:
+    """Return an axis' words without unit and direction, for a title."""
+    return axis.label.partition("\n")[0].partition(" [")[0].partition(" (")[0]
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _number(value: Value) -> float | None:
+    """A figure, or the number that a setting like `8/layer` or `5%` begins with."""
+    if value.raw is None:
+        return None
+    kind, number, _ = sort_key(value)
+    return number if kind < 2 else None
 
 
-def _save(figures: Sequence[Any], folder: Path, name: str) -> list[Path]:
-    """Write the picture in both forms; it is drawn for each, as writing closes it."""
-    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    for figure, path in zip(figures, paths, strict=True):
-        save(figure, path)
-    return paths
+def _name(run: Run, names: Sequence[str]) -> str:
+    values = (setting(run, name).raw for name in names)
+    return " ".join(str(value) for value in values if value is not None)
+
+
+def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
+    """Return the settings that tell the runs apart, without those of `besides`."""
+    given = {key for run in runs for key in (*run.model_args, *run.options)}
+    if all(run.label is not None for run in runs):
+        names = [_INSTEAD_OF_ALL]
+    else:
+        names = ["policy", *AXES, *sorted(given - {*AXES, "policy", "label"})]
+        names = ["experiment", "model", *names]
+    # An axis that follows from the policy tells nothing more, nor one parameter from another.
+    kept: list[str] = []
+    seen = {tuple(_text(run, name) for name in besides) for run in runs}
+    for name in dict.fromkeys([*names, *varying(runs)]):
+        if name in besides:
+            continue
+        places = {tuple(_text(run, n) for n in (*besides, *kept, name)) for run in runs}
+        if len(places) > len(seen):
+            kept.append(name)
+            seen = places
+    return kept
+
+
+def _check_group(runs: Sequence[Run], group: str) -> None:
+    """Raise ValueError where a setting tells no runs apart: all would have one colour."""
+    values = {setting(run, group).raw for run in runs}
+    if values == {None}:
+        given = {key for run in runs for key in (*run.model_args, *run.options)}
+        raise unknown("group", group, {*AXES, *given, "policy", "model", "experiment", "hardware"})
+    if len(values) == 1:
+        raise ValueError(
+            f"group={group!r} has no effect: all runs have {next(iter(values))!r}. What varies: "
+            f"{', '.join(_varying(runs, besides=[]))}."
+        )
+
+
+def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Drawn]:
+    """Split runs into panels of at most 20 series; `x` is the setting of the abscissa.
+
+    The group gives the series their names, and whatever else varies is told beside it; where the
+    series are too many for one picture, the setting with the fewest values heads panels. Raises
+    ValueError where that is not enough, naming what varies.
+    """
+    others = _varying(runs, besides=[group, x])
+    if len({_text(run, group) for run in runs}) == 1 and others:
+        group, others = others[0], others[1:]
+    names = [group, *others]
+    if len(_series(runs, names)) <= MAX_SERIES:
+        return [Drawn("", _series(runs, names))]
+    fits = [split for split in _splits(runs, names) if len(split) <= MAX_PANELS]
+    fits = [split for split in fits if all(len(p.series) <= MAX_SERIES for p in split)]
+    if fits:
+        return min(fits, key=len)
+    raise ValueError(
+        f"no plot: {len(_series(runs, names))} series ({', '.join(names)} vary) are too many for "
+        f"{MAX_PANELS} panels of {MAX_SERIES}. Choose --group, or some of the runs by "
+        "--where SETTING=VALUE,..., or name `figures` in the sweep's file."
+    )
+
+
+def _splits(runs: Sequence[Run], names: Sequence[str]) -> Iterator[list[Drawn]]:
+    for head in names:
+        values = sorted({_text(run, head) for run in runs})
+        rest = [name for name in names if name != head]
+        yield [
+            Drawn(f"{head}: {value}", _series([r for r in runs if _text(r, head) == value], rest))
+            for value in values
+        ]
+
+
+def _check_one_run_a_place(panel: Drawn, x: Axis) -> None:
+    """Raise ValueError where two runs of a series have one place: which would be drawn?"""
+    for label, runs in panel.series.items():
+        places: dict[Any, list[str]] = {}
+        for run in runs:
+            places.setdefault(x.at(run), []).append(run.run_id)
+        for place, twins in places.items():
+            if place is not None and len(twins) > 1:
+                raise ValueError(
+                    f"no plot: {label!r} has several runs at {_short(x)} {place[0]:g}: "
+                    f"{', '.join(twins)}."
+                )
+
+
+def _series(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        told = [_text(run, name) for name in names]
+        parts = [
+            # A number alone does not say what it is the number of.
+            text if i == 0 or text[:1].isalpha() else f"{names[i]}={text}"
+            for i, text in enumerate(told)
+            if text
+        ]
+        found.setdefault(", ".join(parts), []).append(run)
+    return dict(sorted(found.items()))
+
+
+def _text(run: Run, name: str) -> str:
+    raw = setting(run, name).raw
+    return "" if raw is None else str(raw)

@@ -1,4 +1,7 @@
-"""Writes tables as Markdown, CSV, JSON and LaTeX, without a date or anything that would change."""
+"""Writes tables as Markdown, CSV, JSON, LaTeX and HTML, without anything that would change.
+
+The HTML page needs nothing else: sortable, filterable, from a file.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.report.columns import Column, Value
-from lm_eval_moecache.report.tables import PARETO, Table, as_records
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.report.columns import Column, Value, metric_column, shown
+from lm_eval_moecache.report.metrics import MEGABYTE
+from lm_eval_moecache.report.tables import ACCURACY, PARETO, Table, as_records
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _LATEX = {
@@ -21,19 +27,8 @@ _LATEX = {
     ">": "\\textgreater{}",
     "±": "$\\pm$",
 }
-_LEGEND = "Best of a column in bold"
-_FRONT = "`*`: on the Pareto front of accuracy and tok/s"
-
-
-def shown(column: Column, value: Value) -> str:
-    """Return a cell as text: figures rounded to the column's decimals, `±` one standard error."""
-    if value.raw is None:
-        return ""
-    if value.number is None:
-        return str(value.raw)
-    text = f"{value.number:.{column.decimals}f}"
-    text = text if float(text) else text.removeprefix("-")
-    return text if value.stderr is None else f"{text} ±{value.stderr:.{column.decimals}f}"
+_LEGEND = "Bold: best of a column, told from all else by a test over the documents (p ≤ 0.05)"
+_FRONT = "`*`: beaten by no other row in accuracy and tok/s, as far as that test tells"
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
@@ -41,7 +36,7 @@ def as_markdown(tables: Sequence[Table]) -> str:
 
 
 def _one_markdown(table: Table) -> str:
-    lines = [f"## {table.title}", ""] if table.title else []
+    lines = [f"## {_in_markdown(table.title)}", ""] if table.title else []
     lines.append(_line([column.heading for column in table.columns]))
     lines.append(
         _line(["--:" if c.is_number else ":-:" if _is_mark(c) else "---" for c in table.columns])
@@ -51,10 +46,18 @@ def _one_markdown(table: Table) -> str:
         lines.append(
             _line([f"**{t}**" if (i, j) in table.best else t for j, t in enumerate(cells)])
         )
-    notes = [_LEGEND] if table.best else []
-    notes += [_FRONT] if any(_is_mark(column) for column in table.columns) else []
-    notes += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
-    return "\n".join([*lines, "", *([f"{'; '.join(notes)}.", ""] if notes else [])])
+    told = "; ".join(notes(table))
+    return "\n".join([*lines, "", *([f"{told}.", ""] if told else [])])
+
+
+def notes(table: Table) -> list[str]:
+    """Say what the marks of a table mean, and which of its rows are not ranked together."""
+    found = [_LEGEND] if table.best else []
+    found += [_FRONT] if any(_is_mark(column) for column in table.columns) else []
+    found += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
+    if table.apart:
+        found.append(f"rows of different {', '.join(table.apart)} are not compared")
+    return found
 
 
 def _is_mark(column: Column) -> bool:
@@ -67,8 +70,13 @@ def _line(cells: Sequence[str]) -> str:
 
 def _in_markdown(text: str) -> str:
     """Keep a cell one cell, and what it says text: names may come from anybody's files."""
-    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    escaped = harmless(text.replace("\\", "\\\\").replace("|", "\\|"))
     return " ".join(escaped.splitlines())
+
+
+def harmless(text: str) -> str:
+    """Return a text of Markdown without HTML and without links, which may run what they like."""
+    return text.replace("<", "&lt;").replace("[", "\\[")
 
 
 def as_csv(table: Table) -> str:
@@ -131,5 +139,142 @@ def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows of one shape as a table; figures get four decimals, None is left empty."""
     from pytablewriter import MarkdownTableWriter
 
-    cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
-    return str(MarkdownTableWriter(headers=list(rows[0]), value_matrix=cells).dumps())
+    def cell(value: Any) -> Any:
+        if isinstance(value, str):
+            return harmless(value)
+        return f"{value:.4f}" if isinstance(value, float) else value
+
+    cells = [[cell(value) for value in row.values()] for row in rows]
+    heads = [harmless(name) for name in rows[0]]
+    return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
+
+
+_PAGE = Path(__file__).with_name("page.html")
+# What a reader asks first; other figures follow in the table's order.
+_FIRST = (ACCURACY, "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate")
+# Of the settings these name a run; all of them open below the name.
+_PLACES = ("experiment", "tasks", "model")
+_IDLE = ("standard", "none", "fetch")
+_NAMING = ("run", "policy", "capacity")
+
+
+def as_html(tables: Sequence[Table]) -> str:
+    """Return the page: the leaderboard with its settings folded, the other tables below it.
+
+    Rows on the Pareto front come first, then the others, each in the table's order.
+    """
+    # Its import takes as long as the rest of `moecache table`.
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _PAGE.read_text(encoding="utf-8")
+    )
+    first = tables[0]
+    text = template.render(
+        title=first.title or "moecache results",
+        about=first.about,
+        board=_board(first),
+        views=[_view(table) for table in tables[1:]],
+        notes=notes(first),
+    )
+    return text + "\n"
+
+
+def _board(table: Table) -> dict[str, Any]:
+    columns = list(enumerate(table.columns))
+    settings = [(j, c) for j, c in columns if not c.is_number and c.name != PARETO]
+    figures = [(j, c) for j, c in columns if c.is_number or c.name == PARETO]
+    has_mean = any(c.name == ACCURACY for _, c in columns)
+    figures.sort(key=lambda pair: _rank(pair[1], has_mean))
+    rows = [_row(table, i, settings, figures) for i in range(len(table.rows))]
+    return {
+        "heads": [_head(column) for _, column in figures],
+        "settings": [column.heading for _, column in settings],
+        "rows": sorted(rows, key=lambda row: not row["is_front"]),
+    }
+
+
+def _rank(column: Column, has_mean: bool) -> int:
+    """The mark, accuracy (or, where there is no mean of several, the scores), speed, the rest."""
+    if column.name == PARETO:
+        return -1
+    if metric_column(column.name) is None and column.name != ACCURACY and not has_mean:
+        return 0
+    return _FIRST.index(column.name) if column.name in _FIRST else len(_FIRST)
+
+
+def _row(
+    table: Table, i: int, settings: Sequence[tuple[int, Column]], figures: Sequence[Any]
+) -> dict[str, Any]:
+    values = table.rows[i]
+    given = [(c, str(values[j].raw)) for j, c in settings if values[j].raw not in (None, "")]
+    named = [text for c, text in given if c.name in _NAMING]
+    others = [_told(c, text) for c, text in given if c.name not in (*_NAMING, *_PLACES)]
+    others += [text for c, text in given if c.name in _PLACES]
+    # The name is short; whatever tells two runs of one name apart is one click away.
+    return {
+        "name": " ".join(named) or "run",
+        "more": ", ".join(filter(None, others)),
+        "settings": [(c.heading, text) for c, text in given],
+        "keys": [str(values[j].raw or "") for j, _ in settings],
+        "cells": [_cell(table, i, j, column) for j, column in figures],
+        "is_front": any(c.name == PARETO and values[j].raw == "*" for j, c in figures),
+    }
+
+
+def _told(column: Column, text: str) -> str:
+    """An algorithm by its name, none where it does nothing; other settings with theirs."""
+    if column.name in AXES:
+        return "" if text in _IDLE else text
+    return text if column.name == "parameters" else f"{column.heading.lower()} {text}"
+
+
+def _view(table: Table) -> dict[str, Any]:
+    rows = [
+        [_cell(table, i, j, column) for j, column in enumerate(table.columns)]
+        for i in range(len(table.rows))
+    ]
+    return {"title": table.title, "heads": [_head(c) for c in table.columns], "rows": rows}
+
+
+def _head(column: Column) -> dict[str, str]:
+    return {"text": column.heading, "kind": _kind(column), "words": column.words}
+
+
+def _cell(table: Table, i: int, j: int, column: Column) -> dict[str, Any]:
+    value = table.rows[i][j]
+    text, _, error = brief(column, value).partition(" ±")
+    return {
+        # What the page sorts by; a text that begins with a number is told apart there.
+        "key": "" if value.raw is None else str(value.raw),
+        "label": column.heading,
+        "kind": _kind(column),
+        "text": text,
+        "error": error,
+        "is_best": (i, j) in table.best,
+    }
+
+
+def brief(column: Column, value: Value) -> str:
+    """Return a figure with four digits (a score as tables show it), bytes in MB."""
+    number = value.number
+    if number is None or not column.words or column.name == ACCURACY or value.stderr is not None:
+        return shown(column, value)
+    if "[MB]" in column.words:
+        return f"{_four_digits(number / MEGABYTE)} MB"
+    return _four_digits(number)
+
+
+def _four_digits(number: float) -> str:
+    whole = len(str(int(abs(number))))
+    return f"{number:.{max(0, 4 - whole)}f}"
+
+
+def _kind(column: Column) -> str:
+    if column.name == PARETO:
+        return "pareto"
+    if column.is_number:
+        return {True: "number higher", False: "number lower", None: "number"}[
+            column.higher_is_better
+        ]
+    return "setting"

@@ -1,13 +1,13 @@
-"""The capacity sweep as a picture: miss rate against capacity, with the Belady line."""
+"""The capacity sweep as a picture: miss rate against capacity, with the bound's line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm_eval_moecache.report.columns import MEGABYTE
-from lm_eval_moecache.report.figure import new_figure, plain, save
-from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
+from lm_eval_moecache.report.metrics import MEGABYTE
+from lm_eval_moecache.report.mpl_style import new_figure, plain, save
+from lm_eval_moecache.report.replay_sweep import FEWEST, LRU, Row
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -33,16 +33,15 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
         label = f"{name}: {named} ({policy.eviction.name})"
         label += f", {machine}" if len({_series(row)[2] for row in rows}) > 1 else ""
         axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=plain(label))
-        for bound, style in ((LRU, ":"), (BELADY, "--")):
+        for bound, style in ((LRU, ":"), (FEWEST, "--")):
             if (
                 trace not in drawn
                 and own[0].bounds
                 and not (bound == LRU and policy.eviction.name == LRU)
             ):
                 rates = [row.bounds[""][bound] for row in own]
-                axes.plot(
-                    sizes, rates, style, color="black", label=plain(f"{name}: {bound}, on demand")
-                )
+                label = f"{name}: {bound}, on demand"
+                axes.plot(sizes, rates, style, color="black", label=plain(label))
         drawn.add(trace)
     axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
     axes.set_ylabel("miss rate [of requests]")

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import PRIORITY, Setting
@@ -23,8 +24,9 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.stream import StreamedTrace, open_any
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import placement
 
-LRU, BELADY = "lru", "belady"
+LRU, FEWEST = "lru", "bound"
 _ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch"}
 _PATIENCE_S = 2.0
 """Shorter replays show no progress bar."""
@@ -59,8 +61,8 @@ class Row:
     hardware: Hardware
     metrics: dict[str, Any]
     bounds: dict[str, dict[str, float | None]]
-    """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate and Belady's, the fewest misses
-    of that phase; empty where not asked for."""
+    """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate, and the one that no eviction on
+    demand goes below in that phase; empty where not asked for."""
     closeness: float | None
     warnings: tuple[str, ...]
     """Settings that did nothing on this trace."""
@@ -68,6 +70,8 @@ class Row:
     """Tokens' worth of experts that the capacity holds."""
     emulates: str = ""
     """The model whose sizes the layers were charged as."""
+    uncompiled: str = ""
+    """Why the replay went event by event, and so is slower; empty where a compiled loop did it."""
     warmed_by: str = ""
     """The profile of use that the caches began with."""
     regime: dict[str, Any] | None = None
@@ -91,10 +95,9 @@ def run_sweep(
     for file in files:
         foresees = setting.bound or any(map(_is_offline, setting.policies))
         trace = _trace(file, setting, foresees)
-        capacities = [_capacity(text, trace, setting.emulate) for text in setting.capacities]
-        settings = len(setting.policies) * len(setting.hardwares) + (3 if setting.bound else 0)
+        settings = len(setting.policies) * len(setting.hardwares) + (1 if setting.bound else 0)
         with tqdm(
-            total=trace.num_passes * len(capacities) * settings,
+            total=trace.num_passes * len(setting.capacities) * settings,
             desc=trace.name,
             unit="pass",
             delay=_PATIENCE_S,
@@ -102,9 +105,29 @@ def run_sweep(
         ) as bar:
             replays = _Replays(trace, setting, foresees, bar)
             for policy, hardware in product(setting.policies, setting.hardwares):
-                rows += [_row(file, replays, policy, hardware, each) for each in capacities]
+                for text in setting.capacities:
+                    capacity = _capacity(text, trace, setting.emulate, policy)
+                    rows.append(_row(file, replays, policy, hardware, capacity))
                 bar.refresh()
     return rows
+
+
+def one_replay(
+    files: Sequence[str], setting: SweepSetting
+) -> tuple[Trace | StreamedTrace, Setting, Future | None]:
+    """Return what `run_sweep` replays where it is a single replay; ValueError where it is more."""
+    parts = (files, setting.policies, setting.capacities, setting.hardwares)
+    if any(len(part) != 1 for part in parts):
+        raise ValueError(
+            "timeline: a timeline is of one replay. Give one trace, policy, capacity and hardware."
+        )
+    _check(setting)
+    (policy,), foresees = setting.policies, any(map(_is_offline, setting.policies))
+    trace = _trace(files[0], setting, foresees)
+    replays = _Replays(trace, setting, foresees, None)
+    capacity = _capacity(setting.capacities[0], trace, setting.emulate, policy)
+    found = replays.setting_of(policy, capacity, setting.hardwares[0])
+    return trace, found, replays.future
 
 
 def _trace(file: str, setting: SweepSetting, foresees: bool) -> Trace | StreamedTrace:
@@ -117,9 +140,9 @@ def _trace(file: str, setting: SweepSetting, foresees: bool) -> Trace | Streamed
     )
 
 
-def closeness(lru: float, policy: float, belady: float) -> float | None:
-    """How much of the way from LRU to Belady a policy goes; None where there is no way."""
-    return None if lru == belady else (lru - policy) / (lru - belady)
+def closeness(lru: float, policy: float, fewest: float) -> float | None:
+    """How much of the way from LRU to the bound a policy goes; None where there is no way."""
+    return None if lru == fewest else (lru - policy) / (lru - fewest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +153,7 @@ class _Found:
     regime: dict[str, Any]
     misses: int
     proposed: int
+    uncompiled: str
 
 
 class _Replays:
@@ -139,33 +163,19 @@ class _Replays:
         self, trace: Trace | StreamedTrace, setting: SweepSetting, foresees: bool, bar: Any
     ) -> None:
         self.trace, self.setting, self._bar = trace, setting, bar
-        self._future = self._decode_future = None
-        if isinstance(trace, Trace):
-            self._future = Future(trace) if foresees else None
-            self._decode_future = Future(trace, free_prefill=True) if setting.bound else None
+        self.future = Future(trace) if foresees and isinstance(trace, Trace) else None
         self._done: dict[str, _Found] = {}
+        self._fewest: dict[tuple[Capacity, bool], tuple[int, int]] = {}
 
-    def run(
-        self, policy: Policy, capacity: Capacity, hardware: Hardware, *, decode: bool = False
-    ) -> _Found:
-        """Replay; with `decode` an offline algorithm counts no misses of prefill passes."""
-        seed = self.trace.seed if self.setting.seed is None else self.setting.seed
-        key = repr((_axes(policy), policy.phases, capacity, hardware, decode))
+    def run(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> _Found:
+        key = repr((_axes(policy), policy.phases, capacity, hardware))
         if key in self._done:
             self._bar.update(self.trace.num_passes)
             return self._done[key]
         engine = replay(
             self.trace,
-            Setting(
-                policy=policy,
-                capacity=capacity,
-                hardware=hardware,
-                seed=seed,
-                emulate=self.setting.emulate,
-                link=self.setting.link,
-                warm=self.setting.warm,
-            ),
-            future=self._decode_future if decode else self._future,
+            self.setting_of(policy, capacity, hardware),
+            future=self.future,
             cache_reset=self.setting.cache_reset,
             on_progress=self._bar.update,
         )
@@ -178,8 +188,35 @@ class _Replays:
             regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
             misses=misses,
             proposed=sum(p.predicted for p in engine.ledger.passes),
+            uncompiled=engine.uncompiled,
         )
         return self._done.setdefault(key, found)
+
+    def fewest(self, capacity: Capacity, *, decode: bool) -> tuple[int, int]:
+        """Return the bound on misses, and the requests it is of: all, or those after prefills."""
+        key = capacity, decode
+        if key not in self._fewest:
+            assert isinstance(self.trace, Trace), "a bound of a trace that is streamed"
+            lru = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
+            self._fewest[key] = fewest_misses(
+                self.trace,
+                self.setting_of(lru, capacity, self.setting.hardwares[0]),
+                cache_reset=self.setting.cache_reset,
+                free_prefill=decode,
+            )
+        return self._fewest[key]
+
+    def setting_of(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> Setting:
+        seed = self.trace.seed if self.setting.seed is None else self.setting.seed
+        return Setting(
+            policy=policy,
+            capacity=capacity,
+            hardware=hardware,
+            seed=seed,
+            emulate=self.setting.emulate,
+            link=self.setting.link,
+            warm=placement(policy, self.setting.warm, self.trace.geometry),
+        )
 
 
 def _row(
@@ -188,6 +225,7 @@ def _row(
     own = replays.run(policy, capacity, hardware)
     bounds, close = _bounds(replays, own, capacity) if replays.setting.bound else ({}, None)
     emulate = replays.setting.emulate
+    warm = placement(policy, replays.setting.warm, replays.trace.geometry)
     has_sizes = replays.trace.has_sizes or emulate is not None
     return Row(
         trace=file,
@@ -201,7 +239,8 @@ def _row(
         warnings=_idle(policy, own, len(replays.trace.requests)),
         cycles=own.regime["capacity_cycles"],
         emulates="" if emulate is None else emulate.name,
-        warmed_by="" if replays.setting.warm is None else replays.setting.warm.name,
+        uncompiled=own.uncompiled,
+        warmed_by="" if warm is None else warm.name,
         regime=own.regime if has_sizes else None,
     )
 
@@ -212,14 +251,14 @@ def _bounds(
     """Return the bounds by phase, and how close to them this replay comes."""
     # Nothing is prefetched, so the machine says when and not what.
     machine = replays.setting.hardwares[0]
-    policies = [load_policy("on_demand", _ON_DEMAND | {"eviction": name}) for name in (LRU, BELADY)]
-    lru, belady = (replays.run(each, capacity, machine) for each in policies)
-    decode = replays.run(policies[1], capacity, machine, decode=True)
-    bounds: dict[str, dict[str, float | None]] = {
-        phase: {LRU: lru.metrics[f"{phase}miss_rate"], BELADY: best.metrics[f"{phase}miss_rate"]}
-        for phase, best in (("", belady), ("decode_", decode))
-    }
-    return bounds, closeness(lru.misses, own.misses, belady.misses)
+    policy = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
+    lru = replays.run(policy, capacity, machine)
+    bounds: dict[str, dict[str, float | None]] = {}
+    for phase in ("", "decode_"):
+        misses, requests = replays.fewest(capacity, decode=bool(phase))
+        rate = misses / requests if requests else None
+        bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
+    return bounds, closeness(lru.misses, own.misses, replays.fewest(capacity, decode=False)[0])
 
 
 def _idle(policy: Policy, found: _Found, requests: int) -> tuple[str, ...]:
@@ -245,7 +284,9 @@ def _axes(policy: Policy) -> list[Any]:
     return [getattr(policy, axis).as_dict() for axis in AXES]
 
 
-def _capacity(text: str, trace: Trace | StreamedTrace, emulate: RealModel | None) -> Capacity:
+def _capacity(
+    text: str, trace: Trace | StreamedTrace, emulate: RealModel | None, policy: Policy
+) -> Capacity:
     is_size = not (text.endswith(("%", "/layer")) or text.isdigit())
     if is_size and not trace.has_sizes and emulate is None:
         raise ValueError(
@@ -253,7 +294,8 @@ def _capacity(text: str, trace: Trace | StreamedTrace, emulate: RealModel | None
             "--expert_bytes, or a capacity as a share, a number of experts or N/layer."
         )
     own = trace.geometry
-    return parse_capacity(text, own if emulate is None else emulate.emulated_by(own))
+    charged = own if emulate is None else emulate.emulated_by(own)
+    return parse_capacity(text, charged, per_layer=policy.per_layer)
 
 
 def _is_offline(policy: Policy) -> bool:
@@ -262,8 +304,9 @@ def _is_offline(policy: Policy) -> bool:
 
 
 def _uses_logits(policy: Policy) -> bool:
-    axes = (policy.routing, policy.prefetch, policy.miss)
-    return any(axis.algorithm.uses_logits for axis in axes)
+    axes = (policy.routing, policy.prefetch, policy.eviction, policy.miss)
+    weighs_changes = policy.eviction.algorithm.uses_weights and not policy.is_lossless
+    return weighs_changes or any(axis.algorithm.uses_logits for axis in axes)
 
 
 def _uses_predictions(policy: Policy) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
-from lm_eval_moecache.report.columns import MEGABYTE
-from lm_eval_moecache.report.replay_sweep import BELADY, LRU, Row
+from lm_eval_moecache.report.metrics import MEGABYTE
+from lm_eval_moecache.report.replay_sweep import FEWEST, LRU, Row
 
 PHASES_SHOWN = ("", "decode_")
 
@@ -33,11 +35,13 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "emulate": row.emulates or None,
                 "warm": row.warmed_by or None,
                 "regime": row.regime,
+                "compiled": not row.uncompiled,
+                "uncompiled_because": row.uncompiled or None,
                 "metrics": row.metrics,
                 **{
                     f"{name}_{phase}miss_rate": row.bounds.get(phase, {}).get(name)
                     for phase in PHASES_SHOWN
-                    for name in (LRU, BELADY)
+                    for name in (LRU, FEWEST)
                 },
                 "closeness": row.closeness,
                 "warnings": list(row.warnings),
@@ -47,50 +51,38 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def as_table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table, one row per replay; what all rows share stands above it."""
-    by_policy = len({_policy(row) for row in rows}) > 1
-    by_hardware = len({_hardware(row) for row in rows}) > 1
+def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
+    """Return a Markdown table, one row per replay; what all rows share stands above it.
+
+    Short, it fits a terminal; in full, it has every column.
+    """
+    names: dict[str, Callable[[Row], str]] = {
+        "Trace": lambda row: Path(row.trace).name,
+        "Policy": lambda row: row.policy.name,
+        "Hardware": _hardware,
+    }
+    varying = {k: of for k, of in names.items() if in_full or len({of(row) for row in rows}) > 1}
+    short = [k for k in _SHORT if k != "Fewest" or any(row.bounds for row in rows)]
+    columns = {**varying, **(_COLUMNS if in_full else {k: _COLUMNS[k] for k in short})}
     writer = MarkdownTableWriter()
-    writer.headers = [
-        "Trace",
-        *(["Policy"] if by_policy else []),
-        *(["Hardware"] if by_hardware else []),
-        "Capacity",
-        "Cycles",
-        "MB",
-        "Hit",
-        "Miss",
-        "LRU",
-        "Belady",
-        "Closeness",
-        "Decode miss",
-        "LRU",
-        "Belady",
-        "MB read",
-        "TPOT ms",
-        "Stall ms/tok",
-        "Transfer/layer",
-        "Bound",
-    ]
-    writer.value_matrix = [
-        [
-            Path(row.trace).name,
-            *([row.policy.name] if by_policy else []),
-            *([_hardware(row)] if by_hardware else []),
-            *_cells(row),
-        ]
-        for row in rows
-    ]
-    return "\n".join([_title(rows, by_policy, by_hardware), writer.dumps(), *_notes(rows)])
+    writer.headers = list(columns)
+    writer.value_matrix = [[of(row) for of in columns.values()] for row in rows]
+    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
+    title = textwrap.wrap(_title(rows, varying), width)
+    return "\n".join([*title, writer.dumps(), *_notes(rows)])
 
 
-def _title(rows: Sequence[Row], by_policy: bool, by_hardware: bool) -> str:
-    title = "moecache replay"
-    title += "" if by_policy else f" ({_policy(rows[0])})"
-    title += f", layers charged as: {rows[0].emulates}" if rows[0].emulates else ""
-    title += f", warmed by: {rows[0].warmed_by}" if rows[0].warmed_by else ""
-    return title + ("" if by_hardware else f", hardware: {_hardware(rows[0])}")
+def _title(rows: Sequence[Row], varying: Collection[str]) -> str:
+    """Name what all rows share."""
+    first = rows[0]
+    parts = [
+        *([] if "Trace" in varying else [Path(first.trace).name]),
+        *([] if "Policy" in varying else [_policy(first)]),
+        *([f"layers charged as: {first.emulates}"] if first.emulates else []),
+        *([f"warmed by: {first.warmed_by}"] if first.warmed_by else []),
+        *([] if "Hardware" in varying else [f"hardware: {_hardware(first)}"]),
+    ]
+    return f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -99,9 +91,14 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
     if not all(row.has_sizes for row in rows):
         notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
+    notes += dict.fromkeys(
+        f"{row.policy.name}: replayed event by event, not compiled: {row.uncompiled}."
+        for row in rows
+        if row.uncompiled
+    )
     notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
     if any(row.bounds for row in rows):
-        notes.append("LRU and Belady: on demand; Belady's are the fewest misses of that column.")
+        notes.append("Fewest: no eviction on demand misses less (Belady, where all events fit).")
     return notes
 
 
@@ -115,32 +112,36 @@ def _hardware(row: Row) -> str:
     return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
 
 
-def _cells(row: Row) -> list[str]:
-    metrics = row.metrics
-    tpot = metrics.get("tpot_ms")
-    sized, regime = row.has_sizes, row.regime or {}
-    return [
-        row.capacity.text,
-        _number(row.cycles, "{:.2f}"),
-        _number(row.capacity.total_bytes / MEGABYTE if sized else None, "{:.1f}"),
-        _number(metrics["hit_rate"], "{:.4f}"),
-        *_rates(row, ""),
-        _number(row.closeness, "{:.3f}"),
-        *_rates(row, "decode_"),
-        _number(metrics["bytes_moved"] / MEGABYTE if sized else None, "{:.1f}"),
-        _number(tpot["mean"] if tpot and sized else None, "{:.3f}"),
-        _number(metrics["stall_ms_per_token"] if sized else None, "{:.3f}"),
-        _number(regime.get("transfer_per_layer"), "{:.3g}"),
-        regime.get("bound", ""),
-    ]
+def _bound(row: Row, phase: str, name: str) -> str:
+    return _number(row.bounds.get(phase, {}).get(name), "{:.4f}")
 
 
-def _rates(row: Row, phase: str) -> list[str]:
-    """The policy's misses, and beside them what LRU has and the fewest there can be."""
-    bounds = row.bounds.get(phase, {})
-    rates = (row.metrics[f"{phase}miss_rate"], bounds.get(LRU), bounds.get(BELADY))
-    return [_number(rate, "{:.4f}") for rate in rates]
+def _sized(row: Row, value: float | None, form: str) -> str:
+    """Bytes and times are known where the trace says how large an expert is."""
+    return _number(value if row.has_sizes else None, form)
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "Capacity": lambda row: row.capacity.text,
+    "Cycles": lambda row: _number(row.cycles, "{:.2f}"),
+    "MB": lambda row: _sized(row, row.capacity.total_bytes / MEGABYTE, "{:.1f}"),
+    "Hit": lambda row: _number(row.metrics["hit_rate"], "{:.4f}"),
+    "Miss": lambda row: _number(row.metrics["miss_rate"], "{:.4f}"),
+    "LRU miss": lambda row: _bound(row, "", LRU),
+    "Fewest": lambda row: _bound(row, "", FEWEST),
+    "Closeness": lambda row: _number(row.closeness, "{:.3f}"),
+    "Decode miss": lambda row: _number(row.metrics["decode_miss_rate"], "{:.4f}"),
+    "LRU decode": lambda row: _bound(row, "decode_", LRU),
+    "Fewest decode": lambda row: _bound(row, "decode_", FEWEST),
+    "MB read": lambda row: _sized(row, row.metrics["bytes_moved"] / MEGABYTE, "{:.1f}"),
+    "TPOT ms": lambda row: _sized(row, (row.metrics.get("tpot_ms") or {}).get("mean"), "{:.3f}"),
+    "tok/s": lambda row: _sized(row, row.metrics["tok_per_s"], "{:.1f}"),
+    "Stall ms/tok": lambda row: _sized(row, row.metrics["stall_ms_per_token"], "{:.3f}"),
+    "Transfer/layer": lambda row: _number((row.regime or {}).get("transfer_per_layer"), "{:.3g}"),
+    "Bound": lambda row: str((row.regime or {}).get("bound", "")),
+}
+_SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "TPOT ms", "tok/s")

@@ -1,23 +1,42 @@
-"""Reads results JSONs - a sweep's records, or lm-eval's own files - into rows to compare."""
+"""Reads results JSONs - a sweep's records, or lm-eval's own files - into runs to compare.
+
+A sweep writes `runs/<run-id>.json`, one file a run, so that each appears whole or not at all;
+`moecache pack` puts them into one compressed file, `runs.jsonl.gz`, one record a line. All
+commands read both forms, and a sweep that goes on unpacks again. In pandas:
+`pd.read_json("runs.jsonl.gz", lines=True)`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.records.files import exists, read_json
+from lm_eval_moecache.records.files import exists, parse_json, read_gzip, read_json, write_whole
 from lm_eval_moecache.records.hardware import RENAMED
+from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
-from lm_eval_moecache.report.runs_file import PACKED, read_packed
 
 logger = logging.getLogger(__name__)
+PACKED = "runs.jsonl.gz"
+RUNS = "runs"
+Record = dict[str, Any]
 # Of several metrics of a task the first of these is its accuracy; else the first it reports.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
+_FACTS = ("config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
+# Records from before the means over requests had names of their own.
+_NAMED_SINCE = {
+    name: f"request_{name}"
+    for name in ("tok_per_s", "hit_rate", "miss_rate", "collision_miss_rate")
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +77,8 @@ class Run:
     """Task -> metric -> doc_id -> figure of that document; empty for records that keep none."""
     environment: Mapping[str, Any]
     """When, how long and on what machine; empty for lm-eval's own files."""
+    facts: Mapping[str, Any]
+    """What else lm-eval tells of it: `versions`, `n-shot`, `config`, `chat_template_sha` ..."""
 
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
@@ -169,21 +190,22 @@ def _run(data: Any, path: Path) -> Run | None:
         samples=_part(found.scores, speed=False),
         speed=_part(found.scores, speed=True),
         environment=data.get("environment", {}),
+        facts={key: data[key] for key in _FACTS if isinstance(data.get(key), (str, dict))},
     )
 
 
 def _part(scores: Mapping[str, Mapping[str, Any]], *, speed: bool) -> dict[str, dict[str, Any]]:
     """Return the scores of a record's documents, or their figures of speed (without the filter)."""
     end = f",{SPEED_FILTER}"
-    found = {
-        task: {
-            key.removesuffix(end) if speed else key: values
-            for key, values in metrics.items()
-            if key.endswith(end) == speed
-        }
-        for task, metrics in scores.items()
-    }
-    return {task: metrics for task, metrics in found.items() if metrics}
+    found = {}
+    for task, metrics in scores.items():
+        kept = {key: values for key, values in metrics.items() if key.endswith(end) == speed}
+        if speed:
+            names = {key: key.removesuffix(end) for key in kept}
+            kept = {_NAMED_SINCE.get(names[key], names[key]): kept[key] for key in kept}
+        if kept:
+            found[task] = kept
+    return found
 
 
 def _renamed(values: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -202,3 +224,104 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
         model_args = {key.strip(): value for key, _, value in pairs}
     given = {"model": config.get("model", "moecache"), "model_args": model_args}
     return given | ({"limit": config["limit"]} if config.get("limit") is not None else {})
+
+
+def read_packed(path: Path) -> list[Record]:
+    """Return the records of a packed file, in order. Raises ValueError naming file and line."""
+    data = read_gzip(path, repr(str(path)))
+    try:
+        # Not splitlines: a text may hold what Unicode calls the end of a line.
+        lines = data.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        record = parse_json(line, f"{str(path)!r}: line {number}")
+        if not isinstance(record, dict) or not isinstance(record.get("run_id"), str):
+            raise ValueError(f"{str(path)!r}: line {number} is no run: it has no `run_id`.")
+        found.append(record)
+    return found
+
+
+def write_packed(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write the records in order of run id: the same records give the same bytes."""
+    ordered = sorted(records, key=lambda record: str(record["run_id"]))
+    lines = (
+        json.dumps(r, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in ordered
+    )
+    text = "".join(f"{line}\n" for line in lines)
+    write_whole(path, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+
+
+def pack(folder: Path) -> int:
+    """Put every run of an experiment's folder into its packed file; return how many it holds.
+
+    A run that is in both forms is taken from its own file, which is the newer. The files go only
+    when the packed one has been read back and holds the same. Raises ValueError where a file of
+    `runs/` is not readable or two packed runs have one id, and then changes nothing.
+    """
+    target = folder / PACKED
+    files = sorted((folder / RUNS).glob("*.json"))
+    records = _by_id(target) if target.is_file() else {}
+    records |= {path.stem: _own_record(path) for path in files}
+    if not records:
+        raise ValueError(f"{str(folder)!r} has no runs to pack: {RUNS}/*.json.")
+    write_packed(target, records.values())
+    if {r["run_id"]: r for r in read_packed(target)} != records:
+        raise ValueError(f"{str(target)!r} does not hold what was written to it.")
+    for path in files:
+        path.unlink()
+    with contextlib.suppress(OSError):
+        (folder / RUNS).rmdir()
+    return len(records)
+
+
+def unpack(folder: Path) -> int:
+    """Write every packed run to its own file, and remove the packed one; return how many.
+
+    A run that has a file already was run later, and that file is kept. Raises ValueError, and
+    changes nothing, where a run would be lost: two of one id, or a file of that name that is not
+    the run; and where an id would lead out of the folder.
+    """
+    source = folder / PACKED
+    if not source.is_file():
+        return 0
+    records = _by_id(source)
+    for name in records:
+        # It becomes a file's name: what somebody else packed writes nowhere else.
+        if set(name) & {"/", "\\", "\0"}:
+            raise ValueError(f"{str(source)!r}: run_id={shown(name)} is no name of a file.")
+    paths = {name: folder / RUNS / f"{name}.json" for name in records}
+    for path in paths.values():
+        if path.exists():
+            _own_record(path)
+    waiting = [name for name, path in paths.items() if not path.exists()]
+    for name in waiting:
+        text = json.dumps(records[name], indent=1, ensure_ascii=False, allow_nan=False)
+        write_whole(paths[name], f"{text}\n".encode())
+    for name in waiting:
+        if _own_record(paths[name]) != records[name]:
+            raise ValueError(f"{str(paths[name])!r} does not hold what was written to it.")
+    source.unlink()
+    return len(records)
+
+
+def _by_id(packed: Path) -> dict[str, Record]:
+    records = read_packed(packed)
+    counts = Counter(record["run_id"] for record in records)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"{str(packed)!r} has several runs of one run_id, of which only one could be kept: "
+            f"{', '.join(map(shown, twice))}."
+        )
+    return {record["run_id"]: record for record in records}
+
+
+def _own_record(path: Path) -> Record:
+    """Read `runs/<run-id>.json`. Raises ValueError where it is no file, broken, or another run."""
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file, where the run of its name should be.")
+    record = read_json(path, repr(str(path)))
+    if not isinstance(record, dict) or record.get("run_id") != path.stem:
+        raise ValueError(f"{str(path)!r} is not the run that its name says.")
+    return record

@@ -8,7 +8,8 @@ from typing import Any
 from pytablewriter import MarkdownTableWriter
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.columns import MEGABYTE, metric_column
+from lm_eval_moecache.report.columns import metric_column
+from lm_eval_moecache.report.metrics import MEGABYTE
 
 _COLUMNS = (
     *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
@@ -48,7 +49,8 @@ def _title(report: Mapping[str, Any]) -> str:
     policy, hardware = report["policy"], report["hardware"]
     parts = [
         f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in AXES)})",
-        f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes",
+        f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes"
+        f"{' in a cache for each layer' if policy.get('cache') == 'layer' else ''}",
         f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
         f"clock: {report['clock']}",
     ]

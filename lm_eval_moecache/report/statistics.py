@@ -1,22 +1,23 @@
-"""Tests and intervals over paired samples: what the gate and the experiments judge by.
+"""Tests and intervals over samples: exact where answers are counted, else by permutation.
 
-All tests here are exact or by permutation: they assume nothing but that, without a real change,
-a sample's figure is as likely to have moved one way as the other.
+`scipy.stats` computes what takes more than a line. It is imported where it is needed: that takes
+longer than a whole `moecache table`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-DEFAULT_SEED = 0
-# Up to this many pairs that differ, every pattern of signs is looked at.
-_EXACT_PAIRS = 14
-_BLOCK = 1 << 20
+DRAWS = 20_000
+"""Sign patterns of a permutation test; as many samples as have fewer are tested exactly."""
+_NUISANCE = 0.001
+"""Chance left for the share of answers won to lie beyond where it is looked for."""
 
 
 def sign_test(better: int, worse: int) -> float:
@@ -28,36 +29,81 @@ def sign_test(better: int, worse: int) -> float:
     if better < 0 or worse < 0:
         raise ValueError(f"better={better}, worse={worse} must be counts of 0 or more.")
     changed = better + worse
-    return float(sum(math.comb(changed, k) for k in range(worse, changed + 1)) / 2**changed)
+    # Whole numbers: 2 to the power of thousands of documents is no float.
+    return sum(math.comb(changed, k) for k in range(worse, changed + 1)) / (1 << changed)
 
 
-def sign_flip_test(
-    losses: Sequence[float], *, draws: int = 20_000, seed: int = DEFAULT_SEED
-) -> float:
+def sign_flip_test(losses: Sequence[float] | Floats) -> float:
     """Return the chance of a sum of losses this large if each could as well be a gain (one-sided).
 
     The permutation test of paired samples: `losses` are per-sample differences, positive where it
-    got worse. All sign patterns up to 14 samples that differ, else `draws` of them, from `seed`;
-    the observed pattern counts as one of the draws, so that the answer is never 0.
+    got worse. Up to 14 samples that differ every sign pattern is looked at, else `DRAWS` of them.
     """
     values: Floats = np.asarray([x for x in losses if x], dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("losses must be finite numbers.")
     if not values.size:
         return 1.0
-    # Guards ties between sums of the same numbers in another order.
-    least = float(values.sum()) - 1e-12 * float(np.abs(values).sum())
-    if values.size <= _EXACT_PAIRS:
-        patterns = np.arange(1 << values.size)[:, None] >> np.arange(values.size)
-        signs = (patterns & 1) * 2.0 - 1.0
-        return float(np.mean(signs @ values >= least))
-    random = np.random.default_rng(seed)
-    rows = max(1, _BLOCK // values.size)
-    count = 0
-    for begin in range(0, draws, rows):
-        shape = (min(rows, draws - begin), values.size)
-        count += int(np.sum((random.integers(0, 2, shape) * 2.0 - 1.0) @ values >= least))
-    return (count + 1) / (draws + 1)
+    if values.size == 1:
+        return 0.5 if values[0] > 0 else 1.0
+    from scipy.stats import permutation_test
+
+    found = permutation_test(
+        (values,),
+        np.mean,
+        permutation_type="samples",
+        alternative="greater",
+        n_resamples=DRAWS,
+        vectorized=True,
+        batch=max(1, (1 << 20) // values.size),
+        rng=np.random.default_rng(0),
+    )
+    return float(found.pvalue)
+
+
+def margin_test(won: int, lost: int, answers: int, margin: float, sign: float) -> float:
+    """Return the chance of this difference of two shares if the truth were `margin` (one-sided).
+
+    Right and wrong answers to the same documents: `won` turned right, `lost` wrong; `sign` 1 asks
+    whether the difference lies above the margin, -1 below. At 0 this is McNemar's exact test.
+    Elsewhere it is exact as well, whatever the share of answers that change both ways.
+    """
+    if sign < 0:
+        won, lost, margin = lost, won, -margin
+    if not margin:
+        return sign_test(lost, won)
+    from scipy.stats import binom, binomtest
+
+    if margin < 0:
+        # Whoever loses no more than the margin in wrong answers loses no more on balance.
+        return float(binom.cdf(lost, answers, -margin))
+    # Above a gain: of all shares of lost answers that the count allows, the least favourable.
+    most = binomtest(lost, answers).proportion_ci(1 - 2 * _NUISANCE, "exact").high
+    shares = np.linspace(0, min(most, (1 - margin) / 2), 200)[:, None]
+    count = np.arange(answers + 1)
+    gained = binom.pmf(count, answers, shares + margin)
+    fewer = binom.cdf(count - (won - lost), answers - count, shares / (1 - shares - margin))
+    return float(min(1.0, (gained * fewer).sum(axis=1).max() + _NUISANCE))
+
+
+def answers_interval(won: int, lost: int, answers: int) -> tuple[float, float]:
+    """Return the 95% interval of a difference of two shares over the same documents.
+
+    On the side of 0 that McNemar's exact test leaves open it ends where Clopper and Pearson's
+    limit of the answers won (or lost) does: none of 40 may still be 8.8 points.
+    """
+    return -_most(lost, won, answers), _most(won, lost, answers)
+
+
+def _most(won: int, lost: int, answers: int) -> float:
+    """Return the largest gain that the counts allow; below 0 where it is surely a loss."""
+    from scipy.stats import binomtest
+
+    if sign_test(won, lost) <= 0.025:
+        share = binomtest(won, won + lost).proportion_ci(0.95, "exact").high
+        changed = binomtest(won + lost, answers).proportion_ci(0.95, "exact").low
+        return float(changed * (2 * share - 1))
+    return float(binomtest(won, answers).proportion_ci(0.95, "exact").high)
 
 
 def z_test(loss: float, stderr: float) -> float:
@@ -99,60 +145,42 @@ def tarone(least_p: Sequence[float], alpha: float) -> list[bool]:
     return [False] * len(least_p)
 
 
-def mean(values: Floats) -> Floats:
-    """Return the mean over the last axis: the default statistic of `bootstrap_interval`."""
-    return np.asarray(values.mean(axis=-1))
+def mean_interval(samples: Floats) -> tuple[float, float]:
+    """Return Student's 95% interval of a mean."""
+    from scipy.stats import t
+
+    middle, error = float(samples.mean()), float(samples.std(ddof=1)) / math.sqrt(samples.size)
+    half = float(t.ppf(0.975, samples.size - 1)) * error
+    return middle - half, middle + half
 
 
 def bootstrap_interval(
-    samples: Sequence[float],
-    *,
-    statistic: Callable[[Floats], Floats] = mean,
-    level: float = 0.95,
-    draws: int = 2000,
-    seed: int = DEFAULT_SEED,
+    sides: Sequence[Floats], statistic: Callable[..., Floats]
 ) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of a statistic of the samples.
+    """Return the 95% BCa bootstrap interval of a statistic of paired samples.
 
-    `statistic` maps samples on the last axis to one number. For paired samples hand over the
-    differences. Raises ValueError for fewer than two samples, or a level outside 0 to 1.
+    `statistic` takes the sides and an `axis`. Where every draw gives one figure, that is the
+    interval; a limit that is no number (a ratio to draws of zeros) is infinite.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level={level} must lie between 0 and 1.")
-    values: Floats = np.asarray(samples, dtype=np.float64)
-    if values.size < 2:
-        raise ValueError(f"an interval needs two samples or more, got {values.size}.")
-    random = np.random.default_rng(seed)
-    rows = max(1, _BLOCK // values.size)
-    found = []
-    for begin in range(0, draws, rows):
-        chosen = random.integers(0, values.size, (min(rows, draws - begin), values.size))
-        found.append(statistic(values[chosen]))
-    low, high = np.quantile(np.concatenate(found), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    from scipy.stats import bootstrap
 
-
-def wilson_interval(successes: int, trials: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Return Wilson's score interval of a share (95% by default)."""
-    if not 0 <= successes <= trials or not trials:
-        raise ValueError(f"successes={successes} of trials={trials} is no share.")
-    share = successes / trials
-    middle = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    whole = 1 + z * z / trials
-    return max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole)
-
-
-def paired_share_interval(new: Floats, old: Floats, *, z: float = 1.959964) -> tuple[float, float]:
-    """Return the 95% interval of a difference of two shares over the same samples.
-
-    Right and wrong answers as 1 and 0. The Wald interval with half a sample added to each of the
-    four kinds of pairs: it keeps its level with few changes, or none (Agresti and Min 2005).
-    """
-    if new.shape != old.shape or not new.size:
-        raise ValueError(f"{new.size} and {old.size} answers are no pairs.")
-    won, lost = int(np.sum(new > old)), int(np.sum(new < old))
-    size = new.size + 2
-    middle = (won - lost) / size
-    spread = z * math.sqrt(max(0.0, won + lost + 1 - (won - lost) ** 2 / size)) / size
-    return middle - spread, middle + spread
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore")
+        found = bootstrap(
+            tuple(sides),
+            statistic,
+            paired=True,
+            vectorized=True,
+            method="BCa",
+            n_resamples=4000,
+            rng=np.random.default_rng(0),
+        )
+        figure = float(statistic(*sides, axis=-1))
+    drawn = found.bootstrap_distribution
+    if np.allclose(drawn, figure, rtol=1e-12, atol=0):
+        return figure, figure
+    low, high = found.confidence_interval
+    return (
+        float(low) if math.isfinite(low) else -math.inf,
+        float(high) if math.isfinite(high) else math.inf,
+    )

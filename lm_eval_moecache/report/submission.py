@@ -1,39 +1,15 @@
-"""What a leaderboard takes: each setting once, and results files that keep to its protocol."""
+"""What a leaderboard takes: results files that keep to its protocol."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.report.results import Run
 from lm_eval_moecache.report.views import selected
 
-_RESOLVED = ("capacity", "clock", "scoring", "cache_reset", "link", "seed", "emulate", "draft")
 _ROUNDING = 1e-9
-
-
-def setting_key(run: Run) -> str:
-    """Tell settings apart by what ran, not by what a policy is called or a file is named."""
-    report = run.moecache
-    told = {key: report.get(key) for key in _RESOLVED}
-    told |= {axis: report["policy"][axis] for axis in AXES}
-    told["phases"] = report["policy"].get("phases")
-    told["hardware"] = {k: v for k, v in report["hardware"].items() if k not in ("name", "source")}
-    told["precision"] = run.model_args.get("precision")
-    told["model"] = (run.model, run.model_args.get("pretrained"))
-    told["asked"] = (run.tasks_given, sorted(run.options.items(), key=str))
-    return json.dumps(told, sort_keys=True, default=str)
-
-
-def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs, of those with one setting the first."""
-    found: dict[str, Run] = {}
-    for run in runs:
-        found.setdefault(setting_key(run), run)
-    return list(found.values())
 
 
 def check_submission(run: Run, protocol: Mapping[str, Any]) -> None:

@@ -1,4 +1,8 @@
-"""Bounds of a sweep: what eviction and prefetch could do at best, replayed from the shared runs."""
+"""What eviction and prefetch could do if they knew the future, replayed from the shared runs.
+
+Where an event is larger than its cache, Belady's rule is no bound on misses, so rows do not say so:
+`engine.bound.fewest_misses` is one, and `moecache replay` prints it.
+"""
 
 from __future__ import annotations
 
@@ -45,5 +49,5 @@ def _bound(planned: Planned, name: str) -> Planned:
     }
     args = {**place, "policy": "on_demand", **changes}
     config = dataclasses.replace(planned.config, policy=load_policy("on_demand", changes))
-    bound = dataclasses.replace(cell, model_args=args, label=f"bound: {name}")
+    bound = dataclasses.replace(cell, model_args=args, label=f"knows the future: {name}")
     return plan(bound, config, planned.host_arguments)

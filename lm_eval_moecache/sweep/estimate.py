@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.bounds import bound_cells
-from lm_eval_moecache.sweep.files import finished, unedited
+from lm_eval_moecache.sweep.files import finished, read_run, unedited
 from lm_eval_moecache.sweep.sharing import TRACES, Division, divide
 from lm_eval_moecache.sweep.spec import SweepFile
-from lm_eval_moecache.sweep.validation import check_cells
+from lm_eval_moecache.sweep.validation import check_cells, check_report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +51,9 @@ def estimate(
 
     Times and sizes are the medians of what this folder has finished.
     """
-    planned = check_cells(sweep.cells())
+    cells = sweep.cells()
+    check_report(sweep, cells)
+    planned = check_cells(cells)
     planned += () if live else bound_cells(planned, sweep.bounds)
     done = unedited(finished(folder), planned)
     waiting = [p for p in planned if rerun or p.configuration_hash not in done]
@@ -69,7 +70,7 @@ def estimate(
         }
         for each in planned
     )
-    run_s, replay_s = _seconds(list(done.values()))
+    run_s, replay_s = _seconds(done)
     seconds = None
     if run_s is not None or not division.runs:
         seconds = len(division.runs) * (run_s or 0.0) + len(division.replays) * (replay_s or 0.0)
@@ -84,11 +85,11 @@ def estimate(
     )
 
 
-def _seconds(paths: Sequence[Path]) -> tuple[float | None, float | None]:
+def _seconds(done: Mapping[str, Path]) -> tuple[float | None, float | None]:
     """Return how long a run of the model and a replay took, by the median."""
     found: dict[str, list[float]] = {"evaluate": [], "replay": []}
-    for path in paths:
-        seconds = read_json(path, str(path)).get("environment", {}).get("seconds", {})
+    for configuration_hash, path in done.items():
+        seconds = read_run(path, configuration_hash).get("environment", {}).get("seconds", {})
         for kind, values in found.items():
             if kind in seconds:
                 values.append(float(seconds[kind]))

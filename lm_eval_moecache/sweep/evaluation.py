@@ -28,7 +28,10 @@ from lm_eval_moecache.sweep.spec import Cell
 BOOTSTRAP_DRAWS = 1000
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 #: Figures kept of each document, for paired comparisons of speed.
-KEPT_SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate", "collision_miss_rate")
+KEPT_SPEED = (
+    *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
+    "request_collision_miss_rate",
+)
 # What of lm-eval's own `config` is a function of the configuration, and not of the machine.
 _KEPT_CONFIG = (
     "model_num_parameters model_dtype model_revision model_sha limit bootstrap_iters "

@@ -9,10 +9,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +21,14 @@ from lm_eval_moecache.records.files import PART, check_writable, read_json, writ
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
-from lm_eval_moecache.report.runs_file import PACKED, RUNS, read_packed, unpack
+from lm_eval_moecache.report.results import PACKED, RUNS, read_packed, unpack
 
 if TYPE_CHECKING:
     from lm_eval_moecache.sweep.identity import Planned
 
 logger = logging.getLogger(__name__)
 FAILED = "failed"
+LOCK = ".sweep.lock"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -71,6 +70,14 @@ def finished(folder: Path) -> dict[str, Path]:
     return found
 
 
+def read_run(path: Path, configuration_hash: str) -> dict[str, Any]:
+    """Return the record of a finished run, of its own file or of the packed ones."""
+    if path.name != PACKED:
+        record: dict[str, Any] = read_json(path, str(path))
+        return record
+    return next(r for r in read_packed(path) if r.get("configuration_hash") == configuration_hash)
+
+
 def unedited(done: Mapping[str, Path], planned: Iterable[Planned]) -> dict[str, Path]:
     """Leave out the finished runs whose algorithms, or whose shipped model, are others now.
 
@@ -80,7 +87,7 @@ def unedited(done: Mapping[str, Path], planned: Iterable[Planned]) -> dict[str, 
     for each in planned:
         path = kept.get(each.configuration_hash)
         if path is not None:
-            made_by = read_json(path, str(path)).get("sources")
+            made_by = read_run(path, each.configuration_hash).get("sources")
             if made_by not in (None, each.sources):
                 del kept[each.configuration_hash]
     return kept
@@ -96,13 +103,7 @@ def only_sweep(folder: Path) -> Iterator[None]:
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
     check_writable(runs)
-    lock = FileLock(_lock_file(runs), timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
+    with _locked(folder), contextlib.ExitStack() as stack:
         # Of sweeps that were killed before, and of workers that an interrupt has ended.
         stack.callback(_remove_leftovers, folder)
         _remove_leftovers(folder)
@@ -110,10 +111,24 @@ def only_sweep(folder: Path) -> Iterator[None]:
         yield
 
 
-def _lock_file(folder: Path) -> Path:
-    """Name the lock of a folder: not in it, where it would be left to be committed."""
-    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"moecache-sweep-{digest}.lock"
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: a file in it, where nobody else can put one, gone when this ends.
+
+    A killed sweep leaves the file without its lock, which the next one takes.
+    """
+    path = folder / LOCK
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no open file
+            path.unlink()
+        lock.release()
 
 
 def _remove_leftovers(folder: Path) -> None:

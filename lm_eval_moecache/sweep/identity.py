@@ -131,7 +131,7 @@ def resolve(config: Config) -> dict[str, Any]:
     former = {new: old for old, new in RENAMED.items()}
     resolved["hardware"]["name"] = former.get(config.hardware.name, config.hardware.name)
     if config.emulate is not None:
-        resolved["emulate"] = dataclasses.asdict(config.emulate)
+        resolved["emulate"] = config.emulate.record()
     if config.warm is not None:
         resolved["warm"] = config.warm.digest
     for part in {"policy", "hardware", "emulate"} & resolved.keys():

@@ -74,9 +74,12 @@ def _halves(line: str) -> tuple[str, str]:
 
 def _gpu() -> str | None:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    if torch is None:
         return None
-    return str(torch.cuda.get_device_name())
+    from lm_eval_moecache.model.device import accelerator, name_of
+
+    kind = accelerator()
+    return None if kind is None else name_of(torch.device(kind))
 
 
 @cache

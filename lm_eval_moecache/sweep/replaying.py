@@ -47,7 +47,8 @@ def replayed(planned: Planned, folder: Path) -> tuple[dict[str, Any], str]:
     requests = engine.ledger.requests
     recorded: dict[str, Any] = json.loads(shared)
     kept: dict[str, Any] = recorded["kept"]
-    kept["config"]["moecache"] = run_report(engine, config, requests, engine.peak_cache_bytes)
+    report = run_report(engine, config, requests, engine.peak_cache_bytes)
+    kept["config"]["moecache"] = {**report, **(kept["config"]["moecache"] or {})}
     replace_speed(kept, requests, planned.cell)
     return kept, recorded["run_id"]
 

@@ -18,7 +18,7 @@ from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_r
 from lm_eval_moecache.sweep.identity import Planned
 from lm_eval_moecache.sweep.sharing import Division, divide, remove_leftovers
 from lm_eval_moecache.sweep.spec import SweepFile
-from lm_eval_moecache.sweep.validation import check_cells
+from lm_eval_moecache.sweep.validation import check_cells, check_report
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, Outcome
 
 
@@ -63,6 +63,7 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
     """
     started = time.monotonic()
     cells = sweep.cells()
+    check_report(sweep, cells)
     planned = check_cells(cells)
     bounds = () if live else bound_cells(planned, sweep.bounds)
     planned += bounds

@@ -136,7 +136,9 @@ def detail_of(group: Iterable[Planned]) -> Detail:
     for each in group:
         policy, seed = each.config.policy, each.config.seed
         weights |= policy.eviction.algorithm.uses_weights
-        logits |= policy.routing.algorithm.uses_logits or policy.miss.algorithm.uses_logits
+        weights |= policy.miss.algorithm.uses_weights
+        deciding = (policy.routing, policy.eviction, policy.miss)
+        logits |= any(axis.algorithm.uses_logits for axis in deciding)
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None
         if looks_on(policy.prefetch):
@@ -199,6 +201,7 @@ class SharedRun:
         self.results.unlink(missing_ok=True)
         os.replace(recorded, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
+        device = {"device": kept["config"]["moecache"]["device"]}
         content = {
             "format": _FORMAT,
             "run_id": run_id,
@@ -206,7 +209,7 @@ class SharedRun:
             "logits": detail.logits,
             "prefetchers": [_name_of(choice, seed) for choice, seed in detail.onlookers],
             "criticals": list(detail.criticals or ()),
-            "kept": {**kept, "config": {**kept["config"], "moecache": None}},
+            "kept": {**kept, "config": {**kept["config"], "moecache": device}},
         }
         write_atomically(self.results, json.dumps(content, ensure_ascii=False, default=str))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.registry import base_of, parameters_of
+from lm_eval_moecache.records.event import UNSEEN_SCORES, Event
 from lm_eval_moecache.testing.artifacts import profile_parameter
 from lm_eval_moecache.testing.streams import (
     StreamFuture,
@@ -20,6 +21,21 @@ from lm_eval_moecache.testing.streams import (
     policy_of,
     run,
 )
+
+
+def declared(event: Event, algorithm: Any) -> Event:
+    """Return the event with the scores that the algorithm declared, and no others.
+
+    A run may show more, because another axis asked: a rule that reads what it has not declared
+    would work beside one partner and fail beside the next.
+    """
+    logits = getattr(algorithm, "uses_logits", False)
+    weights = logits or getattr(algorithm, "uses_weights", False)
+    return event._replace(
+        weights=event.weights if weights else UNSEEN_SCORES,
+        logits=event.logits if logits else UNSEEN_SCORES,
+    )
+
 
 GEOMETRY = make_geometry()
 PASSES = make_stream(GEOMETRY)

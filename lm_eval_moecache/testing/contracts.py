@@ -16,7 +16,7 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import BEFORE, DECODE, DROPPED, Event, resident_mask
-from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract
+from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract, declared
 from lm_eval_moecache.testing.eviction import EvictionContract
 from lm_eval_moecache.testing.streams import all_events, foreseen, fresh
 
@@ -33,7 +33,7 @@ class RoutingContract(Contract):
         for events in PASSES:
             routing.on_pass(events[0].pass_index)
             for event in events:
-                found.append((event, routing.select(fresh(event), resident)))
+                found.append((event, routing.select(declared(fresh(event), routing), resident)))
         return found
 
     def test_a_selection_has_the_routers_shape_and_no_expert_twice(self) -> None:
@@ -77,9 +77,8 @@ class PrefetchContract(Contract):
                 before = events[0]._replace(layer=BEFORE, keys=(), predicted=foreseen(events))
                 found.append((before, prefetch.propose(before)))
             for event in events:
-                found.append(
-                    (event, prefetch.propose(fresh(event, prefetch.depth, prefetch.uses_predictor)))
-                )
+                shown = fresh(event, prefetch.depth, prefetch.uses_predictor)
+                found.append((event, prefetch.propose(declared(shown, prefetch))))
         return found
 
     def test_proposals_are_keys_of_the_model_without_duplicates(self) -> None:
@@ -143,7 +142,8 @@ class MissContract(Contract):
             }
             absent = [key for key in event.keys if key not in resident]
             if absent:
-                found.append((event, resident, absent, miss.resolve(event, absent, resident)))
+                shown = declared(event, miss)
+                found.append((event, resident, absent, miss.resolve(shown, absent, resident)))
         return found
 
     def test_what_is_executed_is_near_or_loaded(self) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract
+from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract, declared
 from lm_eval_moecache.testing.streams import fresh, make_event, run
 
 USE = re.compile(r"\b(recent|use[ds]?|unused|frequen)", re.IGNORECASE)
@@ -97,6 +97,7 @@ class Pool:
             if key in self.keys:
                 continue
             if len(self.keys) == self.size:
+                self.eviction.on_miss(key)
                 self.evict(pinned, event.layer)
             if len(self.keys) < self.size:
                 self.insert(key)
@@ -125,7 +126,7 @@ class Pool:
         for events in PASSES:
             self.eviction.on_pass(events[0].pass_index)
             for event in events:
-                self.serve(fresh(event))
+                self.serve(declared(fresh(event), self.eviction))
         return self
 
 

@@ -178,7 +178,7 @@ def run(
     passes = make_stream(geometry, **stream)
     setting = Setting(
         policy=equip(policy, geometry),
-        capacity=parse_capacity(capacity, geometry),
+        capacity=parse_capacity(capacity, geometry, per_layer=policy.per_layer),
         hardware=make_hardware(),
         seed=seed,
         draft=Draft(geometry=geometry) if policy.prefetch.algorithm.needs_draft else None,

@@ -33,6 +33,7 @@ from lm_eval_moecache.sweep.worker import Outcome, run_cell
 from lm_eval_moecache.trace.detail import FULL
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.use import placement
 
 BY_REPLAY, BY_MODEL = "replay", "model"
 EXPERIMENT = "tune"
@@ -165,7 +166,10 @@ class CandidateRunner:
         if key not in self._speeds:
             setting = Setting(
                 policy=lossless,
-                capacity=parse_capacity(self.objective.capacity, self.trace.geometry),
+                capacity=parse_capacity(
+                    self.objective.capacity, self.trace.geometry, per_layer=lossless.per_layer
+                ),
+                warm=placement(lossless, None, self.trace.geometry),
                 hardware=self.hardware,
                 seed=self.trace.seed,
             )

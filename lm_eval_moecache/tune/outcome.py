@@ -10,8 +10,8 @@ import yaml
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.report.columns import METRICS, Column, Value
-from lm_eval_moecache.report.pareto import pareto_front
+from lm_eval_moecache.report.columns import Column, Value
+from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.tables import Table
 
@@ -59,11 +59,12 @@ class Outcome:
     @property
     def front(self) -> list[Entry]:
         """The entries that none beats in both accuracy and speed, the fastest first."""
-        places = pareto_front(self.entries, lambda e: e.accuracy, lambda e: self.sign * e.speed)
         found: dict[tuple[float, float], Entry] = {}
-        for place in sorted(places):
-            entry = self.entries[place]
-            found.setdefault((entry.accuracy, entry.speed), entry)
+        for entry in self.entries:
+            place = (entry.accuracy, self.sign * entry.speed)
+            others = [(e.accuracy, self.sign * e.speed) for e in self.entries]
+            if not any(a >= place[0] and s >= place[1] and (a, s) != place for a, s in others):
+                found.setdefault(place, entry)
         return sorted(found.values(), key=lambda e: -self.sign * e.speed)
 
     @property
@@ -180,7 +181,7 @@ def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> T
         )
         for e in entries
     )
-    return Table(title, columns, rows, frozenset())
+    return Table(title, columns, rows)
 
 
 def composition_text(policy: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm_eval_moecache.algorithms.policy import policy_names
-from lm_eval_moecache.report.columns import METRICS
+from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.tune.measure import BY_REPLAY, Candidate, CandidateRunner, Figures
 from lm_eval_moecache.tune.outcome import SEARCHED, SHIPPED, composition_text
 from lm_eval_moecache.tune.space import Space

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.records.hardware import RENAMED
-from lm_eval_moecache.report.columns import METRICS
+from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.tune.measure import Objective
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ def _alpha(value: object) -> object:
 class ArtifactHeader(Schema):
     """The JSON of the metadata key `moecache`."""
 
-    format: Literal[1, 2]
+    format: Literal[2]
     kind: str
     model: str
     num_layers: Annotated[int, count(1, 10_000)]
@@ -30,7 +30,7 @@ class ArtifactHeader(Schema):
     router_digest: Annotated[str, Field(pattern="^[0-9a-f]*$")]
     made_from: dict[str, Any]
     versions: dict[str, str]
-    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class MadeBuddies(OpenSchema):

@@ -27,6 +27,8 @@ def hardware_schema(record: type[Any]) -> type[BaseModel]:
             kind: Any = _FIGURE_OR_INFINITE if field.name in INFINITE else _FIGURE
         elif field.type in ("float | None", float | None):
             kind = _FIGURE | None
+        elif field.type in ("int", int):
+            kind = int
         else:
             kind = {"str": str}.get(str(field.type), dict[str, str] | str)
         found[field.name] = (kind, ... if required else field.default)

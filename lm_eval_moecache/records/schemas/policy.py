@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -33,6 +33,10 @@ class PolicyFile(Schema):
     name: str | None = None
     source: str = ""
     phases: str = "all"
+    cache: Literal["model", "layer"] = "model"
+    """`layer`: one cache for each layer, among which any capacity is divided equally."""
+    placement: Literal["none", "use"] = "none"
+    """`use`: starts from the most used experts, by a profile (`warm=`)."""
     routing: Algorithm
     prefetch: Algorithm
     eviction: Algorithm

@@ -11,7 +11,7 @@ from lm_eval_moecache.records.schemas.base import Schema
 Number = int | float
 
 
-class Ours(Schema):
+class ReproducedValue(Schema):
     """How our figure beside the paper's is had: a metric of the one run that has these settings."""
 
     metric: Annotated[str, Field(min_length=1)]
@@ -21,12 +21,12 @@ class Ours(Schema):
     form: Literal["value", "ratio", "reduction", "difference"] = "value"
 
 
-class Said(Schema):
+class PaperValue(Schema):
     """One number of the paper: a value, a range from and to, or words."""
 
     what: Annotated[str, Field(min_length=1)]
     paper: Number | Annotated[list[Number], Field(min_length=2, max_length=2)] | str
-    ours: Ours | None = None
+    ours: ReproducedValue | None = None
     """None where the picture or the table has to be looked at."""
 
 
@@ -56,4 +56,4 @@ class Recipe(Schema):
     """Model arguments that stand in their place for any other model."""
     real_tasks: dict[str, str] = Field(default_factory=dict)
     """Offline task -> the benchmark that it stands for here, beyond the usual ones."""
-    said: list[Said] = Field(default_factory=list)
+    said: list[PaperValue] = Field(default_factory=list)

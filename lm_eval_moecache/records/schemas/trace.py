@@ -51,3 +51,4 @@ class TraceHeader(ModelSizes):
     predicted_by: str = ""
     proposals: list[str] = Field(default_factory=list)
     draft: DraftSizes | None = None
+    digest: str | None = None

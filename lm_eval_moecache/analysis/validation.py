@@ -1,0 +1,234 @@
+"""Holds the clock against a device: a replayed routing, token by token, beside what was measured.
+
+A measured table is a CSV with one row a decoded token, in order, and any of the columns `COLUMNS`;
+lines that begin with # are comments. `cache_hit_pct` counts from the start of the run, prefill
+included, as engines print it; a negative value says that there was no cache.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import EXECUTIONS, Setting
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.files import is_file
+from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.numbers import plain_number, read_count, shown
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.trace import Trace
+
+Values = NDArray[np.float64]
+WALL, STALL, IO, COMPUTE, READ, HIT, MANAGEMENT = COLUMNS = (
+    *("wall_ms", "stall_ms", "io_ms", "compute_ms", "read_bytes", "cache_hit_pct", "mgmt_ms"),
+)
+OUTLIER = 2.0
+"""A token that takes this many times the median wall has stalled for reasons outside the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """What each decoded token took: a measured column, or ours of the same meaning."""
+
+    columns: Mapping[str, Values]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def part(self, tokens: slice) -> Series:
+        return Series({name: values[tokens] for name, values in self.columns.items()})
+
+
+def setting_of(trace: Trace, hardware: Hardware, arguments: Any, reads: int) -> Setting:
+    """Return the setting in which the measured engine ran."""
+    if arguments.execute not in EXECUTIONS:
+        raise unknown("execute", arguments.execute, EXECUTIONS)
+    return Setting(
+        policy=load_policy(arguments.policy, {"eviction": arguments.eviction}),
+        capacity=parse_capacity(arguments.capacity, trace.geometry),
+        hardware=hardware,
+        seed=trace.seed,
+        execute=arguments.execute,
+        reads_per_expert=reads,
+    )
+
+
+def read_tokens(text: str) -> slice:
+    """Read `FIRST:LAST` as Python does, counted from 0, the last one left out."""
+    first, colon, last = text.partition(":")
+    if not colon:
+        raise ValueError(f"tokens={text!r} must be FIRST:LAST, as in 0:64 or 64: .")
+    start = read_count("tokens", first) if first else None
+    return slice(start, read_count("tokens", last) if last else None)
+
+
+def read_measured(path: Path, names: Mapping[str, str]) -> Series:
+    """Read a measured table; `names` says which column of the file is which of ours.
+
+    ValueError for a file without any of the columns, and for a cell that is no number.
+    """
+    what = f"measured={str(path)!r}"
+    if not is_file(path):
+        raise ValueError(f"{what}: there is no such file.")
+    for ours in names:
+        if ours not in COLUMNS:
+            raise unknown("columns", ours, COLUMNS)
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(line for line in file if not line.startswith("#"))
+        rows = list(reader)
+        given = reader.fieldnames or []
+    wanted = {ours: names.get(ours, ours) for ours in COLUMNS}
+    for ours in names:
+        if names[ours] not in given:
+            raise unknown(f"columns: {ours}", names[ours], given)
+    present = {ours: theirs for ours, theirs in wanted.items() if theirs in given}
+    if not present or not rows:
+        raise ValueError(
+            f"{what} has no rows with any of the columns {', '.join(COLUMNS)}; it has "
+            f"{', '.join(given) or 'none'}. Allowed: --columns '{{wall_ms: its_name}}'."
+        )
+    columns = {ours: np.empty(len(rows)) for ours in present}
+    for number, row in enumerate(rows, start=1):
+        for ours, theirs in present.items():
+            value = plain_number(row[theirs] or "")
+            if value is None:
+                raise ValueError(f"{what}: row {number}, {theirs}={shown(row[theirs])}: no number.")
+            columns[ours][number - 1] = value
+    return Series(columns)
+
+
+def foretell(trace: Trace, setting: Setting) -> Series:
+    """Replay a routing; return what each of its decoded tokens takes, in a measured table's units.
+
+    `compute_ms` is what is left of the wall, as engines report it.
+    """
+    passes = replay(trace, setting).ledger.passes
+    hits = np.cumsum([each.hits for each in passes])
+    share = 100 * hits / np.cumsum([each.requests for each in passes])
+    decoded = [i for i, each in enumerate(passes) if each.phase != PREFILL]
+    if not decoded:
+        raise ValueError(f"trace {trace.name} has no decoded token to compare.")
+    wall = np.array([1e3 * passes[i].duration_s for i in decoded])
+    stall = np.array([1e3 * passes[i].stall_s for i in decoded])
+    read = np.array([float(passes[i].bytes_moved) for i in decoded])
+    spent = 1e3 * setting.hardware.load_overhead_s_per_byte * read
+    return Series(
+        {
+            WALL: wall,
+            STALL: stall,
+            COMPUTE: wall - stall - spent,
+            MANAGEMENT: spent,
+            READ: read,
+            HIT: share[decoded],
+        }
+    )
+
+
+def same_tokens(ours: Series, measured: Series, tokens: slice) -> tuple[Series, Series]:
+    """Return the asked part of both; ValueError where they have not the same tokens."""
+    if len(ours) != len(measured):
+        raise ValueError(
+            f"the trace has {len(ours)} decoded tokens and the measured table {len(measured)} rows:"
+            " they are not of one run. Allowed: a table with one row a decoded token, in order."
+        )
+    part = measured.part(tokens)
+    if not len(part):
+        raise ValueError(f"tokens={tokens.start}:{tokens.stop} is none of {len(measured)} tokens.")
+    return ours.part(tokens), part
+
+
+def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
+    """Return how near the clock comes: ratios are ours / measured; None for what is not measured.
+
+    The median error is of |ours - measured| / measured over the tokens where something was
+    measured. Hit rates are shares, from the run's start to its last token.
+    """
+    both = {name: (ours.columns[name], values) for name, values in measured.columns.items()
+            if name in ours.columns}  # fmt: skip
+    found: dict[str, float | int | None] = {"tokens": len(measured)}
+    found["bytes_ratio"], _ = _nearness(both.get(READ))
+    found["bytes_correlation"] = _correlation(both.get(READ))
+    found["hit_rate_difference"] = None
+    if HIT in both and both[HIT][1][-1] >= 0:
+        found["hit_rate_difference"] = float(both[HIT][0][-1] - both[HIT][1][-1]) / 100
+    found["stall_ratio"], found["stall_median_error"] = _nearness(both.get(STALL))
+    found["wall_ratio"], found["wall_median_error"] = _nearness(both.get(WALL))
+    return found
+
+
+def outliers(measured: Series) -> int:
+    """Count the tokens that took twice the median wall and more."""
+    wall = measured.columns.get(WALL)
+    return 0 if wall is None else int(np.sum(wall > OUTLIER * np.median(wall)))
+
+
+def _nearness(pair: tuple[Values, Values] | None) -> tuple[float | None, float | None]:
+    if pair is None or not pair[1].sum() > 0:
+        return None, None
+    ours, theirs = pair
+    some = theirs > 0
+    errors = np.abs(ours[some] - theirs[some]) / theirs[some]
+    return float(ours.sum() / theirs.sum()), float(np.median(errors))
+
+
+def _correlation(pair: tuple[Values, Values] | None) -> float | None:
+    if pair is None or len(pair[0]) < 2 or not pair[0].std() or not pair[1].std():
+        return None
+    return float(np.corrcoef(*pair)[0, 1])
+
+
+def plot(ours: Series, measured: Series, path: Path) -> None:
+    """Draw each measured column over the tokens, and ours beside it."""
+    from lm_eval_moecache.report.mpl_style import pyplot
+
+    named = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
+    shown_here = [name for name in named if name in measured.columns and name in ours.columns]
+    figure, axes = pyplot().subplots(
+        len(shown_here), 1, figsize=(7, 2.2 * len(shown_here)), squeeze=False, sharex=True
+    )
+    for name, axis in zip(shown_here, axes.flat, strict=True):
+        axis.plot(measured.columns[name], color="#0072B2", linewidth=1.2, label="measured")
+        axis.plot(ours.columns[name], color="#D55E00", linewidth=1.2, linestyle="--", label="clock")
+        axis.set_ylabel(named[name])
+    axes.flat[0].legend(loc="upper right", frameon=False)
+    axes.flat[-1].set_xlabel("decoded token")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def as_text(found: Mapping[str, Any], measured: Series) -> str:
+    """Say it in lines that a reader can act on."""
+    lines = [f"{found['tokens']} decoded tokens, the clock / the device:"]
+    for name, key in (("bytes read", "bytes"), ("stall", "stall"), ("wall", "wall")):
+        ratio = found[f"{key}_ratio"]
+        if ratio is None:
+            lines.append(f"  {name:11s} not measured")
+            continue
+        extra = (
+            f"median error of a token {100 * found[f'{key}_median_error']:.1f}%"
+            if key != "bytes"
+            else f"correlation {_or_dash(found['bytes_correlation'])}"
+        )
+        lines.append(f"  {name:11s} {ratio:.3f} of the total, {extra}")
+    if found["hit_rate_difference"] is not None:
+        lines.append(f"  hit rate    {100 * found['hit_rate_difference']:+.2f} points")
+    many = outliers(measured)
+    if many:
+        lines.append(
+            f"{many} of {found['tokens']} tokens took more than {OUTLIER:g} times the median wall: "
+            "the device's own reasons, counted and not modelled."
+        )
+    return "\n".join([*lines, ""])
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

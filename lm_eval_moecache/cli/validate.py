@@ -1,0 +1,70 @@
+"""Hold the clock against a device: replay a trace, compare with what was measured, token by token.
+
+MEASURED is a CSV with one row a decoded token and any of the columns wall_ms, stall_ms, io_ms,
+compute_ms, read_bytes, cache_hit_pct (lines with # are comments). Record a trace, measure the same
+run on the device, check.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lm_eval_moecache.engine.setting import TOGETHER
+from lm_eval_moecache.records.files import check_writable
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.numbers import read_count
+from lm_eval_moecache.trace.importers import load_trace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("trace", type=str, help="the routing of the measured run")
+    parser.add_argument("measured", type=str, help="its measurements: a CSV, a row a token")
+    parser.add_argument("--hardware", type=str, required=True, help="profile, or YAML")
+    parser.add_argument("--capacity", type=str, required=True, help="what the cache held: 4000MiB")
+    add_run_options(parser)
+    parser.add_argument(
+        "--columns", type=dict[str, str] | None, help="their names: '{wall_ms: total_ms}'"
+    )
+    parser.add_argument("--tokens", type=str, default=":", help="FIRST:LAST, as in Python")
+    parser.add_argument("--plot", type=str | None, help="write a picture of both over the tokens")
+
+
+def add_run_options(parser: ArgumentParser) -> None:
+    """Add what describes the engine that was measured."""
+    parser.add_argument("--policy", type=str, default="on_demand", help="the engine's policy")
+    parser.add_argument("--eviction", type=str, default="lru", help="its eviction")
+    parser.add_argument(
+        "--execute",
+        type=str,
+        default=TOGETHER,
+        help="experts run together once all are there, or as_they_arrive, the resident first",
+    )
+    parser.add_argument(
+        "--reads_per_expert", type=int, default=1, help="requests that one expert is read by"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    from lm_eval_moecache.analysis import validation
+
+    tokens = validation.read_tokens(arguments.tokens)
+    if arguments.plot is not None:
+        check_writable(Path(arguments.plot))
+    trace = load_trace(arguments.trace)
+    hardware = load_hardware(arguments.hardware)
+    reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=64)
+    setting = validation.setting_of(trace, hardware, arguments, reads)
+    measured = validation.read_measured(Path(arguments.measured), arguments.columns or {})
+    ours, theirs = validation.same_tokens(validation.foretell(trace, setting), measured, tokens)
+    found = validation.compare(ours, theirs)
+    if arguments.plot is not None:
+        validation.plot(ours, theirs, Path(arguments.plot))
+    if arguments.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        sys.stdout.write(validation.as_text(found, theirs))
+    return 0

@@ -1,0 +1,30 @@
+"""Importance of experts: what the router thinks of each of them lately, chosen or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class ImportanceScores:
+    """The decayed sum of the router's unmodified gate scores, by layer and expert.
+
+    Experts that routing passed over for being absent gain importance, too. `decay` is per turn of
+    the layer: 0 keeps the last turn alone, 1 the whole run.
+    """
+
+    def __init__(self, geometry: Geometry, decay: float) -> None:
+        self._decay = decay
+        self._scores = np.zeros((geometry.num_layers, geometry.num_experts))
+
+    def add(self, event: Event) -> npt.NDArray[np.float64]:
+        """Add an event's gate scores; return its layer's row, so rounded that equal sums tie."""
+        row = self._scores[event.layer]
+        row *= self._decay
+        row += softmax(event.logits).astype(np.float64).sum(axis=0)
+        rounded: npt.NDArray[np.float64] = np.round(row, 9)
+        return rounded
