@@ -21,6 +21,7 @@ from lm_eval_moecache.records.artifact import (
 )
 from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, WEIGHTED
 from lm_eval_moecache.records.sensitivity import LAYERS
+from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.testing.artifacts import (
     MAKERS,
     artifact_folder,
@@ -38,7 +39,17 @@ __all__ = [
     "predictor_of",
     "profile_for",
     "profile_parameter",
+    "use_profile",
 ]
+
+
+@cache
+def use_profile(num_layers: int, num_experts: int) -> str:
+    """Return the path of a profile of use in which later experts are the hotter ones."""
+    path = Path(artifact_folder().name) / f"use-{num_layers}-{num_experts}.json"
+    counts = tuple(tuple(range(num_experts)) for _ in range(num_layers))
+    write_use(path, UseProfile(model="", counts=counts))
+    return str(path)
 
 
 def predictor_of(model: Any, policy: Policy) -> dict[str, str]:
@@ -72,6 +83,8 @@ def artifacts_of(
             made = artifact_for(kind, geometry, **drawn)
             write_artifact(path, dataclasses.replace(made, router_digest=digest))
         found[f"{axis}.profile"] = str(path)
+    if policy.placed:
+        found["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
     return found
 
 

@@ -15,6 +15,8 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Models of a few kilobytes: a second thread only waits, and for long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What numba would compile, for ten seconds a rule, runs as the plain Python that it is.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 Checkpoint = Callable[[str], Path]
 

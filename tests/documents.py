@@ -56,7 +56,10 @@ def commands_of(document: Path) -> list[str]:
 
 
 def _of_markdown(text: str) -> Iterator[str]:
-    for block, span in re.findall(r"^```\n(.*?)^```$|`([^`\n]+)`", text, re.MULTILINE | re.DOTALL):
+    fences = r"^```(\w*)\n(.*?)^```$|`([^`\n]+)`"
+    for language, block, span in re.findall(fences, text, re.MULTILINE | re.DOTALL):
+        if language:
+            continue
         lines = block.replace("\\\n", " ").split("\n") if block else [span]
         for line in lines:
             words = line.split()

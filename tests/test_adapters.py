@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +11,16 @@ from torch import Tensor
 
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.weighting import rules
-from lm_eval_moecache.model.weighting.base import WeightingRule
-from lm_eval_moecache.model.weighting.find import find_rule, rule_classes
-from lm_eval_moecache.model.weighting.rules.sigmoid import Sigmoid
-from lm_eval_moecache.model.weighting.rules.sigmoid_normed import SigmoidNormed
-from lm_eval_moecache.model.weighting.rules.softmax_all import SoftmaxAll
-from lm_eval_moecache.model.weighting.rules.softmax_chosen import SoftmaxChosen
-from lm_eval_moecache.model.weighting.rules.sparse_mixer import SparseMixer
+from lm_eval_moecache.model.weighting import find
+from lm_eval_moecache.model.weighting.find import find_rule
+from lm_eval_moecache.model.weighting.rules import (
+    Sigmoid,
+    SigmoidNormed,
+    SoftmaxAll,
+    SoftmaxChosen,
+    SparseMixer,
+    WeightingRule,
+)
 from tests.models import FAMILIES, random_model
 
 RULES: dict[str, type[WeightingRule]] = {
@@ -77,20 +77,14 @@ def test_a_router_of_no_known_rule_is_said_to_have_none() -> None:
     assert find_rule(Gate(odd, odd, 8, 4)) is None
 
 
-RULE = '''"""Squares of the chosen logits."""
-
-from torch import Tensor
-
-from lm_eval_moecache.model.weighting.base import WeightingRule
-
-
 class Squared(WeightingRule):
+    """Squares of the chosen logits."""
+
     def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
         return logits_TE.gather(-1, experts_TK) ** 2
-'''
 
 
-def test_a_new_familys_rule_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_familys_rule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stranger(torch.nn.Linear):
         def forward(self, hidden: Tensor) -> Any:
             logits = super().forward(hidden)
@@ -100,19 +94,11 @@ def test_a_new_familys_rule_is_one_file(tmp_path: Path, monkeypatch: pytest.Monk
     router = Stranger(8, 4)
     gate = Gate(router, router, 8, 4)
     assert find_rule(gate) is None
-    (tmp_path / "squared.py").write_text(RULE)
-    monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
-    rule_classes.cache_clear()
-    try:
-        rule = find_rule(gate)
-        assert type(rule).__name__ == "Squared"
-        assert rule is not None
-        logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-        assert rule(logits, torch.tensor([[2, 0]]), torch.float32).tolist() == [[9.0, 1.0]]
-    finally:
-        sys.modules.pop(f"{rules.__name__}.squared", None)
-        vars(rules).pop("squared", None)
-        rule_classes.cache_clear()
+    monkeypatch.setattr(find, "RULES", [*find.RULES, Squared])
+    rule = find_rule(gate)
+    assert isinstance(rule, Squared)
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    assert rule(logits, torch.tensor([[2, 0]]), torch.float32).tolist() == [[9.0, 1.0]]
 
 
 # Logits whose exponentials are 1, 2, 3 and 4: softmax over all is 0.1, 0.2, 0.3, 0.4.

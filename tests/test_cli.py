@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed
 from lm_eval_moecache.cli.main import command_names, main
 from lm_eval_moecache.harness.arguments import KEYS
-from lm_eval_moecache.harness.keys import MEANINGS
 from lm_eval_moecache.records.paths import task_configs_dir
 
 Captured = pytest.CaptureFixture[str]
@@ -42,12 +42,16 @@ def test_policies_as_json_has_the_form_of_the_design(capsys: Captured) -> None:
 def test_policies_as_text_names_everything_with_defaults_and_sources(capsys: Captured) -> None:
     assert main(["policies"]) == 0
     text = capsys.readouterr().out
+    assert "--include_path" in text
+    assert "a100-5GBps" in text and "a100-5gbps" not in text
+    for name in (*policy_names(), *(n for axis in AXES for n in algorithm_names(axis))):
+        assert name in text
+    assert main(["policies", "--all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
     for name in (*policy_names(), *(n for axis in AXES for n in algorithm_names(axis))):
         assert name in text
     assert "overfetch=1.0" in text
     assert "SpecMD section 4.2" in text
-    assert "--include_path" in text
-    assert "a100-5GBps" in text and "a100-5gbps" not in text
 
 
 def test_policies_of_one_axis(capsys: Captured) -> None:
@@ -155,7 +159,6 @@ def test_the_script_for_bash_completes_a_command(capsys: Captured, tmp_path: Pat
 
 
 def test_eval_help_names_our_keys_below_lm_evals_options(capsys: Captured) -> None:
-    assert set(MEANINGS) == set(KEYS)
     with pytest.raises(SystemExit) as caught:
         main(["eval", "--help"])
     assert caught.value.code == 0
@@ -230,3 +233,12 @@ def test_analyze_refuses_options_without_effect(
 ) -> None:
     assert main(["analyze", *arguments, "--pretrained", "nowhere"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_models_are_imported_from_the_package_and_torch_only_then() -> None:
+    code = (
+        "import sys, lm_eval_moecache as ours; assert 'torch' not in sys.modules\n"
+        "from lm_eval_moecache import MoECacheLM, MoECacheSpecLM\n"
+        "assert issubclass(MoECacheSpecLM, MoECacheLM); assert not hasattr(ours, 'MoECacheM')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,7 +21,7 @@ from lm_eval_moecache.cli import main as module
 from lm_eval_moecache.cli.analyze import ANALYSES
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.profile import action_names
-from lm_eval_moecache.report.runs_file import PACKED, RUNS, write_packed
+from lm_eval_moecache.report.results import PACKED, RUNS, write_packed
 from lm_eval_moecache.sweep import files, worker
 from lm_eval_moecache.sweep.files import only_sweep, write_atomically, write_record
 from tests.engine import traces
@@ -78,6 +78,7 @@ claims:
     {what: x, runs: ., metric: quiz, where: {capacity: 5%, policy: on_demand},
      form: value, expect: {below: 1}}]}
 """
+ROUTED = Path(__file__).parent / "trace" / "formats" / "route_trace.csv"
 COMMANDS = {
     "claims": ("claims", "{0}/claims.yaml", "--write"),
     "table": ("table", "{0}", "--write"),
@@ -115,6 +116,15 @@ COMMANDS = {
     "profile sensitivity": ("profile", "sensitivity", "--out={0}/new/x.safetensors"),
     "profile use": ("profile", "use", TRACE, "--out={0}/use.json"),
     **{f"analyze {name}": ("analyze", name, "--out={0}/new") for name in ANALYSES},
+    "validate": (
+        "validate",
+        TRACE,
+        TRACE,
+        "--hardware=h200",
+        "--capacity=1",
+        "--plot={0}/new/x.svg",
+    ),
+    "trace": ("trace", "convert", str(ROUTED), "{0}/new.csv"),
 }
 READERS = {"compare", "completion", "plan", "policies"}
 """Commands that write nothing."""

@@ -28,17 +28,21 @@ SAID = {
 }
 
 
-def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def answer(command: list[str], limit_s: float, environment: Any = None) -> dict[str, Any]:
         if "pytest" in command:
-            assert environment["MOECACHE_TEST_DEVICE"] == "cpu"
+            assert environment["MOECACHE_TEST_DEVICE"] == "scripted"
             return {"code": 1, "output": "x\n1 failed, 25 passed", "seconds": 3.0}
+        if "eval" in command:
+            return {"code": 0, "output": "", "seconds": 1.0}
         script = Path(command[1]).name
         (name,) = (n for n, (file, _, _) in gpu_check.CHECKS.items() if file == script)
         return {"code": 0, "output": SAID[name], "seconds": 1.0}
 
     monkeypatch.setattr(gpu_check, "_run", answer)
-    report = gpu_check.check("cpu", "nano", ["tests", *gpu_check.CHECKS], 9.0, quick=False)
+    report = gpu_check.check(
+        "cpu", "nano", ["tests", *gpu_check.CHECKS, "runs"], 9.0, quick=False, folder=tmp_path
+    )
     table = gpu_check.table(report)
     assert "| tests | failed: exit 1 1 failed, 25 passed | | 3 s |" in table
     assert "| link, share of one large copy | 0.912 | at least 0.9 | met |" in table
@@ -49,23 +53,33 @@ def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of several figures all have to be within.
     assert "| TPOT virtual / wall | 0.5, 1 | 0.85 to 1.15 | missed |" in table
     assert "no figure is a device's" in table
+    assert "- link leaves out a link: copies are within host memory" in table
+    assert "moecache table" in table
 
 
-def test_a_script_that_says_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_says_nothing_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     silent = {"code": 0, "output": "", "seconds": 0.0}
     monkeypatch.setattr(gpu_check, "_run", lambda *_: silent)
-    report = gpu_check.check("cpu", "nano", ["vs_hf"], 9.0, quick=True)
+    report = gpu_check.check("cpu", "nano", ["vs_hf"], 9.0, quick=True, folder=tmp_path)
     assert not report["checks"]["vs_hf"]["passed"]
     assert "| decode / transformers at 100% | not said |" in gpu_check.table(report)
 
 
 @pytest.mark.slow
 def test_all_of_it_runs_with_the_store_of_a_cpu(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
+    out = tmp_path / "found"
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--device", "cpu", "--quick"]
     command += ["--shape", "nano", "--limit_s", "900", "--out", str(out)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
-    report = json.loads(out.read_text())
-    assert list(report["checks"]) == ["tests", *gpu_check.CHECKS]
+    report = json.loads((out / "check.json").read_text())
+    assert list(report["checks"]) == ["tests", *gpu_check.CHECKS, "runs"]
     assert all(check["passed"] for check in report["checks"].values())
+    shown = subprocess.run(
+        [sys.executable, "-m", "lm_eval_moecache", "table", str(out / "runs")],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0 and "tiny_gsm8k" in shown.stdout

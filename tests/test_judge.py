@@ -78,7 +78,7 @@ def test_an_endpoint_judges_and_its_agreement_with_exact_match_is_reported(
     scores = run(metadata)
     assert scores["judged,judge"] == scores["exact_match,strict-match"]
     assert scores["judge_agreement,judge"] == 1.0
-    assert "tok_per_s,speed" in scores
+    assert "request_tok_per_s,speed" in scores
     assert [(one["path"], one["model"]) for one in handler.asked] == [
         ("/v1/chat/completions", "some-model")
     ] * 3

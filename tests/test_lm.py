@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import yaml
 
@@ -83,7 +84,7 @@ def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(
         assert record.passes[0].num_tokens == record.prompt_tokens
         figures = request.moecache
         assert figures["e2el_ms"] > figures["ttft_ms"] > 0
-        assert figures["hit_rate"] + figures["miss_rate"] == pytest.approx(1)
+        assert figures["request_hit_rate"] + figures["request_miss_rate"] == pytest.approx(1)
         assert type(request.args[0]) is str
 
 
@@ -207,3 +208,28 @@ def test_stored_answers_are_refused(lm: MoECacheLM) -> None:
 
     with pytest.raises(ValueError, match="--use_cache"):
         lm.set_cache_hook(Hook())
+
+
+def test_speed_is_a_flat_table_that_pandas_reads(lm: MoECacheLM) -> None:
+    install(lm)
+    lm.generate_until(generations(3), disable_tqdm=True)
+    lm.loglikelihood(choices(), disable_tqdm=True)
+    table = pandas.DataFrame(lm.speed()).set_index("task")
+    totals = lm.report()["totals"]
+    assert list(table.index) == [*sorted(lm.report()["tasks"]), "all"]
+    assert table.at["all", "tok_per_s"] == totals["tok_per_s"]
+    assert table.at["all", "ttft_ms"] == totals["ttft_ms"]["mean"]
+    assert table.at["all", "ttft_ms_p90"] == totals["ttft_ms"]["p90"]
+    assert not any(isinstance(value, dict) for row in lm.speed() for value in row.values())
+
+
+def test_the_report_says_where_the_model_ran_and_the_table_is_printed_once(
+    checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lm-eval asks for cuda:0 by itself, also where there is none."""
+    options = {"device": "cuda:0", "batch_size": 1}
+    lm = MoECacheLM.create_from_arg_string(f"pretrained={checkpoint('olmoe')}", options)
+    assert lm.get_model_info()["moecache"]["device"] == str(lm.model.device)
+    assert capsys.readouterr().out.count("moecache (specmd") == 1
+    lm.get_model_info()
+    assert capsys.readouterr().out == ""

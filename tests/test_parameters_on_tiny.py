@@ -15,10 +15,9 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.encoding import store_experts
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.store import LadderStore
-from lm_eval_moecache.model.precision.stored import Encoded
+from lm_eval_moecache.model.precision.stored import Encoded, store_experts
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.hardware import load_hardware

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lm_eval_moecache.analysis.plan import fit, stand_in
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.cli.plan import two_digits
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
 from tests.engine import traces
@@ -57,13 +59,87 @@ def test_its_json_agrees_with_itself(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["capacity_cycles"] == pytest.approx(
             row["capacity_bytes"] / (16 * 8 * 12_582_912), rel=1e-6
         )
-        assert row["tok_per_s"] > 0 and row["bound"] in ("link", "compute", "launches")
-    by_policy: dict[str, list[float]] = {}
-    for row in rows:
-        by_policy.setdefault(row["policy"], []).append(row["tok_per_s"])
-    assert all(speed == sorted(speed) for name, speed in by_policy.items() if "belady" in name)
+        assert row["tok_per_s"] > 0 and row["bound"] in ("link", "compute", "launches", "host")
+    bound = [row["tok_per_s"] for row in rows if row["policy"] == "bound"]
+    assert len(bound) > 1 and bound == sorted(bound)
+    assert found["ttft_ms"] > found["ttft_loads_ms"] > 0
 
 
 def test_an_unknown_model_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "Qwen3-30B"]) == 2
     assert "Did you mean 'Qwen3-30B-A3B'" in capsys.readouterr().err
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["plan", *options, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_fits_needs_no_cache_and_is_as_fast_as_its_reads_and_launches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    context = ["--context", "1024", "--hardware", "rtx-4090-24gb"]
+    found = planned(capsys, "OLMoE-1B-7B", "--precision", "int4", *context)
+    assert found["fit"]["whole"] and "no cache needed" in found["verdict"]
+    (row,) = found["rows"]
+    card, model = load_hardware("rtx-4090-24gb"), load_real_model("OLMoE-1B-7B")
+    experts = 16 * 8 * round(3 * 2048 * 1024 * 4.5 / 8)
+    dense = 16 * (4 * 2048**2 + 2048 * 64) * 4.5 / 8 + 2 * 50304 * 2048
+    reads = experts + dense + model.kv_bytes(1024)
+    seconds = reads / card.memory_bytes_per_s + 16 * 45 * card.kernel_overhead_s
+    assert row["tok_per_s"] == pytest.approx(1 / seconds, rel=1e-4)
+
+
+def test_a_longer_context_takes_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["Mixtral-8x7B", "--precision", "int4", "--hardware", "rtx-5090", "--context"]
+    short, long = (planned(capsys, *command, tokens) for tokens in ("1024", "16384"))
+    assert long["fit"]["kv_cache"] - short["fit"]["kv_cache"] == 15360 * 131072
+    assert long["rows"][-1]["tok_per_s"] < short["rows"][-1]["tok_per_s"]
+
+
+def test_a_drive_is_slower_than_the_host_and_has_no_host_compute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = traces.record(tmp_path)
+    command = ["OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", str(path)]
+    ram, disk = planned(capsys, *command), planned(capsys, *command, "--store", "disk")
+    assert disk["link_bytes_per_s"] == 5.6e9 and disk["ttft_ms"] > ram["ttft_ms"]
+    assert {row["policy"] for row in ram["rows"]} - {row["policy"] for row in disk["rows"]} == {
+        "host"
+    }
+
+
+def test_its_page_fits_a_terminal_and_explains_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = traces.record(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(any(line.startswith(word) for line in lines) for word in ("cycles", "prefetch"))
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0"), (0.0314, "0.031"), (1.04, "1.0"), (9.96, "10"), (117.2, "120"), (3455, "3500")],
+)
+def test_figures_have_two_significant_digits(number: float, shown: str) -> None:
+    assert two_digits(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--precision", "fp4"], "Did you mean 'mxfp4'"),
+        (["--store", "disc"], "Did you mean 'disk'"),
+        (["--context", "0"], "--context"),
+        (["--hardware", "rtx-5080"], "Did you mean 'rtx-5090'"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "OLMoE-1B-7B", *options]) == 2
+    assert said in capsys.readouterr().err

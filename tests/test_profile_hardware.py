@@ -14,16 +14,11 @@ from lm_eval_moecache.profiling import hardware
 from lm_eval_moecache.profiling.hardware import _weights
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 
-FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "source"}
-OPTIONAL = {
-    *("layer_overhead_s", "pass_overhead_s", "wait_overhead_s"),
-    *("host_flops", "host_memory_bytes_per_s"),
-}
-
 
 def figures_of(profile: Hardware) -> set[str]:
     """What the profile says: all figures but the optional ones that it leaves out."""
-    return FIGURES - {name for name in OPTIONAL if not getattr(profile, name)}
+    fields = (f for f in dataclasses.fields(Hardware) if f.name not in ("name", "source"))
+    return {f.name for f in fields if getattr(profile, f.name) != f.default}
 
 
 @pytest.mark.parametrize("name", profile_names())

@@ -106,7 +106,8 @@ def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) ->
     hooks = [len(m._forward_hooks) for m in model.modules()]
     profile = measure_on_wall(NOBODYS, model, taken(model), policy, rate)
     replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", "peak_flops"}
-    replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s"}
+    replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s", "link_efficiency"}
+    replaced -= {"link_lanes", "link_lane_bytes_per_s", "load_overhead_s_per_byte"}
     assert isinstance(profile.source, dict) and profile.source.keys() == replaced
     assert all(f"policy {policy}" in text or "given" in text for text in profile.source.values())
     assert profile.memory_bytes_per_s > 1e6

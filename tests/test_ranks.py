@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.ranks import Ranked, merge
+from lm_eval_moecache.harness.ranks import Ranks, merge
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
@@ -47,9 +47,8 @@ def test_requests_that_only_fill_up_a_rank_do_not_count(
     world: int, names: str, repeats: int, count: int
 ) -> None:
     each = {name: SimpleNamespace(repeats=repeats) for name in set(names)}
-    host: Any = Ranked()
-    host._world_size = world
-    assert host.without_padding([each[name] for name in names]) == count
+    ranks = Ranks(world, lambda: ([], 0))
+    assert ranks.without_padding([each[name] for name in names]) == count
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -62,6 +61,7 @@ def test_windows_that_only_fill_up_a_rank_do_not_count(
     before = [(r.prompt_tokens, len(r.passes)) for r in lm.engine.ledger.requests]
     lm.install(lm.moecache)
     monkeypatch.setattr(lm, "_world_size", 2)
+    lm.ranks.count = 2
     monkeypatch.setattr(lm, "all_gather", lambda mine: torch.stack([mine, mine + 4]))
     assert lm.loglikelihood_rolling(texts(), disable_tqdm=True) == alone
     requests = lm.engine.ledger.requests
@@ -73,32 +73,21 @@ def test_windows_that_only_fill_up_a_rank_do_not_count(
     lm.wrapped.unwrap()
 
 
-class Gathering:
-    """Sends to two ranks, of which the other one has what it is given."""
-
-    others: tuple[list[RequestRecord], int] | None
-    sent: list[Any]
-
-    def gather_object(self, obj: Any, dst: int = 0) -> Any:
-        self.sent.append(obj)
-        return [obj, ("theirs", self.others)]
-
-
-class Rank(Ranked, Gathering):
-    _world_size = 2
-
-    def own_figures(self) -> tuple[list[RequestRecord], int]:
-        return rank_of(1.0), 5
-
-
 def test_figures_are_sent_once_after_the_requests_of_a_run() -> None:
-    rank = Rank()
-    rank.sent, rank.others, rank.has_run = [], (rank_of(2.0, 3.0), 7), True
-    assert rank.gather_object("mine") == ["mine", "theirs"]
-    rank.others = None
-    assert rank.gather_object("more") == ["more", "theirs"]
-    assert [figures is not None for _, figures in rank.sent] == [True, False]
-    assert merge(rank.all_figures())[1] == 7 and len(merge(rank.all_figures())[0]) == 3
+    others: tuple[list[RequestRecord], int] | None = (rank_of(2.0, 3.0), 7)
+    sent: list[Any] = []
+
+    def send(obj: Any, dst: int) -> Any:
+        sent.append(obj)
+        return [obj, ("theirs", others)]
+
+    ranks = Ranks(2, lambda: (rank_of(1.0), 5))
+    ranks.has_run = True
+    assert ranks.gather(send, "mine", 0) == ["mine", "theirs"]
+    others = None
+    assert ranks.gather(send, "more", 0) == ["more", "theirs"]
+    assert [figures is not None for _, figures in sent] == [True, False]
+    assert merge(ranks.all_figures())[1] == 7 and len(merge(ranks.all_figures())[0]) == 3
 
 
 def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:

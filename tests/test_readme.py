@@ -6,8 +6,10 @@ import json
 import re
 from pathlib import Path
 
-from lm_eval_moecache.cli.main import command_names
-from lm_eval_moecache.harness.arguments import KEYS
+import pytest
+
+from docs.hooks import keys_table
+from lm_eval_moecache.cli.main import command_names, main
 from lm_eval_moecache.tiny import MODEL_DIR
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +30,31 @@ def test_the_readmes_table_is_the_one_of_the_first_run() -> None:
 def test_the_readmes_first_table_is_that_of_the_demo() -> None:
     rows = re.findall(r"^\|.*\|$", (ROOT / "results/demo/table.md").read_text(), re.MULTILINE)
     assert len(rows) > 5
-    assert "\n".join(rows) in README[: README.index("## One run")]
+    assert "\n".join(rows) in README
 
 
-def test_the_readme_lists_every_key_and_command() -> None:
-    for key in KEYS:
-        assert f"`{key}`" in README, key
+def test_the_docs_list_every_key_as_the_code_has_it_and_every_command() -> None:
+    page = (ROOT / "docs/keys.md").read_text()
+    assert keys_table() in page
     for command in command_names():
-        assert f"`{command}" in README or f"moecache {command}" in README, command
+        assert f"`moecache {command}" in page, command
+
+
+def test_the_readme_counts_the_model_types_that_run() -> None:
+    families = (ROOT / "docs/families.md").read_text()
+    runs, refused = re.findall(r"(\d+) runs, (\d+) refused", families)[0]
+    types = f"Of the {int(runs) + int(refused)} model types of transformers with routed experts"
+    assert f"{types} {runs} run" in " ".join(README.split())
+
+
+def test_what_the_readme_shows_of_plan_is_what_it_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (command,) = re.findall(r"^moecache (plan .*)$", README, re.MULTILINE)
+    assert main(command.split()) == 0
+    shown = README.split("```text\n")[1].partition("\n```")[0]
+    assert capsys.readouterr().out.startswith(shown)
 
 
 def test_the_readmes_first_commands_are_targets_of_the_makefile() -> None:

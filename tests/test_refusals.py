@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -11,75 +10,92 @@ from typing import Any
 
 import lm_eval
 import pytest
-import yaml
 
-from lm_eval_moecache.harness.caller import check_generation
+from lm_eval_moecache.harness import errors
+from lm_eval_moecache.harness.errors import ArgumentsError
+from lm_eval_moecache.harness.evaluation_options import check_command, check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
-from lm_eval_moecache.harness.refusal import ArgumentsError
 from lm_eval_moecache.records.paths import task_configs_dir
-from lm_eval_moecache.sweep.spec import Cell, read_sweep
+from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 from tests.harness import generations, make_instance
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.slow
+TASK = ("--tasks", "tiny_arc", "--include_path", str(task_configs_dir()))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--model_args", "polic=specmd"], "key 'polic' (with value 'specmd') is not known. Did"),
         (["--model_args", "policy=specmdd"], "policy='specmdd' is not known. Did you mean 'specmd"),
-        (["--model_args", "pretrained=no/such"], "pretrained='no/such' cannot be read: "),
+        (["--model_args", "capacity=lots,batchsize=2"], "the key 'batchsize'"),
+        (["--use_cache", "stored"], "--use_cache='stored': stored outputs come without"),
+        (["--limit", "-1"], "limit=-1 must be a whole number of documents above 0"),
+        (["--limit", "2.5"], "limit=2.5 must be"),
+        (["--limit", "nan"], "limit=nan must be"),
+        (["--num_fewshot", "-1"], "num_fewshot=-1 must be a whole number"),
+        (["--gen_kwargs", "assistant_model=x"], "assistant_model='x' would change what drafts"),
+        (["--output_path", f"{__file__}/out"], "/out' cannot be written: Not a directory"),
     ],
+    ids=str,
 )
-def test_lm_eval_ends_in_our_message_alone(arguments: list[str], said: str) -> None:
-    code = "from lm_eval_moecache.harness.plugin import register; register()\n"
-    code += "from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
-    command = [sys.executable, "-c", code, "run", "--model", "moecache", "--tasks", "tiny_arc"]
-    path = ["--include_path", str(task_configs_dir())]
+def test_a_command_line_is_refused_before_torch_is_imported(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentsError) as caught:
+        check_command(["run", "--model", "moecache", *TASK, *arguments])
+    assert said in str(caught.value)
+    # The same without `run`, as lm-eval takes it, and with the model named in a file.
+    (tmp_path / "run.yaml").write_text("model: moecache\n")
+    with pytest.raises(ArgumentsError):
+        check_command(["--config", str(tmp_path / "run.yaml"), *TASK, *arguments])
+
+
+def test_a_good_command_line_and_those_of_other_models_pass(tmp_path: Path) -> None:
+    check_command(["run", "--model", "hf", "--model_args", "polic=x", *TASK])
+    out = ["--output_path", str(tmp_path / "new/folder"), "--limit", "4"]
+    check_command(["--model", "moecache", "--model_args", "policy=specmd,dtype=float32", *out])
+    assert not (tmp_path / "new").exists()
+    check_command(["ls", "tasks"])
+
+
+def test_lm_eval_ends_in_our_message_alone_and_without_torch(tmp_path: Path) -> None:
+    """Through the start-up file, as installed: a fresh interpreter, lm-eval's own main."""
+    code = (
+        "import sys, runpy, lm_eval_moecache_startup; lm_eval_moecache_startup.arm()\n"
+        "import atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "sys.argv = ['lm_eval', *sys.argv[1:]]\n"
+        "runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, "run", "--model", "moecache", *TASK]
+    paths = os.pathsep.join([str(ROOT / "startup"), str(ROOT)])
     done = subprocess.run(
-        [*command, *path, *arguments],
+        [*command, "--model_args", "polic=specmd"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": paths},
     )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.strip().split("\n")[-1]
-    assert last.startswith(f"moecache: {said}")
+    assert last.startswith("moecache: model_args: the key 'polic'")
+    assert done.stdout.strip() == "False"
 
 
-def test_an_error_of_ours_is_a_value_error_and_others_keep_their_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(ArgumentsError, match="polciy") as caught:
-        MoECacheLM(polciy="specmd")
-    assert isinstance(caught.value, ValueError)
-    # Raised from Python, not from a command line: the hook leaves it alone.
-    sys.excepthook(type(caught.value), caught.value, caught.value.__traceback__)
-    assert "Traceback" in capsys.readouterr().err
+def test_only_lm_evals_command_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentsError, match="polciy"):
+        MoECacheLM.create_from_arg_string("polciy=specmd")
+    monkeypatch.setattr(errors, "is_lm_eval_command", lambda: True)
+    with pytest.raises(SystemExit):
+        MoECacheLM.create_from_arg_string("polciy=specmd")
 
 
-def run(
-    model: str,
-    output: str | None = None,
-    model_args: str = "pretrained=no/such",
-    **options: Any,
-) -> None:
+def run(model: str, model_args: str = "pretrained=no/such", **options: Any) -> None:
     register()
-    tracker = None
-    if output is not None:
-        from lm_eval.loggers import EvaluationTracker
-
-        tracker = EvaluationTracker(output_path=output)
-    lm_eval.simple_evaluate(
-        model=model,
-        model_args=model_args,
-        tasks=["tiny_gsm8k"],
-        evaluation_tracker=tracker,
-        **options,
-    )
+    lm_eval.simple_evaluate(model=model, model_args=model_args, tasks=["tiny_gsm8k"], **options)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +110,10 @@ def run(
     ids=str,
 )
 def test_sampling_and_another_draft_are_refused_before_loading(options: Any, said: str) -> None:
-    # The model cannot be read: who gets as far as that comes too late.
-    with pytest.raises(ArgumentsError, match=said):
-        run("moecache-spec", gen_kwargs=options)
     given = options if isinstance(options, dict) else dict([options.split("=")])
+    words = [f"{key}={value}" for key, value in given.items()]
+    with pytest.raises(ArgumentsError, match=said):
+        check_command(["--model", "moecache-spec", *TASK, "--gen_kwargs", ",".join(words)])
     cell = Cell(
         model="moecache-spec",
         model_args={},
@@ -107,31 +123,6 @@ def test_sampling_and_another_draft_are_refused_before_loading(options: Any, sai
     )
     with pytest.raises(ArgumentsError, match=next(iter(given))):
         check_cell(cell)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"limit": -1}, "limit=-1 must be a whole number of documents above 0, or a share below 1"),
-        ({"limit": math.nan}, "limit=nan must be"),
-        ({"limit": 0}, "limit=0 must be"),
-        ({"limit": 2.5}, "limit=2.5 must be"),
-        ({"num_fewshot": -1}, "num_fewshot=-1 must be a whole number"),
-        ({"num_fewshot": 100_000}, "num_fewshot=100000 must be"),
-    ],
-    ids=str,
-)
-def test_options_of_the_evaluation_are_refused_in_the_same_words_alone_and_in_a_sweep(
-    options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ArgumentsError) as alone:
-        run("moecache", **options)
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump({"tasks": "tiny_arc", "base": options}))
-    with pytest.raises(ValueError, match="evaluation options") as in_sweep:
-        read_sweep(path).cells()
-    assert str(alone.value) == str(in_sweep.value)
-    assert said in str(alone.value)
 
 
 def test_a_batch_size_among_the_models_arguments_is_checked_like_the_option() -> None:
@@ -147,13 +138,6 @@ def test_a_batch_size_among_the_models_arguments_is_checked_like_the_option() ->
 def test_plain_decoding_may_sample_but_not_draft() -> None:
     check_generation({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, speculative=False)
     check_generation({"do_sample": False, "temperature": 0.0, "top_p": 1}, speculative=True)
-    with pytest.raises(ArgumentsError, match="would change what drafts"):
-        run("moecache", gen_kwargs="assistant_model=x")
-
-
-def test_stored_outputs_are_refused_before_loading() -> None:
-    with pytest.raises(ArgumentsError, match=r"--use_cache='stored': stored outputs come without"):
-        run("moecache", use_cache="stored")
 
 
 def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: Any) -> None:
@@ -164,21 +148,11 @@ def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: An
     assert lm.engine.ledger.passes == []
 
 
-def test_an_output_path_that_cannot_be_written_is_refused_before_loading(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(ArgumentsError, match=r"--output_path=.*file/out' cannot.*Not a directory"):
-        run("moecache", output=str(file / "out"))
-    with pytest.raises(ArgumentsError, match="pretrained='no/such' cannot be read"):
-        run("moecache", output=str(tmp_path / "new/folder"))
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ArgumentsError, match="Permission denied"):
-        run("moecache", output=str(tmp_path / "out"))
+        check_command(["--model", "moecache", *TASK, "--output_path", str(tmp_path / "out")])
 
 
 def test_model_args_may_name_the_device_and_the_batch_size(checkpoint: Any) -> None:

@@ -12,10 +12,8 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import _FORMATS, board_folders, collect, other_tables
-from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, read_claims
-from lm_eval_moecache.report.claims_page import page
-from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.runs_file import PACKED
+from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, page, read_claims
+from lm_eval_moecache.report.results import PACKED, load_runs
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.sweep.recipes import fit, load_recipe
 
@@ -99,7 +97,10 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
     assert page(claims, verdicts) == written, "run: moecache claims results/claims.yaml --write"
     for found in verdicts:
         assert found.verdict in (*VERDICTS, IN_PART)
-        assert all(each.shown.low <= each.shown.figure <= each.shown.high for each in found.answers)
+        assert all(
+            each.estimate.low <= each.estimate.figure <= each.estimate.high
+            for each in found.answers
+        )
         assert found.claim.why.strip(), found.claim.id
 
 

@@ -122,7 +122,7 @@ def test_figures_of_any_task_stand_beside_its_scores_and_on_its_samples(
     assert row["ttft_ms,speed"] == pytest.approx(sum(ttft_ms) / 4)
     assert row["ttft_ms_stderr,speed"] > 0
     assert "tpot_ms,speed" not in results["results"]["chosen"]  # nothing is decoded there
-    assert results["higher_is_better"]["asked"]["miss_rate"] is False
+    assert results["higher_is_better"]["asked"]["request_miss_rate"] is False
     samples = results["samples"]["asked"]
     assert [s["speed"]["ttft_ms"] for s in samples] == ttft_ms
     # Two choices of a document are one figure: their mean.

@@ -116,7 +116,11 @@ def measure_nothing(_: Instance) -> None:
 def measure_by_document(request: Instance) -> dict[str, float]:
     """TTFT grows with the document and differs by choice; only document 1 has a TPOT."""
     assert request.doc_id is not None
-    figures = {"ttft_ms": 10.0 * request.doc_id + request.idx, "e2el_ms": 5.0, "hit_rate": 0.5}
+    figures = {
+        "ttft_ms": 10.0 * request.doc_id + request.idx,
+        "e2el_ms": 5.0,
+        "request_hit_rate": 0.5,
+    }
     if request.request_type == "generate_until" and request.doc_id == 1:
         figures["tpot_ms"] = 7.0
     return figures
@@ -162,7 +166,7 @@ def test_document_without_a_figure_is_left_out_of_its_mean(manager: TaskManager)
 def test_metric_that_nobody_measured_is_left_out(manager: TaskManager) -> None:
     results = evaluate(manager, measure_by_document, ["speedy"])["results"]
     assert "tpot_ms,speed" not in results["plain_mc"]
-    assert "tok_per_s,speed" not in results["plain_gen"]
+    assert "request_tok_per_s,speed" not in results["plain_gen"]
 
 
 def test_printed_table_has_speed_rows_with_arrows(manager: TaskManager) -> None:
@@ -170,7 +174,7 @@ def test_printed_table_has_speed_rows_with_arrows(manager: TaskManager) -> None:
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
 
     ttft = next(row for row in rows if "ttft_ms" in row and "±" in row and "speed" in row)
-    hit_rate = next(row for row in rows if "hit_rate" in row)
+    hit_rate = next(row for row in rows if "request_hit_rate" in row)
 
     assert "↓" in ttft
     assert "↑" in hit_rate

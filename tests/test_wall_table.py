@@ -1,18 +1,14 @@
-"""The table of what runs on the wall clock: whole, true, and the one in docs/."""
+"""The table of what runs on the wall clock: whole, and with a reason where something does not."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from docs.wall_table import Cell, wall_table
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.harness.arguments import CHOICES, KEYS
-from lm_eval_moecache.harness.wall_table import Cell, page, wall_table
-from lm_eval_moecache.model.precision.registry import codec_names
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from lm_eval_moecache.model.precision.ladder import codec_names
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +33,3 @@ def test_an_empty_cell_has_a_reason_that_says_what_is_allowed(cells: list[Cell])
     for cell in refused:
         assert cell.key in cell.reason or "clock='wall'" in cell.reason, cell
         assert "llowed" in cell.reason or "moecache replay" in cell.reason, cell
-
-
-def test_the_table_in_the_docs_is_todays(cells: list[Cell]) -> None:
-    """Made anew by `python -m lm_eval_moecache.harness.wall_table > docs/wall_clock.md`."""
-    assert (DOCS / "wall_clock.md").read_text() == page(cells)

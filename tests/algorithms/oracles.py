@@ -195,7 +195,25 @@ def hazard(scene: Scene, key: int, nearness: float = 2.0, memory: int = 1) -> Se
     return (-round(wait + nearness * ahead / num_layers, 9), key)
 
 
+def _arrivals(scene: Scene) -> list[Entry]:
+    return [e for e in scene.log if e.what == "insert"]
+
+
+def static(scene: Scene, key: int) -> Sequence[float]:
+    """Who came while nobody had to leave stays; the cache of the test is as full as `resident`."""
+    first = [e.key for e in _arrivals(scene)[: len(scene.resident)]]
+    came_first = scene.last(key, "insert") <= scene.log.index(_arrivals(scene)[len(first) - 1])
+    return (came_first, scene.last(key, "insert"))
+
+
+def heat_lru(scene: Scene, key: int, protect_above: int = 4) -> Sequence[float]:
+    cool = any(scene.uses(k) <= protect_above for k in scene.free)
+    return (cool and scene.uses(key) > protect_above, scene.last(key, "insert", "use"))
+
+
 EVICTIONS: dict[str, Oracle] = {
+    "static": static,
+    "heat_lru": heat_lru,
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,

@@ -3,8 +3,18 @@
 from collections.abc import Mapping, Sequence
 
 SCRIPTS: Mapping[str, Sequence[str]] = {
+    "arc": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
+    "clock": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
     "fifo": ["load 3 1 2, use 3, leave 3 1 2", "load 2 1, prefetch 0, want 2, leave 2 1 0"],
     "fld": ["load 1 2 17 9, use 1, leave 17 9 2 1"],
+    "heat_lru": ["load 1 2, use 1, use 1, use 1, use 1, use 1, use 2, leave 2 1"],
+    "pinned_lru": ["load 1 2 3 4 5 6, use 2, use 1, use 3, leave 2 1 3 4 5 6"],
+    "s3_fifo": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
+    "sieve": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
+    "slru": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
+    "static": ["load 1 2 3, use 1 2 3, use 1, leave 1 2 3"],
+    "two_q": ["load 1 2 3, use 1 2 3, use 1, leave 1 2 3"],
+    "w_tinylfu": ["load 1 2 3, use 1 2 3, use 1, use 3, leave 2 3 1"],
     "frequency_layer": ["load 1 2, use 1, leave 2 1"],
     "hazard": ["load 1 2, use 1, leave 2 1", "load 1 2 3, use 3, use 1, want 2, leave 3 1 2"],
     "layered_lru": ["load 1 2 3 9, use 1, leave 2 3 1 9"],
@@ -16,6 +26,10 @@ SCRIPTS: Mapping[str, Sequence[str]] = {
     "score": ["load 1 2, use 1 2, leave 2 1"],
     "shallow_first": ["load 1 2 17 9, use 1, leave 17 9 2 1"],
 }
-UNSCRIPTED = {"random": "its choices are draws", "belady": "it goes by the future alone"}
-USE_DOES_NOT_COUNT = {"fifo"}
+UNSCRIPTED = {
+    "importance": "it goes by gate scores, which scripts have not",
+    "random": "its choices are draws",
+    "belady": "it goes by the future alone",
+}
+USE_DOES_NOT_COUNT = {"fifo", "static"}
 """Their docstrings speak of use to say so."""

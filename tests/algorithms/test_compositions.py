@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import yaml
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.paths import policies_dir
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry, run
 
 PAPERS = {
@@ -48,7 +52,7 @@ PAPERS = {
     "hybrimoe": ("standard", "next_gate", "score", "host"),
     "finemoe": ("standard", "expert_map", "lfu", "fetch"),
     "sida": ("standard", "data_aware", "fifo", "fetch"),
-    "swapmoe": ("cumsum", "importance", "lfu", "fetch"),
+    "swapmoe": ("cumsum", "importance", "importance", "fetch"),
     "fate": ("standard", "next_gate", "shallow_first", "fetch"),
     "edgemoe": ("standard", "none", "frequency_layer", "fetch"),
     "pre_gated": ("pre_gated", "next_gate", "lru", "fetch"),
@@ -76,8 +80,36 @@ def test_a_composition_says_where_it_comes_from_and_survives_being_printed(
 
 @pytest.mark.parametrize("name", [*PAPERS, "on_demand"])
 def test_a_composition_runs(name: str) -> None:
-    for capacity in ("5%", "50%"):
-        assert run(load_policy(name), make_geometry(top_k=4), capacity).engine.ledger.passes
+    policy = load_policy(name)
+    for capacity in ("15%" if policy.per_layer else "5%", "50%"):
+        served = run(policy, make_geometry(top_k=4), capacity).engine
+        assert served.ledger.passes
+        assert len(served.pools) == (served.geometry.num_layers if policy.per_layer else 1)
+
+
+@pytest.mark.parametrize("name", ["mixture_cache", "cumsum", "max_rank"])
+def test_cache_conditional_compositions_are_the_papers(name: str) -> None:
+    """They act while decoding only, with a cache per layer, whatever form the capacity has."""
+    policy, geometry = load_policy(name), make_geometry(num_layers=3, num_experts=8)
+    assert policy.phases == "decode"
+    size = geometry.expert_bytes[0][0]
+    for text, slots in (("25%", 2), ("14", 4), ("2/layer", 2)):
+        parts = parse_capacity(text, geometry, per_layer=policy.per_layer).bytes_by_partition
+        assert parts == (slots * size,) * 3
+    with pytest.raises(ValueError, match="too small for one expert in each of 3 layers"):
+        parse_capacity("2", geometry, per_layer=True)
+    with pytest.raises(ValueError, match="chooses between layers"):
+        read_config({"policy": name, "eviction": "fld"})
+
+
+@pytest.mark.parametrize("name", ["fiddler", "ktransformers"])
+def test_host_compositions_start_from_placed_experts(name: str) -> None:
+    geometry = replace(make_geometry(num_layers=8, num_experts=64), model="tiny")
+    setting = read_config({"policy": name, "capacity": "25%"}).setting(geometry)
+    assert setting.warm is not None and setting.warm.model == "tiny"
+    assert len(Engine(geometry, setting).pools[0].resident) == 128
+    with pytest.raises(ValueError, match=f"{name}.*no profile ships. Give warm=PROFILE"):
+        read_config({"policy": name}).setting(replace(geometry, model="some/other"))
 
 
 def test_pre_gated_prefetches_exactly_what_it_decided() -> None:

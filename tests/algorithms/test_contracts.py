@@ -14,9 +14,13 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.algorithms.eviction.lru import LRU
+from lm_eval_moecache.algorithms.features import A_USE
+from lm_eval_moecache.algorithms.miss.drop import Drop
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES, _modules_of, algorithm_names, find_algorithm
 from lm_eval_moecache.cli.policies import collect
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.errors import AlgorithmError
+from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing import CONTRACTS, Contract, EvictionContract, run_contract
 from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
@@ -49,7 +53,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import ClassVar
 
-from lm_eval_moecache.core.records import Geometry
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 
 
@@ -112,7 +116,7 @@ class NoisyLRU(LRU):
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         found = super().victim(pinned, layer)
         if found is not None:
-            self._order.move_to_end(found)
+            self._log.extend((A_USE, found, 0))
         return found
 
 
@@ -185,6 +189,25 @@ def test_an_outside_algorithm_runs_by_its_class_path(tmp_path: Path) -> None:
     assert run(policy_of({}, str(file)), geometry).figures == run(policy_of({}), geometry).figures
 
 
+class Failing(LRU):
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        raise ValueError("operands could not be broadcast")
+
+    def on_event(self, event: Event) -> None:
+        raise KeyError(3)
+
+
+def test_an_error_inside_an_outside_algorithm_names_it_and_its_layer(tmp_path: Path) -> None:
+    geometry = make_geometry()
+    policy = load_policy("on_demand", {"eviction": f"{__name__}.Failing"})
+    made = policy.eviction.build(geometry, 0)
+    where = rf"eviction={__name__}\.Failing \(.*test_contracts\.py\): "
+    with pytest.raises(AlgorithmError, match=where + r"Failing\.victim at layer 1 raised"):
+        made.victim(set(), 1)
+    with pytest.raises(AlgorithmError, match=r"Failing\.on_event at layer 2 raised KeyError: 3"):
+        made.on_event(Event(0, 2, DECODE, 1, []))
+
+
 def test_no_result_depends_on_the_hash_seed() -> None:
     script = (
         "from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm\n"
@@ -209,3 +232,17 @@ def test_no_result_depends_on_the_hash_seed() -> None:
         )
         printed.add(done.stdout)
     assert len(printed) == 1
+
+
+class Peeking(Drop):
+    """Drops by logits that it has not asked for."""
+
+    def resolve(self, event: Event, absent: Any, resident: Any) -> Any:
+        assert event.logits[0] is not None
+        return super().resolve(event, absent, resident)
+
+
+def test_the_contract_finds_a_rule_that_reads_what_it_has_not_declared() -> None:
+    case = type("Case", (CONTRACTS["miss"],), {"algorithm": Peeking})
+    with pytest.raises(IndexError):
+        case().test_what_is_executed_is_near_or_loaded()

@@ -156,3 +156,48 @@ def test_the_safe_ranks_must_leave_something_to_drop() -> None:
         make("drop", h=3)
     with pytest.raises(ValueError, match=r"miss\.tolerance=0"):
         make("substitute_score", tolerance=0)
+
+
+# Shares of a token's weight with LOGITS: 0.665, 0.245, 0.090; an even share is 1/3.
+
+
+def test_drop_cold_leaves_out_what_has_less_than_its_even_share() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    resolution = make("drop_cold").resolve(event, [0, 1, 2], set())
+    assert [fetch.key for fetch in resolution.fetch] == [0]
+    assert resolution.selection.keep.tolist() == [[True, False, False]]
+    assert make("drop_cold").resolve(event, [0], {1, 2}) is None
+    # Half of an even share is 1/6: only the last is below.
+    half = make("drop_cold", factor=0.5).resolve(event, [1, 2], {0})
+    assert [fetch.key for fetch in half.fetch] == [1]
+
+
+def test_degrade_zero_keeps_one_expert_and_leaves_prompts_alone() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    light = make("degrade_zero", tau=0.1).resolve(event, [0, 2], {1})
+    assert light.selection.keep.tolist() == [[True, True, False]]
+    assert light.selection.renormalize
+    everything = make("degrade_zero", tau=1.0).resolve(event, [0, 1, 2], set())
+    assert everything.selection.keep.tolist() == [[True, False, False]]
+    assert [fetch.key for fetch in everything.fetch] == [0]
+    prompt = make_event(GEOMETRY, 0, 0, [LOGITS], phase="prefill")
+    assert make("degrade_zero", tau=1.0).resolve(prompt, [0, 1, 2], set()) is None
+
+
+def test_expert_budget_keeps_hits_and_the_heaviest_misses_of_all_tokens() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS, [0.0, 0.0, 3.0, 2.0, 1.0, 0.0]])
+    # Needed: 0 1 2 of the first token, 2 3 4 of the second; 1 is resident. Summed shares of the
+    # others: 0 has 0.665, 2 has 0.090 + 0.665, 3 has 0.245, 4 has 0.090.
+    resolution = make("expert_budget", budget=3).resolve(event, [0, 2, 3, 4], {1})
+    assert [fetch.key for fetch in resolution.fetch] == [0, 2]
+    assert resolution.selection.keep.tolist() == [[True, True, True], [True, False, False]]
+    assert make("expert_budget", budget=5).resolve(event, [0, 2, 3, 4], {1}) is None
+
+
+def test_substitute_cached_takes_the_resident_with_the_highest_gate_for_a_light_expert() -> None:
+    event = make_event(GEOMETRY, 0, 0, [LOGITS])
+    # Expert 0 is heavy and loaded; of 3, 4 and 5 the third has the highest gate score.
+    resolution = make("substitute_cached", tau=0.1).resolve(event, [0, 2], {1, 3, 4, 5})
+    assert [fetch.key for fetch in resolution.fetch] == [0]
+    assert resolution.selection.experts.tolist() == [[0, 1, 3]]
+    assert resolution.selection.weigh_as is None

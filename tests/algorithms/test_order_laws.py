@@ -24,7 +24,8 @@ def decode_stream(seed: int, passes: int = 40) -> list[Pass]:
             experts = rng.choice(5, size=(1, 2), replace=False, p=0.9 * shares[layer] + 0.02)
             keys = (experts[0] + layer * 5).tolist()
             weights = np.array([[0.6, 0.3]], dtype=np.float32)
-            events.append(Event(index, layer, DECODE, 1, keys, experts, weights))
+            logits = rng.normal(size=(1, 5)).astype(np.float32)
+            events.append(Event(index, layer, DECODE, 1, keys, experts, weights, logits))
         stream.append(events)
     return stream
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+import random
+from itertools import combinations, product
 
 import pytest
 
@@ -34,11 +35,25 @@ def is_sensible(pairing: Pairing) -> bool:
 ALL = list(product(*(algorithm_names(axis) for axis in AXES)))
 
 
+def covering(pairings: list[Pairing]) -> list[Pairing]:
+    """Choose pairings in which every two algorithms that meet at all meet at least once.
+
+    All of them are some fifty thousand; faults of a pairing are nearly always of two of its axes.
+    """
+    seen: set[tuple[tuple[int, str], ...]] = set()
+    chosen = []
+    for pairing in random.Random(0).sample(pairings, len(pairings)):
+        meetings = set(combinations(enumerate(pairing), 2))
+        if meetings - seen:
+            seen |= meetings
+            chosen.append(pairing)
+    return chosen
+
+
 @pytest.mark.parametrize("routing", algorithm_names("routing"))
-@pytest.mark.parametrize("miss", algorithm_names("miss"))
-def test_every_sensible_pairing_runs_and_keeps_the_books(routing: str, miss: str) -> None:
+def test_every_sensible_pairing_runs_and_keeps_the_books(routing: str) -> None:
     """`run` checks bytes, loads, evictions and transfers after every event."""
-    for pairing in (p for p in ALL if (p[0], p[3]) == (routing, miss) and is_sensible(p)):
+    for pairing in (p for p in covering([p for p in ALL if is_sensible(p)]) if p[0] == routing):
         policy = policy_of(dict(zip(AXES, pairing, strict=True)))
         served = run(policy, GEOMETRY, "40%", **SMALL)
         for record in served.engine.ledger.passes:
@@ -48,8 +63,8 @@ def test_every_sensible_pairing_runs_and_keeps_the_books(routing: str, miss: str
 
 def test_every_other_pairing_is_refused_with_the_reason() -> None:
     refused = [pairing for pairing in ALL if not is_sensible(pairing)]
-    assert len(ALL) - len(refused) > 500
-    for pairing in refused:
+    assert len(covering([p for p in ALL if is_sensible(p)])) > 384
+    for pairing in covering(refused):
         with pytest.raises(ValueError, match="does not go with") as caught:
             policy_of(dict(zip(AXES, pairing, strict=True)))
         assert "Allowed: " in str(caught.value)

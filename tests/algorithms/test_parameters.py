@@ -26,6 +26,7 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     # Above the router's top-k, which is 3 in the streams and 8 in `tiny`.
     ("routing", "max_rank", "M"): (5, 7, 12, 40),
     ("routing", "cache_prior", "logit_range"): (0.5, [0.5, 3.0, 6.0]),
+    ("miss", "drop_cold", "factor"): (0.2, 0.8),
     # At least t1, which is 0.6.
     ("miss", "cascade", "t2"): (0.61, 0.7, 0.8),
     ("miss", "drop_cascade", "t2"): (0.61, 0.7, 0.8),
@@ -47,6 +48,7 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
 # Settings without which a parameter has no effect, or its other value is refused.
 BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
     ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
+    ("miss", "expert_budget", "renormalize"): {"miss.budget": 2},
     ("miss", "buddy", "partitions"): {"miss.kappa": 0.5, "miss.partitions": 2},
     ("miss", "buddy", "kappa"): {"miss.kappa": 0.1, "miss.partitions": 2},
     **{

@@ -123,7 +123,9 @@ def test_replay_prints_the_regime_and_what_it_emulates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, _ = traces.record(tmp_path)
-    assert main(["replay", str(path), "--emulate", "OLMoE-1B-7B", "--capacity", "50%"]) == 0
+    assert (
+        main(["replay", str(path), "--emulate", "OLMoE-1B-7B", "--capacity", "50%", "--all"]) == 0
+    )
     out = capsys.readouterr().out
     assert "layers charged as: OLMoE-1B-7B" in out
     assert "| Cycles" in out.replace("|Cycles", "| Cycles") and "link" in out

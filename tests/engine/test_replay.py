@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lm_eval_moecache.algorithms.eviction.score import Score
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.cli.main import main
@@ -54,6 +55,26 @@ def test_a_run_and_the_replay_of_its_own_trace_are_equal(
     assert again.ledger.passes == live.ledger.passes
     assert metrics_of(again) == metrics_of(live)
     assert again.clock.now == live.clock.now
+
+
+@pytest.mark.parametrize("change", [{"routing": "swap_rank"}, {"miss": "substitute_random"}])
+def test_an_eviction_sees_the_same_weights_whatever_others_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    trace = load_trace(str(traces.record(tmp_path)[0]), logits=True)
+    run = traces.setting("on_demand", "25%", eviction="score", **change)
+    seen: list[list[Any]] = []
+    note = Score.on_event
+    monkeypatch.setattr(
+        Score, "on_event", lambda s, e: (seen[-1].append(e.weights.tolist()), note(s, e))
+    )
+    engines = []
+    for looks in (False, True):
+        monkeypatch.setattr(find_algorithm("prefetch", "none"), "uses_logits", looks)
+        seen.append([])
+        engines.append(replay(trace, run))
+    assert seen[0] == seen[1]
+    assert engines[0].ledger.passes == engines[1].ledger.passes
 
 
 def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(tmp_path: Path) -> None:
@@ -209,11 +230,11 @@ def test_the_command_prints_one_run_per_trace_and_capacity(
         assert run["policy"] == "on_demand + eviction=least_stale"
         assert run["composition"]["eviction"]["order"] == "fifo"
         assert run["capacity_bytes"] == int(28000 * float(run["capacity"][:-1]) / 100)
-        assert run["belady_miss_rate"] <= run["lru_miss_rate"]
+        assert run["bound_miss_rate"] <= run["lru_miss_rate"]
         assert not run["open_loop"]
 
 
-def test_the_command_prints_a_table_and_draws_the_belady_line(
+def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, _ = traces.record(tmp_path)
@@ -226,7 +247,7 @@ def test_the_command_prints_a_table_and_draws_the_belady_line(
     else:
         plot_arguments = ["--plot", str(plot)]
     assert main([*arguments, *plot_arguments]) == 0
-    assert "|Decode miss| LRU  |Belady|" in capsys.readouterr().out
+    assert "|Fewest|Decode miss|" in capsys.readouterr().out
     if plot_arguments:
         assert "<svg" in plot.read_text()
 
@@ -258,7 +279,7 @@ def test_predictions_are_read_for_a_routing_that_looks_ahead(
         (["--hardware", "h20"], "Did you mean 'h200'"),
         (["--expert_bytes", "1MiB"], "says itself how large"),
         (["--plot", "x.gif"], r"plot='x.gif'"),
-        (["--seed", "-1"], "seed=-1 must be"),
+        (["--seed", "-1"], "seed='-1' must be"),
         (["--eviction", "fld", "--capacity", "25%,4/layer"], "chooses between layers"),
     ],
 )

@@ -90,7 +90,7 @@ def on_demand_evictions() -> list[str]:
 def test_every_eviction_copes_and_the_books_balance(
     tmp_path: Path, name: str, cache_reset: str
 ) -> None:
-    trace = load_trace(str(traces.record(tmp_path)[0]))
+    trace = load_trace(str(traces.record(tmp_path)[0]), logits=True)
     profile = use_of(trace)
     future = Future(trace) if find_algorithm("eviction", name).is_offline else None
     runs = {}
@@ -131,7 +131,6 @@ def test_the_host_computes_what_the_profile_left_out(tmp_path: Path) -> None:
 
 
 def test_a_shipped_trace_has_its_first_token_earlier() -> None:
-    """DECISIONS.md has the figures."""
     trace = load_trace(str(SHIPPED))
     setting = dataclasses.replace(
         traces.setting("on_demand", "25%"),

@@ -110,7 +110,8 @@ def test_a_throttled_link_takes_the_asked_time_and_counts_it_as_busy(copies: Cop
     wait_for(worker, 10)
     seconds = time.perf_counter() - start
     assert 0.1 <= seconds < 0.2
-    assert 0.09 < worker.busy_s <= seconds
+    # A few percent are the timers' of a busy machine.
+    assert 0.08 < worker.busy_s <= seconds
     worker.close()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import transformers
 
-from lm_eval_moecache.model.weighting.find import rule_classes
+from lm_eval_moecache.model.weighting.rules import RULES
 from tests.families.check import FAILED, REFUSED, RUNS, Row, check
 from tests.families.configs import causal_types, other_types
 
@@ -50,9 +50,7 @@ def table(rows: Sequence[Row]) -> str:
     lines += ["", "## Reasons", ""]
     lines += [f"- `{row.model_type}`: {' '.join(r.split())}" for row in rows for r in row.reasons]
     lines += ["", "## Weighting rules", ""]
-    lines += [
-        f"- `{each.__name__}`: {' '.join(str(each.__doc__).split())}" for each in rule_classes()
-    ]
+    lines += [f"- `{each.__name__}`: {' '.join(str(each.__doc__).split())}" for each in RULES]
     return "\n".join([*lines, ""])
 
 

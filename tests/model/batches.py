@@ -12,9 +12,8 @@ from torch import Tensor
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.model.ended import EndedRows
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
 from lm_eval_moecache.records.sizes import parse_capacity
 from tests.model.wall.models import wrap_wall
 
@@ -43,7 +42,7 @@ class Batch:
             mask[row, : width - length] = 0
             tokens[row, : width - length] = PAD
         if wrapped is not None:
-            wrapped.ended = EndedRows([END])
+            wrapped.ended = FinishedSequences([END])
         with torch.no_grad():
             output = model(tokens, attention_mask=mask, use_cache=True)
             found = [output.logits[i, width - n :] for i, n in enumerate(self.lengths)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.model.fetched import fetched
+from lm_eval_moecache.model.device import copy_to_host
 
 
 class FromDevice(torch.Tensor):
@@ -31,9 +31,9 @@ def test_one_transfer_brings_everything(valid: list[bool] | None) -> None:
     weights, logits = torch.rand(3, 2), torch.rand(3, 7).to(torch.float16).float()
     tensors = [experts, weights, logits]
     marked = None if valid is None else np.array(valid)
-    plain = fetched(tensors, marked)
+    plain = copy_to_host(tensors, marked)
     FromDevice.brought = 0
-    found = fetched([t.as_subclass(FromDevice) for t in tensors], marked)
+    found = copy_to_host([t.as_subclass(FromDevice) for t in tensors], marked)
     assert FromDevice.brought == 1
     for ours, theirs in zip(found, plain, strict=True):
         assert np.array_equal(ours, theirs)
@@ -43,6 +43,6 @@ def test_one_transfer_brings_everything(valid: list[bool] | None) -> None:
 def test_one_transfer_brings_what_differs_in_rows() -> None:
     tensors = [torch.arange(8).reshape(4, 2), torch.rand(3, 5)]
     FromDevice.brought = 0
-    found = fetched([t.as_subclass(FromDevice) for t in tensors], None)
+    found = copy_to_host([t.as_subclass(FromDevice) for t in tensors], None)
     assert FromDevice.brought == 1
     assert all(np.array_equal(f, t.numpy()) for f, t in zip(found, tensors, strict=True))

@@ -14,7 +14,7 @@ from accelerate import dispatch_model
 from lm_eval_moecache.harness.lm import check_arguments
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting.find import check_rules, find_rule
-from lm_eval_moecache.model.weighting.rules.softmax_chosen_scaled import SoftmaxChosenScaled
+from lm_eval_moecache.model.weighting.rules import SoftmaxChosenScaled
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.families.configs import small_model
@@ -169,7 +169,7 @@ def test_an_unknown_rule_is_refused_before_loading(
 
     path = str(checkpoint("olmoe"))
     check_arguments(path, {**CPU, "policy": "pruning"})
-    monkeypatch.setattr(find, "rule_classes", lambda: ())
+    monkeypatch.setattr(find, "RULES", [])
     check_arguments(path, {**CPU, "policy": "specmd"})
     with pytest.raises(ValueError, match="OlmoeTopKRouter weighs its experts by a rule"):
         check_arguments(path, {**CPU, "policy": "pruning"})

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lm_eval_moecache.harness.draft_checks import check_fit
 from lm_eval_moecache.harness.lm import check_arguments
 from lm_eval_moecache.harness.preflight import geometry_of
-from lm_eval_moecache.model import weights
+from lm_eval_moecache.model import checkpoint
 from tests.conftest import Checkpoint
 
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -107,10 +107,10 @@ def test_an_index_may_have_checksums(sharded: Path) -> None:
 def test_a_file_is_hashed_once(folder: Path) -> None:
     path = folder / NAME
     path.with_name(f"{NAME}.sha256").write_text(digest_of(path))
-    before = weights._digest.cache_info().misses
+    before = checkpoint._digest.cache_info().misses
     check_arguments(str(folder), {})
     check_arguments(str(folder), {"capacity": "50%"})
-    assert weights._digest.cache_info().misses == before + 1
+    assert checkpoint._digest.cache_info().misses == before + 1
 
 
 def test_a_model_that_is_not_there_is_named_by_every_way_in() -> None:

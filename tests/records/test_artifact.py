@@ -96,7 +96,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         (None, "has no 'moecache' metadata"),
         ({"format": "pt"}, "has no 'moecache' metadata"),
         ({"moecache": "{"}, "metadata is not readable JSON"),
-        ({"moecache": json.dumps({"format": 1, "kind": "buddies"})}, "lacks .model., .num_layers."),
+        ({"moecache": json.dumps({"format": 2, "kind": "buddies"})}, "lacks .model., .num_layers."),
     ]
     for metadata, message in cases:
         save_file(arrays, path, metadata=metadata)
@@ -114,7 +114,7 @@ def test_another_kind_and_another_format_version_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"kind 'buddies'; needed: 'predictor'"):
         read_artifact(file, "predictor", KEY)
-    monkeypatch.setattr(module, "_READABLE", (3,))
+    monkeypatch.setattr(module, "FORMAT_VERSION", 3)
     with pytest.raises(ValueError, match=r"format version 2; this release reads 3"):
         read_artifact(file, "buddies", KEY)
 

@@ -154,9 +154,10 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         *("records/artifact.py", "trace/importers.py", "model/wall/tiers.py"),
         # What ships with the package, and what says whether a checkpoint is an adapter's.
         *("tiny/documents.py", "model/checkpoint.py"),
+        "profiling/_counts.py",
         # What a run has written for itself, in a folder of its own.
         *("model/predictor/make.py", "profiling/_texts.py", "trace/partial.py"),
-        "model/precision/kept.py",
+        "model/precision/encoded_store.py",
         *("sweep/replaying.py", "sweep/sharing.py", "harness/judge.py"),
     }
     words = ("yaml.safe_load(", "yaml.load(", "json.load(", "json.loads(", "torch.load(", "pickle.")

@@ -70,7 +70,7 @@ def of_cells(**given: Any) -> dict[str, Any]:
         ({**RUN, "runs": "gone"}, "gone': there is no such file or folder"),
         ({**RUN, "where": {"policy": "nobody"}}, "picks 0 runs: none"),
         ({**RUN, "where": {}}, "picks 4 runs"),
-        ({**RUN, "metric": "quizz"}, "no document has 'quizz'"),
+        ({**RUN, "metric": "quizz"}, "metric='quizz' is not known. Did you mean 'quiz'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

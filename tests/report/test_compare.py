@@ -11,11 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.columns import METRICS, metric_column
-from lm_eval_moecache.report.compare import compare
-from lm_eval_moecache.report.judgement import score_test
+from lm_eval_moecache.report.columns import metric_column
+from lm_eval_moecache.report.compare import Rules, compare, score_test
+from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Score, load_runs
-from lm_eval_moecache.report.rules import Rules
 from tests.report.runs import record, write
 
 Captured = pytest.CaptureFixture[str]
@@ -182,6 +181,40 @@ def test_two_single_runs_are_compared_whatever_their_arguments(
     assert "argument differs: seed: (not given) -> 1" in out
     assert "policy" not in out.partition("worse")[0]
     assert "worse    quiz miss_rate: 0.25 -> 0.5" in out
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("batch_size", {"config": {"batch_size": 1}}, {"config": {"batch_size": 4}}),
+        ("chat_template", {}, {"chat_template_sha": "5" * 64}),
+        (
+            "gen_kwargs",
+            {"config": {"gen_kwargs": {}}},
+            {"config": {"gen_kwargs": {"max_gen_toks": 9}}},
+        ),
+        ("limit", {"config": {"limit": 8}}, {"config": {"limit": 40}}),
+        ("num_fewshot", {"n-shot": {"quiz": 0}}, {"n-shot": {"quiz": 5}}),
+        ("task_versions", {"versions": {"quiz": 1}}, {"versions": {"quiz": 2}}),
+        ("model_sha", {"config": {"model_sha": "a"}}, {"config": {"model_sha": "b"}}),
+        ("emulate", {}, {"config": {"moecache": {"emulate": {"name": "Mixtral-8x7B"}}}}),
+        ("seed", {}, {"config": {"moecache": {"seed": 3}}}),
+        ("hardware", {}, {"config": {"moecache": {"hardware": {"name": "h200"}}}}),
+    ],
+)
+def test_runs_of_different_identity_are_refused_by_the_keys_that_differ(
+    tmp_path: Path, capsys: Captured, key: str, old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    for name, change, speed in (("old", old, 2914.0), ("new", new, 1007.0)):
+        made = record("a", answers=ANSWERS, tok_per_s=speed)
+        moecache = change.get("config", {}).get("moecache", {})
+        config = {**made["config"], **change.get("config", {})}
+        config["moecache"] = {**made["config"]["moecache"], **moecache}
+        write(tmp_path / name, {**made, **change, "config": config})
+    places = [str(tmp_path / "old"), str(tmp_path / "new")]
+    assert main(["compare", *places]) == 2
+    assert f"different identity on quiz: {key} (" in capsys.readouterr().err
+    assert main(["compare", *places, f"--ignore={key}"]) == 1
 
 
 @pytest.mark.parametrize(

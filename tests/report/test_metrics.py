@@ -47,7 +47,7 @@ def test_a_generation_is_timed_by_first_token_then_by_the_rest() -> None:
     assert figures["ttft_ms"] == 4000.0
     assert figures["e2el_ms"] == 8000.0
     assert figures["tpot_ms"] == 2000.0
-    assert figures["tok_per_s"] == 0.375
+    assert figures["request_tok_per_s"] == 0.375
 
 
 def test_an_answer_of_one_token_has_no_time_per_further_token() -> None:
@@ -60,7 +60,7 @@ def test_a_scoring_request_has_its_pass_as_first_token_and_no_tpot() -> None:
     figures = request_metrics(scoring(three_passes()[:1]))
     assert figures["ttft_ms"] == figures["e2el_ms"] == 4000.0
     assert "tpot_ms" not in figures
-    assert "tok_per_s" not in figures
+    assert "request_tok_per_s" not in figures
     task = task_metrics([scoring(three_passes()[:1])], 0)
     assert "tpot_ms" not in task
     assert "itl_ms" not in task
@@ -81,7 +81,7 @@ def test_a_request_that_took_no_time_has_no_token_rate() -> None:
     # Everything resident, compute free: nothing to divide by.
     figures = request_metrics(generation([make_pass(0, PREFILL, 3.0, 3.0)], 1))
     assert figures["e2el_ms"] == 0.0
-    assert "tok_per_s" not in figures
+    assert "request_tok_per_s" not in figures
 
 
 def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
@@ -192,7 +192,7 @@ def test_lifetime_is_per_evicted_expert() -> None:
     assert cache_metrics(passes)["expert_lifetime_tokens"] == 2.5
 
 
-def test_shares_of_changed_work_divide_by_what_was_executed() -> None:
+def test_shares_of_changed_work_divide_by_what_the_router_asked_for() -> None:
     passes = [
         make_pass(
             0,
@@ -208,10 +208,10 @@ def test_shares_of_changed_work_divide_by_what_was_executed() -> None:
         )
     ]
     found = cache_metrics(passes)
-    # 8 assignments were executed.
+    # 8 of 10 assignments were executed, 4 of them the router's own.
     assert found["dropped_share"] == 2 / 10
-    assert found["routing_fidelity"] == 4 / 8
-    assert found["substituted_share"] == 2 / 8
+    assert found["routing_fidelity"] == 4 / 10
+    assert found["substituted_share"] == 2 / 10
     assert found["low_precision_share"] == 1 / 8
     assert found["token_miss_rate"] == 5 / 10
 

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records import files
-from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.runs_file import PACKED, pack, read_packed, unpack, write_packed
+from lm_eval_moecache.report.results import (
+    PACKED,
+    load_runs,
+    pack,
+    read_packed,
+    unpack,
+    write_packed,
+)
 from lm_eval_moecache.sweep.files import finished, only_sweep
 from tests.report.runs import leaderboard_of_four, record, write
 
@@ -106,6 +112,31 @@ def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, capsys: Cap
     with pytest.raises(ValueError, match="line 1 is no run"):
         load_runs(folder / PACKED)
     assert main(["pack", str(tmp_path / "runs")]) == 2
+
+
+@pytest.mark.parametrize("fault", ["two of one id", "a broken file", "a folder", "another run"])
+def test_unpacking_never_loses_a_run(tmp_path: Path, fault: str, capsys: Captured) -> None:
+    place = tmp_path / "runs" / "a.json"
+    records = [record("a"), record("b")]
+    if fault == "two of one id":
+        records.append(record("a", tok_per_s=7.0))
+    elif fault == "a folder":
+        place.mkdir(parents=True)
+    else:
+        place.parent.mkdir()
+        place.write_text("{" if fault == "a broken file" else json.dumps(record("z")))
+    write_packed(tmp_path / PACKED, records)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    for options in (["--undo"], []) if fault == "two of one id" else (["--undo"],):
+        if not options:
+            write(tmp_path, record("c"))
+            before |= {tmp_path / "runs" / "c.json": (tmp_path / "runs" / "c.json").read_bytes()}
+        assert main(["pack", str(tmp_path), *options]) == 2
+        assert "a.json" in (said := capsys.readouterr().err) or "'a'" in said
+        assert (
+            before.items()
+            <= {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}.items()
+        )
 
 
 @pytest.mark.parametrize("run_id", ["../../away", "/away", "a\\b", "a\0b"])

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_eval_moecache.report.statistics import (
+    answers_interval,
     bootstrap_interval,
     holm,
+    margin_test,
+    mean_interval,
     sign_flip_test,
     sign_test,
     tarone,
-    wilson_interval,
     z_test,
 )
 
@@ -131,32 +133,57 @@ def test_the_normal_test_is_scipys() -> None:
     assert (z_test(0.0, 0.0), z_test(0.1, 0.0)) == (1.0, 0.0)
 
 
-def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
+def test_no_change_in_forty_answers_leaves_five_points_open() -> None:
+    """0.95 to the power of 40: so often nothing is lost of 40 where each twentieth answer is."""
+    assert margin_test(0, 0, 40, -0.05, 1) == pytest.approx(0.95**40)
+    low, high = answers_interval(0, 0, 40)
+    assert -low == high == pytest.approx(1 - 0.025 ** (1 / 40))
+    assert margin_test(0, 0, 400, -0.05, 1) < 1e-8
+
+
+def test_at_no_margin_the_test_and_the_interval_are_mcnemars() -> None:
+    assert margin_test(1, 8, 50, 0, -1) == sign_test(1, 8) == margin_test(8, 1, 50, 0, 1)
+    for won, lost in ((0, 5), (0, 6), (1, 8), (2, 9), (8, 1), (6, 0)):
+        low, high = answers_interval(won, lost, 50)
+        assert low < (won - lost) / 50 < high
+        assert (high < 0) == (sign_test(won, lost) <= 0.025), (won, lost)
+        assert (low > 0) == (sign_test(lost, won) <= 0.025), (won, lost)
+
+
+@pytest.mark.parametrize(("margin", "sign"), [(-0.2, 1), (0.2, 1), (0.2, -1), (-0.2, -1)])
+def test_the_margin_test_keeps_its_level_whatever_changes_both_ways(
+    margin: float, sign: float
+) -> None:
+    """Over every outcome of 12 answers whose difference is the margin: at most 5% are called."""
+    count = 12
+    for both in (0.0, 0.1, 0.25, 0.4):
+        shares = [both + max(margin, 0), both + max(-margin, 0)]
+        chance = 0.0
+        for won, lost in itertools.product(range(count + 1), repeat=2):
+            if won + lost <= count and margin_test(won, lost, count, margin, sign) <= 0.05:
+                cell = [won, lost, count - won - lost]
+                chance += stats.multinomial.pmf(cell, count, [*shares, 1 - sum(shares)])
+        assert chance <= 0.05 + 1e-9
+
+
+def test_students_interval_covers_the_mean_of_few_samples_as_often_as_it_says() -> None:
     random = np.random.default_rng(5)
-    inside = 0
-    for trial in range(200):
-        low, high = bootstrap_interval(random.normal(2, 1, 40).tolist(), draws=400, seed=trial)
-        inside += low <= 2 <= high
-    assert 180 <= inside <= 198
-
-
-def test_the_bootstrap_agrees_with_scipys_percentile_method() -> None:
-    values = np.random.default_rng(1).exponential(size=60)
-    expected = stats.bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=4000, rng=np.random.default_rng(0)
-    ).confidence_interval
-    assert bootstrap_interval(values.tolist(), draws=4000) == pytest.approx(
-        (expected.low, expected.high), rel=0.03
+    inside = sum(
+        low <= 2 <= high
+        for low, high in (mean_interval(random.normal(2, 1, 7)) for _ in range(1000))
     )
-    with pytest.raises(ValueError, match="two samples"):
-        bootstrap_interval([1.0])
-    with pytest.raises(ValueError, match="level=95"):
-        bootstrap_interval([1.0, 2.0], level=95)
+    assert 930 <= inside <= 970
 
 
-@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (7, 10), (10, 10), (80, 100)])
-def test_wilsons_interval_is_scipys(successes: int, trials: int) -> None:
-    expected = stats.binomtest(successes, trials).proportion_ci(method="wilson")
-    assert wilson_interval(successes, trials) == pytest.approx(
-        (expected.low, expected.high), abs=1e-6
-    )
+def test_the_bootstrap_of_a_ratio_is_bca_and_knows_what_does_not_vary() -> None:
+    def ratio(new: np.ndarray, old: np.ndarray, axis: int = -1) -> np.ndarray:
+        return new.mean(axis=axis) / old.mean(axis=axis)
+
+    random = np.random.default_rng(1)
+    old = random.exponential(size=30)
+    new = old * random.uniform(0.8, 1.0, 30)
+    low, high = bootstrap_interval([new, old], ratio)
+    assert low < new.mean() / old.mean() < high and high - low < 0.1
+    assert bootstrap_interval([old * 0.9, old], ratio) == pytest.approx((0.9, 0.9))
+    zeros = np.asarray([1.0] + [0.0] * 7)
+    assert bootstrap_interval([np.ones(8), zeros], ratio)[1] == math.inf

@@ -12,7 +12,8 @@ import yaml
 
 from lm_eval_moecache.cli.table import collect
 from lm_eval_moecache.report.results import Run, load_runs
-from lm_eval_moecache.report.submission import check_submission, distinct
+from lm_eval_moecache.report.submission import check_submission
+from lm_eval_moecache.report.tables import distinct
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 BOARD: dict[str, Any] = yaml.safe_load((RESULTS / "table.yaml").read_text())

@@ -7,23 +7,24 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.pareto import pareto_front
 from lm_eval_moecache.report.results import load_runs
 from tests.report.runs import leaderboard_of_four, record, write
 
 MARKDOWN = """\
 | Policy | Capacity | quiz acc | TTFT ms | tok/s | Hit | Miss | Pareto |
 | --- | --- | --: | --: | --: | --: | --: | :-: |
-| on_demand | 50% | **0.750 ±0.250** | 2.000 | 120.0 | 0.8000 | 0.2000 | * |
-| on_demand | 5% | **0.750 ±0.250** | 2.000 | 80.0 | 0.4000 | 0.6000 |  |
+| on_demand | 50% | 0.750 ±0.250 | 2.000 | 120.0 | 0.8000 | 0.2000 |  |
+| on_demand | 5% | 0.750 ±0.250 | 2.000 | 80.0 | 0.4000 | 0.6000 |  |
 | specmd | 50% | 0.500 ±0.289 | 2.000 | **200.0** | **0.9000** | **0.1000** | * |
 | specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 | 0.5000 |  |
 
-Best of a column in bold; `*`: on the Pareto front of accuracy and tok/s; ±: standard error.
+Bold: best of a column, told from all else by a test over the documents (p ≤ 0.05); `*`: beaten by \
+no other row in accuracy and tok/s, as far as that test tells; ±: standard error.
 """
 
 
@@ -162,9 +163,53 @@ def test_a_group_with_a_score_stands_for_its_tasks(tmp_path: Path) -> None:
     assert run.scored == ["part_a", "part_b"]
 
 
-def test_of_equal_points_all_are_on_the_front_and_incomplete_ones_are_not() -> None:
-    points = [(1.0, 1.0), (1.0, 1.0), (0.5, 2.0), (0.5, 1.0), (None, 9.0)]
-    assert pareto_front(points, lambda p: p[0], lambda p: p[1]) == {0, 1, 2}
+def many(name: str, right: int, tok_per_s: float, **more: Any) -> dict[str, Any]:
+    """Build a run of 40 documents of which the first are right."""
+    answers = [1.0] * right + [0.0] * (40 - right)
+    return record(name, policy=name, answers=answers, tok_per_s=tok_per_s, **more)
+
+
+def marked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, list[str]]:
+    assert table(folder, "--columns=policy,accuracy,tok_per_s,pareto", *options) == 0
+    rows = [
+        line.removeprefix("| ").removesuffix(" |").split(" | ")
+        for line in capsys.readouterr().out.splitlines()[2:]
+    ]
+    return {row[0]: [cell.strip() for cell in row[1:]] for row in rows if len(row) > 2}
+
+
+def test_marks_follow_the_test_and_not_the_digit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three documents of 40 (p 0.125) make neither the best accuracy nor a place on the front."""
+    runs = [many("a", 26, 60), many("pre_gated", 29, 50), many("broken", 8, 300)]
+    found = marked(write(tmp_path, *runs), capsys)
+    assert found["pre_gated"][0].startswith("**0.725") and found["a"][0].startswith("**0.650")
+    assert found["broken"][0].startswith("0.200")
+    assert {name: row[2] for name, row in found.items()} == {
+        "a": "*",
+        "pre_gated": "",
+        "broken": "*",
+    }
+    # A third between the two, told from neither: then nothing is best.
+    write(tmp_path, many("between", 26, 10), many("near", 25, 20), many("low", 22, 30))
+    assert not any(row[0].startswith("**") for row in marked(tmp_path, capsys).values())
+
+
+def test_runs_of_different_identity_are_told_apart_and_not_ranked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, four = many("specmd", 26, 1007), many("specmd", 26, 2914)
+    four |= {"run_id": "four"}
+    # As `lm_eval run --batch_size 4` has it: not among the model's arguments.
+    one["config"]["batch_size"], four["config"]["batch_size"] = 1, 4
+    assert table(write(tmp_path, one, four)) == 0
+    out = capsys.readouterr().out
+    assert "| Policy | Capacity | Batch size |" in out
+    assert "**2914.0**" not in out and "| * |" not in out
+    assert "rows of different batch_size are not compared" in out
+    assert table(tmp_path, "--columns=batch_size,tok_per_s", "--format=csv") == 0
+    assert capsys.readouterr().out.split()[0] == "batch_size,tok_per_s"
 
 
 def test_parameters_of_algorithms_can_stand_in_one_column(
@@ -185,7 +230,7 @@ def test_latex_has_rules_bold_and_escapes(
     out = capsys.readouterr().out
     assert r"\caption{50\% \& more}" in out
     assert r"\begin{tabular}{llrrrrrc}" in out
-    assert r"on\_demand & 50\% & \textbf{0.750 $\pm$0.250} & 2.000" in out
+    assert r"specmd & 50\% & 0.500 $\pm$0.289 & 2.000 & \textbf{200.0}" in out
     assert out.count(r"\toprule") == out.count(r"\end{tabular}") == 1
     assert table(folder, "--format=latex", "--write") == 0
     assert (folder / "table.tex").is_file()
@@ -204,9 +249,10 @@ def test_no_csv_cell_is_a_formula(
 
 def test_markdown_cells_stay_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path, record("a", policy="a|b\nc<script>\\"), record("b"))
-    assert table(folder, "--columns=policy,miss_rate") == 0
+    assert table(folder, "--columns=policy,miss_rate", "--title=<img src=x>[a](javascript:b)") == 0
     lines = capsys.readouterr().out.splitlines()
     assert r"| a\|b c&lt;script>\\ | 0.2500 |" in lines
+    assert lines[0] == r"## &lt;img src=x>\[a](javascript:b)"
     assert all(line.count(" | ") == 1 for line in lines if line.startswith("| "))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lm_eval_moecache.tiny import MODEL_DIR
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four
 from tests.soak.corpus import table
@@ -41,6 +44,16 @@ def places_in(folder: Path) -> dict[str, str]:
         (folder / name).mkdir()
     path, _ = traces.record(folder / "traces")
     results = leaderboard_of_four(folder / "results")
+    special, models = folder / "special", folder / "models"
+    special.mkdir()
+    for suffix in ("yaml", "json", "csv", "jsonl", "npz", "parquet", "txt"):
+        os.mkfifo(special / f"pipe.{suffix}")
+        (special / f"zero.{suffix}").symlink_to("/dev/zero")
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    for name, changes in (("negative", {"num_experts": -1}), ("binary", {})):
+        (models / name).mkdir(parents=True)
+        (models / name / "config.json").write_text(json.dumps({**config, **changes}))
+    (models / "binary" / "pytorch_model.bin").write_bytes(b"not a checkpoint")
     text = folder / "text.txt"
     text.write_text("\n\n".join(f"Some words to read: {number}." for number in range(20)))
     return {
@@ -48,6 +61,8 @@ def places_in(folder: Path) -> dict[str, str]:
         "results": str(results),
         "folder": str(folder / "empty"),
         "text": str(text),
+        "special": str(special),
+        "models": str(models),
     }
 
 

@@ -1,14 +1,22 @@
 """Bad inputs in one table: what is given, and words that the refusal must have.
 
 To add one, add a row. `{trace}`, `{results}`, `{folder}` and `{text}` in a command are a sound
-trace, a folder of sound results, an empty folder, and a text.
+trace, a folder of sound results, an empty folder, and a text;
+`{special}` holds pipes and devices, `{models}` folders of models that cannot be built.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+from safetensors.numpy import save
 
 from lm_eval_moecache.algorithms.policy import unmangle
 from lm_eval_moecache.algorithms.registry import (
@@ -18,6 +26,7 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
 )
 from lm_eval_moecache.records.emulation import EMULATED_DIR
+from tests.engine import traces
 
 
 class Bad(NamedTuple):
@@ -26,6 +35,27 @@ class Bad(NamedTuple):
     kind: str
     given: Any
     words: str
+
+
+def _trace(**header: Any) -> bytes:
+    """Return a recorded trace with other values in its header, or with a column twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = traces.record(Path(folder))
+        table = pq.read_table(path)
+        about = json.loads(table.schema.metadata[b"moecache"])
+        about.pop("digest")
+        metadata = {b"moecache": json.dumps({**about, **header}).encode()}
+        if not header:
+            table = table.append_column(table.schema.field("layer"), table["layer"])
+        pq.write_table(table.replace_schema_metadata(metadata), path)
+        return path.read_bytes()
+
+
+def _artifact(**header: Any) -> bytes:
+    """Return an artifact as another release wrote it."""
+    told = {"format": 2, "kind": "buddies", "model": "x", "num_layers": 2, "num_experts": 4}
+    told |= {"top_k": 2, "router_digest": "ab", "made_from": {}, "versions": {}} | header
+    return save({"lists": np.arange(3)}, metadata={"moecache": json.dumps(told)})
 
 
 LONG = "n" * 300
@@ -177,6 +207,8 @@ HOST: list[tuple[str, Any, str]] = [
     ("peft", "", "peft='': there is no such folder"),
     *(("pretrained", name, "there is no such folder") for name in ("./none", "/none/none", "", "tiny/", "a\0b", LONG)),
     ("pretrained", "no/such", "pretrained='no/such' cannot be read"),
+    ("pretrained", "{models}/negative", "no model can be built of its config.json"),
+    ("pretrained", "{models}/binary", "pytorch_model.bin is cut short, damaged"),
     ("pretrained", "tinyy", "pretrained='tinyy' cannot be read"),
 ]  # fmt: skip
 """Arguments of HFLM, which would fail there after the weights are loaded."""
@@ -253,8 +285,9 @@ FILES: list[tuple[str, str, str]] = [
     *(("emulated", EMULATED.replace("num_attention_heads: 16", f"num_attention_heads: {n}"), "num_attention_heads") for n in (0, -1, "x", ".inf", "true", 10**40)),
     *(("emulated", EMULATED.replace("num_experts: 64", f"num_experts: {n}"), "num_experts") for n in (0, 7, "[]")),
     ("emulated", EMULATED + "expert_bits: .inf\n", "expert_bits"),
-    ("emulated", EMULATED + "first_k_dense_replace: 99\n", "leaves no MoE layer"),
+    ("emulated", EMULATED + "first_k_dense_replace: 99\n", "first_k_dense_replace=99 leaves no layer"),
     ("hardware", HARDWARE + "name: y\n", "'name' stands twice"),
+    *(("sweep", SWEEP + f"limit: {n}\n", f"{n!r} must be a number in plain digits") for n in ("0x10", "1_0", "010", "1:30", "+0b1")),
     ("sweep", SWEEP + "limit: ten\n", "limit='ten' must be"),
     ("sweep", SWEEP + "limit: -1\n", "limit=-1 must be"),
     ("sweep", SWEEP + "limit: 0\n", "limit=0 must be"),
@@ -307,7 +340,33 @@ FILES: list[tuple[str, str, str]] = [
     ("board", BOARD + "distinct: 7\n", "distinct=7 must be true or false"),
     ("board", BOARD + "distnct: true\n", "Did you mean 'distinct'"),
 ]  # fmt: skip
+SPECIAL = "is no regular file"
 LIGHT: list[tuple[list[str], str]] = [
+    (["claims", "{special}/pipe.yaml"], SPECIAL),
+    (["claims", "/dev/zero"], SPECIAL),
+    (["replay", "--config={special}/pipe.yaml"], SPECIAL),
+    (["replay", "--config=/dev/zero"], SPECIAL),
+    (["replay", "{trace}", "--capacity={special}/pipe.json"], SPECIAL),
+    *(
+        (["replay", "{trace}", f"--warm={{special}}/{name}"], SPECIAL)
+        for name in ("pipe.json", "zero.json", "pipe.csv")
+    ),
+    *(
+        (["replay", f"{{special}}/{name}"], SPECIAL)
+        for name in ("pipe.csv", "zero.csv", "pipe.parquet", "zero.jsonl", "pipe.npz")
+    ),
+    (["profile", "use", "{special}/pipe.csv", "--out={folder}/x.json"], SPECIAL),
+    *(
+        (["replay", "{trace}", f"--seed={n}"], "in plain digits")
+        for n in ("0x10", "1_000", "\u0661\u0662")
+    ),
+    *(
+        (
+            ["eval", "--model_args", f"{key}={n}", "--tasks=tiny_arc"],
+            f"{key}={n!r} must be a number in plain digits",
+        )
+        for key, n in (("seed", "\u0661\u0662"), ("capacity", "1_0"))
+    ),
     (["plan", "OLMoE-1B-7B", "--context=0"], "--context=0 must be a whole number"),
     (["plan", "none"], "model='none' is not known. Allowed: DeepSeek-V2-Lite"),
     (["plan", "OLMoE-1B-7"], "Did you mean 'OLMoE-1B-7B'"),
@@ -388,7 +447,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["polices"], "Did you mean 'policies'"),
     (["profile", "hardwar"], "Did you mean 'hardware'"),
     (["policies", "--config=none.yaml"], "there is no such file"),
-    (["policies", "--config=/dev/null"], "config='/dev/null' must hold a mapping of options"),
+    (["policies", "--config=/dev/null"], SPECIAL),
     (["plot", "{results}", "--group=polcy"], "group='polcy' is not known. Did you mean 'policy'"),
     (["profile", "hardware", "--out={folder}/x.yaml", "--matmul=10000000"], "matmul=10000000 must"),
     (["profile", "hardware", "--out={folder}/x.yaml", "--size=9000TB"], "bytes is more than"),
@@ -398,6 +457,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["analyze", "locality", "--layer=99", "--out={trace}/x"], "Not a directory"),
     (["analyze", "locality", "--layer=99"], "layer=99 must lie between 0 and 7"),
     (["analyze", "locality", "--capacity=999/layer"], "capacity='999/layer' asks for more than"),
+    (["profile", "buddies", "--data={special}/zero.txt", "--out={folder}/x.safetensors"], SPECIAL),
     (["analyze", "coactivation", "--layer=8"], "layer=8 must lie between 0 and 7"),
     (["analyze", "optimal_expert", "--rank=9"], "rank=9 must lie between 1"),
     *(
@@ -461,6 +521,14 @@ def parameters() -> Iterator[Bad]:
 def table() -> Iterator[Bad]:
     """Yield every bad input."""
     yield from (Bad("arguments", {key: value}, words) for key, value, words in ARGUMENTS)
+    on_disk = {"clock": "wall", "store": "disk", "store_dir": "/dev/null/x"}
+    yield Bad("arguments", on_disk, "store_dir='/dev/null/x' cannot be written to")
+    yield Bad("trace", _trace(), "the column 'layer' stands twice")
+    yield Bad("trace", _trace(precision="int9"), "precision='int9' is not known")
+    yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata is another")
+    yield Bad("artifact", _artifact(format=1), "format version 1")
+    yield Bad("artifact", _artifact(), "lacks 'digest'")
+    yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata is another")
     yield from (Bad("host", {key: value}, words) for key, value, words in HOST)
     yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
     yield from (Bad(*row) for row in FILES)

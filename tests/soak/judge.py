@@ -28,15 +28,14 @@ from lm_eval_moecache.records.schemas.claims import Part
 from lm_eval_moecache.records.schemas.report import Board
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report import claims as report_claims
-from lm_eval_moecache.report.claims_page import page
+from lm_eval_moecache.report.claims import page
 from lm_eval_moecache.report.columns import setting
-from lm_eval_moecache.report.compare import compare
+from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.render import as_json, as_markdown
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.rules import Rules
-from lm_eval_moecache.report.submission import check_submission, distinct
-from lm_eval_moecache.report.tables import leaderboard
+from lm_eval_moecache.report.submission import check_submission
+from lm_eval_moecache.report.tables import distinct, leaderboard
 from lm_eval_moecache.sweep.on_traces import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
 from lm_eval_moecache.sweep.validation import check_cell
@@ -226,13 +225,19 @@ def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
 
         return judged(configure, bad.words)
     if bad.kind == "host":
-        return judged(lambda: refused_model(bad.given), bad.words)
+        given = {key: placed(value, places) for key, value in bad.given.items()}
+        return judged(lambda: refused_model(given), bad.words)
     if bad.kind == "command":
         return command([word.format(**places) for word in bad.given], bad.words)
     name, reader = READERS[bad.kind]
     path = folder / name
-    path.write_text(bad.given, encoding="utf-8")
+    path.write_bytes(bad.given if isinstance(bad.given, bytes) else bad.given.encode())
     return judged(lambda: reader(path), bad.words)
+
+
+def placed(value: Any, places: dict[str, str]) -> Any:
+    """Fill in a place that a value begins with."""
+    return value.format(**places) if isinstance(value, str) and value.startswith("{") else value
 
 
 def refused_model(given: dict[str, Any]) -> None:

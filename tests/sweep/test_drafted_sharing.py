@@ -75,7 +75,7 @@ def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, An
     assert main(["sweep", str(path)]) == 0
     found = records(path.parent)
     totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in found.values()}
-    fewest = totals.pop("bound: belady")["miss_rate"]
+    fewest = totals.pop("knows the future: belady")["miss_rate"]
     assert len(totals) == 3 and all(each["draft_acceptance"] > 0 for each in totals.values())
-    plain = [each for name, each in totals.items() if not name.startswith("bound")]
+    plain = [each for name, each in totals.items() if not name.startswith("knows the future")]
     assert all(fewest <= each["miss_rate"] for each in plain)

@@ -39,7 +39,7 @@ def test_cells_are_the_replays_of_moecache_replay(
         row["eviction"]: row["metrics"] for row in json.loads(capsys.readouterr().out)["runs"]
     }
     by_label = {run.label: run for run in load_runs(path.parent)}
-    assert set(by_label) == {None, "bound: oracle"}
+    assert set(by_label) == {None, "knows the future: oracle"}
     for run in load_runs(path.parent):
         if run.label is None:
             name = run.moecache["policy"]["eviction"]["name"]

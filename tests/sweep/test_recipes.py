@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.records.schemas.recipe import Ours
+from lm_eval_moecache.records.schemas.recipe import ReproducedValue
+from lm_eval_moecache.report.paper_comparison import our_value
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.said import our_value
 from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
 from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.sweep.validation import check_cells
@@ -77,15 +77,15 @@ def test_a_figure_is_remade_with_the_papers_numbers_beside_ours(
     found: dict[str, Any] = {
         run.moecache["policy"]["eviction"]["name"]: run.moecache["totals"]["collision_miss_rate"]
         for run in runs
-        if not str(run.label).startswith("bound")
+        if not str(run.label).startswith("knows the future")
     }
     where = {"policy": "specmd", "eviction": "lru"}
-    ours = Ours(metric="collision_miss_rate", where=where)
+    ours = ReproducedValue(metric="collision_miss_rate", where=where)
     assert our_value(ours, runs) == found["lru"]
     against = {"versus": {"eviction": "score"}, "form": "difference"}
-    other = Ours.model_validate({**ours.model_dump(exclude_unset=True), **against})
+    other = ReproducedValue.model_validate({**ours.model_dump(exclude_unset=True), **against})
     assert our_value(other, runs) == found["lru"] - found["score"]
     text = (folder / "paper.md").read_text()
     assert "0.045 to 0.126" in text and f"{found['lru']:.4g}" in text
     with pytest.raises(ValueError, match="picks 4 runs"):
-        our_value(Ours(metric="miss_rate", where={"policy": "specmd"}), runs)
+        our_value(ReproducedValue(metric="miss_rate", where={"policy": "specmd"}), runs)

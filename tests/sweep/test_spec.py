@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep.identity import plan, resolve, slug
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
+from lm_eval_moecache.sweep.validation import check_report
 
 
 def sweep(folder: Path, **fields: Any) -> SweepFile:
@@ -137,3 +139,36 @@ def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
     before = hash_of(cell(policy=str(path), capacity="5%"))
     path.write_text(text.format("random"))
     assert hash_of(cell(policy=str(path), capacity="5%")) != before
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"views": [{"title": "A", "rows": "polcy"}]},
+            "views: 'A': rows or columns: column 'polcy'",
+        ),
+        ({"views": [{"rows": "policy", "values": ["mis_rate"]}]}, "Did you mean 'miss_rate'"),
+        ({"views": [{"values": ["tok_per_s"], "sort": ["toks:desc"]}]}, "column 'toks'"),
+        ({"views": [{"where": {"capacty": "5%"}}]}, "Did you mean 'capacity'"),
+        (
+            {"figures": [{"name": "f", "panels": [{"x": "capacity", "y": "tiny_arcs"}]}]},
+            "tiny_arcs",
+        ),
+        ({"figures": [{"name": "f", "group": "polic", "panels": [{"x": "a", "y": "b"}]}]}, "polic"),
+    ],
+)
+def test_views_and_figures_are_checked_before_the_first_run(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    found = sweep(tmp_path, tasks="tiny_arc", grid={"policy": ["lru"]}, **fields)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_report(found, found.cells())
+
+
+def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:
+    view = {"rows": ["policy", "batch_size", "eviction.protect"], "columns": "capacity"}
+    view |= {"values": ["tok_per_s", "ttft_ms.*", "decode_miss_rate@tiny_arc", "tiny_arc:acc_norm"]}
+    grid = {"policy": ["on_demand"], "eviction.protect": [1]}
+    found = sweep(tmp_path, tasks="tiny_arc", grid=grid, views=[view])
+    check_report(found, found.cells())

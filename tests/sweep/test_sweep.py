@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.sweep import worker
-from lm_eval_moecache.sweep.files import only_sweep
+from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Checkpoint
@@ -141,8 +142,10 @@ def test_a_second_sweep_in_the_same_folder_is_refused(
 ) -> None:
     path = write_sweep(tmp_path / "busy", base=base)
     with only_sweep(path.parent):
+        assert (path.parent / LOCK).is_file()
         assert run(path) == 2
     assert "another sweep is at work" in capsys.readouterr().err
+    assert not (path.parent / LOCK).exists()
 
 
 def _sweep_in_child(path: Path) -> None:
@@ -246,3 +249,13 @@ def test_other_executors_give_the_same_figures(
     near = write_sweep(tmp_path / "near", base=base, grid=cells, name="x")
     assert run(near) == 0
     assert figures(far.parent) == figures(near.parent)
+
+
+def test_a_dry_run_reads_runs_that_are_packed(tmp_path: Path, capsys: Any) -> None:
+    """Nothing is unpacked for it: an estimate writes nothing."""
+    baseline = Path(__file__).parents[2] / "results" / "baseline"
+    for name in ("sweep.yaml", "runs.jsonl.gz"):
+        shutil.copy(baseline / name, tmp_path)
+    assert main(["sweep", str(tmp_path / "sweep.yaml"), "--dry-run", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs.jsonl.gz", "sweep.yaml"]

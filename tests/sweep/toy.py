@@ -50,7 +50,7 @@ task:
     class: !function lm_eval_moecache.harness.tasks.SpeedTask
 aggregate_metric_list:
   - metric: ttft_ms
-  - metric: miss_rate
+  - metric: request_miss_rate
     weight_by_size: false
 """
 

@@ -11,8 +11,18 @@ import torch
 from transformers import AutoTokenizer, OlmoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.tiny.documents import PAGES
 from lm_eval_moecache.tiny.generator import AUXILIARY, MAKERS
+from tools.train_tiny import books
 from tools.train_tiny.batches import LATE, MAKER_SHARES, ROW_LENGTH, SKILL_ROWS, skill_batch
+from tools.train_tiny.clusters import (
+    CLUSTER_SIZE,
+    NUM_CLUSTERS,
+    NUM_EXPERTS,
+    aligned,
+    balanced_clusters,
+    spread,
+)
 from tools.train_tiny.corpus import _documents, _plain_line
 from tools.train_tiny.muon import orthogonalise
 from tools.train_tiny.network import balance_loss, build_config, build_model
@@ -20,6 +30,7 @@ from tools.train_tiny.packages import PACKAGES, read_members
 from tools.train_tiny.tokenizer import VOCAB_SIZE
 from tools.train_tiny.train import Plan
 from tools.train_tiny.upcycle import redraw
+from tools.train_tiny.version3 import lru_share, together
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
@@ -122,3 +133,62 @@ def test_a_file_that_is_no_package_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"!<arch>\n")
     with pytest.raises(ValueError, match="no data archive"):
         read_members(file, "./usr")
+
+
+def test_clusters_have_one_size_and_put_like_rows_together() -> None:
+    torch.manual_seed(0)
+    centres = torch.eye(NUM_CLUSTERS, 32) * 4
+    mixed = torch.randperm(NUM_EXPERTS)
+    rows = (centres.repeat_interleave(CLUSTER_SIZE, dim=0) + 0.1 * torch.randn(64, 32))[mixed]
+    order = balanced_clusters(rows, seed=0)
+    assert sorted(order.tolist()) == list(range(NUM_EXPERTS))
+    labels = (mixed[order] // CLUSTER_SIZE).view(NUM_CLUSTERS, CLUSTER_SIZE)
+    assert bool((labels == labels[:, :1]).all())
+
+
+def test_alignment_undoes_a_permutation_of_neurons() -> None:
+    torch.manual_seed(0)
+    gate_up, down, order = torch.randn(8, 6), torch.randn(6, 4), torch.tensor([2, 0, 3, 1])
+    mixed = (gate_up[torch.cat([order, order + 4])], down[:, order])
+    again = aligned(*mixed, like=(gate_up, down))
+    assert torch.equal(again[0], gate_up) and torch.equal(again[1], down)
+
+
+def test_spread_moves_clusters_apart_and_keeps_the_rest() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(NUM_EXPERTS, 4, 3)
+    before = weight.clone().view(NUM_CLUSTERS, CLUSTER_SIZE, 4, 3)
+    spread(weight, 0.5)
+    after = weight.view_as(before)
+    torch.testing.assert_close(weight.mean(0), before.mean((0, 1)))
+    inside = [one - one.mean(1, keepdim=True) for one in (before, after)]
+    torch.testing.assert_close(inside[1], inside[0])
+    apart = [one.mean(1) - one.mean((0, 1)) for one in (before, after)]
+    torch.testing.assert_close(apart[1], 1.5 * apart[0])
+
+
+def test_lru_share_of_two_cycles_remembers_the_last_two_tokens() -> None:
+    logits = torch.zeros(6, NUM_EXPERTS)
+    for token in range(6):
+        logits[token, 8 * (token % 2) : 8 * (token % 2) + 8] = 1.0
+    assert lru_share((logits,), 6) == 4 / 6
+    for token in range(6):
+        logits[token] = torch.zeros(NUM_EXPERTS)
+        logits[token, 8 * (token % 3) : 8 * (token % 3) + 8] = 1.0
+    assert lru_share((logits,), 6) == 0
+    assert together((logits,)) == 1
+
+
+def test_the_new_pages_are_the_shipped_ones_and_115_of_books() -> None:
+    pages = (Path(books.__file__).parent / "v3" / "pages.jsonl").read_text("utf-8").splitlines()
+    shipped = PAGES.read_text("utf-8").splitlines()
+    assert pages[: len(shipped)] == shipped
+    assert len(set(pages)) == books.NUM_PAGES
+
+
+def test_book_pages_end_with_a_sentence_and_lose_nothing() -> None:
+    text = "\n".join(f"Line {number} of the book, which goes on" for number in range(400))
+    text = text.replace("9 of the book, which goes on", "9 of the book.")
+    pages = books.book_pages(text + "\n" + "The end. " * 500)
+    assert all(page.endswith(".") and len(page) >= books.DOCUMENT_CHARS for page in pages)
+    assert text.startswith(pages[0])

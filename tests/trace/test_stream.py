@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,10 @@ def test_a_pass_that_is_missing_between_parts_is_refused(
 ) -> None:
     table = pq.read_table(recorded)
     passes = table["pass"].to_numpy()
+    header = json.loads(table.schema.metadata[b"moecache"])
+    del header["digest"]
+    told = {**table.schema.metadata, b"moecache": json.dumps(header).encode()}
+    table = table.replace_schema_metadata(told)
     path = tmp_path / "gap.parquet"
     pq.write_table(table.filter(pa.array(passes != 9)), path)
     with pytest.raises(ValueError, match="pass is 10 after 8, must count up"):

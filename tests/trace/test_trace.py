@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lm_eval_moecache.trace import partial
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import load_trace
@@ -74,7 +76,9 @@ def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
     good: Path, tmp_path: Path
 ) -> None:
     table = pq.read_table(good)
-    metadata = {k: v for k, v in table.schema.metadata.items() if k != b"moecache_requests"}
+    header = json.loads(table.schema.metadata[b"moecache"])
+    del header["digest"]
+    metadata = {b"moecache": json.dumps(header).encode()}
     plain = tmp_path / "plain.parquet"
     pq.write_table(table.replace_schema_metadata(metadata), plain)
     requests = read_trace(plain).requests
@@ -252,7 +256,9 @@ def test_the_last_layer_may_serve_the_last_token_alone_and_no_other(
     layer, tokens, passes = (table[name].to_numpy() for name in ("layer", "token", "pass"))
     for kept, fits in ((3, True), (2, False)):
         left_out = (layer == layer.max()) & (passes == 0) & (tokens != kept)
-        metadata = {k: v for k, v in table.schema.metadata.items() if k == b"moecache"}
+        header = json.loads(table.schema.metadata[b"moecache"])
+        del header["digest"]
+        metadata = {b"moecache": json.dumps(header).encode()}
         rows = table.filter(pa.array(~left_out)).replace_schema_metadata(metadata)
         pq.write_table(rows, tmp_path / "rows.parquet")
         if fits:
@@ -350,11 +356,61 @@ def test_a_header_that_does_not_fit_is_refused_by_field(
     table = pq.read_table(good)
     header = json.loads(table.schema.metadata[b"moecache"])
     header.pop("element_bytes")
+    header.pop("digest")
     header[field] = value
     metadata = {b"moecache": json.dumps(header).encode()}
     pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=field):
         read_trace(tmp_path / "x.parquet")
+
+
+def test_a_flipped_bit_of_the_footer_is_refused_or_changes_nothing(
+    good: Path, tmp_path: Path
+) -> None:
+    data, path = good.read_bytes(), tmp_path / "flipped.parquet"
+    begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    told, chance = about(good), np.random.default_rng(0)
+    refused = 0
+    for place in chance.integers(begin, len(data), 120):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << int(chance.integers(8))
+        path.write_bytes(flipped)
+        try:
+            assert about(path) == told, place
+        except ValueError:
+            refused += 1
+    assert refused > 40
+
+
+def about(path: Path) -> list[object]:
+    """Return what a trace says, rows and all."""
+    trace = read_trace(path)
+    columns = trace.columns
+    rows = (columns.request, columns.token, columns.layer, columns.phase, columns.experts)
+    return [trace.geometry, trace.seed, trace.requests, trace.scans, *(r.tolist() for r in rows)]
+
+
+def _record_many(folder: str, answers: Any) -> None:
+    try:
+        paths = [traces.record(Path(folder))[0] for _ in range(8)]
+        answers.put([(path.name, read_trace(path).num_passes) for path in paths])
+    except BaseException as error:
+        answers.put(repr(error))
+
+
+def test_recordings_into_one_folder_at_once_keep_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "FRESH_S", 10)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    for _ in range(4):
+        context.Process(target=_record_many, args=(str(tmp_path), answers)).start()
+    told = [answers.get(timeout=60) for _ in range(4)]
+    made = [pair for each in told for pair in each]
+    assert len({name for name, _ in made}) == 32, told
+    assert {passes for _, passes in made} == {18}
+    assert len(list(tmp_path.iterdir())) == 32
 
 
 def test_a_file_without_our_metadata_is_refused(good: Path, tmp_path: Path) -> None:
@@ -431,7 +487,7 @@ def test_json_lines_are_decode_steps_without_sizes(tmp_path: Path) -> None:
         ("[[1, 3]", "[[1, -3]", "line 2: layers"),
         ("[[1, 3]", "[[1, 40000]", "line 2: layers"),
         ('"tok": 2', '"tok": 1', "line 2: tok is 1 after 1"),
-        ('{"tok": 2', '{"tok" 2', "line 2 is not JSON"),
+        ('{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
         (JSONL, "", "holds no rows"),
     ],
 )
@@ -443,9 +499,9 @@ def test_damaged_json_lines_are_refused(tmp_path: Path, old: str, new: str, mess
 
 def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"\.txt.*Allowed: \.parquet, \.csv, \.jsonl, \.npz, \.partial"
+        ValueError, match=r"\.foo.*Allowed: \.parquet, \.csv, \.jsonl, \.npz, \.partial"
     ):
-        load_trace("x.txt")
+        load_trace("x.foo")
     with pytest.raises(ValueError, match="no such file"):
         load_trace(str(tmp_path / "x.parquet"))
 

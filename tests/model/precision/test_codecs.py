@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.model.precision import registry
-from lm_eval_moecache.model.precision.registry import ALIASES, codec, codec_names
+from lm_eval_moecache.model.precision.codecs import CODECS
+from lm_eval_moecache.model.precision.ladder import ALIASES, NAMES, codec, codec_names
 
 SHAPE = (48, 128)
 # Bits per weight, by hand: the weight itself, and its share of the scales. A row has 128 weights.
@@ -172,7 +172,8 @@ def test_a_device_that_cannot_is_an_error_that_says_what_would_do(name: str) -> 
 
 
 def test_names_are_listed_without_torch_codecs() -> None:
-    assert set(registry.ALIASES.values()) <= set(codec_names())
+    assert set(ALIASES.values()) <= set(codec_names())
+    assert set(NAMES) == set(CODECS)
 
 
 def test_hqq_encodes_on_the_cpu_whatever_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

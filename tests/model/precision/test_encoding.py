@@ -15,12 +15,11 @@ import torch
 from hqq.core.quantize import Quantizer
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.precision import encoding, half_quadratic
+from lm_eval_moecache.model.precision import codecs, half_quadratic, stored
 from lm_eval_moecache.model.precision.base import Codec, pieces
-from lm_eval_moecache.model.precision.codecs import int8
-from lm_eval_moecache.model.precision.encoding import encode, side_by_side, workers
 from lm_eval_moecache.model.precision.half_quadratic import HalfQuadratic
-from lm_eval_moecache.model.precision.registry import codec, codec_names
+from lm_eval_moecache.model.precision.ladder import codec, codec_names
+from lm_eval_moecache.model.precision.stored import encode, side_by_side, workers
 
 HQQ = ("hqq2", "hqq3", "hqq4", "hqq8")
 SHAPE = (96, 64)
@@ -60,7 +59,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(count: int, width: int, most: int = 0) -> list[slice]:
         return pieces(count, width, most=960)
 
-    for module in (half_quadratic, int8):
+    for module in (half_quadratic, codecs):
         monkeypatch.setattr(module, "pieces", small)
 
 
@@ -205,7 +204,7 @@ def test_memory_bounds_how_many_are_encoded_at_a_time(threads: None) -> None:
     assert workers(2048 * 2048) == 3
     # OLMoE's larger matrix takes 84 MB for a moment, Mixtral's 2.3 GB: all threads work on one.
     assert workers(14336 * 2 * 4096) == 1
-    assert workers(2**30 // encoding.BYTES_PER_WEIGHT // 2) == 2
+    assert workers(2**30 // stored.BYTES_PER_WEIGHT // 2) == 2
 
 
 class _Peak(Codec):

@@ -10,7 +10,7 @@ import pytest
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import encoding, kept, loading, whole
+from lm_eval_moecache.model.precision import encoded_store, loading, stored, whole
 from tests.harness import answers
 from tests.models import save_model
 
@@ -22,7 +22,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64}
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The matrices that are encoded from here on."""
     done: list[str] = []
-    encode = encoding.encode
+    encode = stored.encode
 
     def noted(module: Any, stacked: Any, codecs: Any, *given: Any) -> Any:
         done.append(":".join(codec.name for codec in codecs))
@@ -71,7 +71,7 @@ def test_what_was_made_of_something_else_is_not_used(
     elif change == "dtype":
         given["dtype"] = "float32"
     elif change == "version":
-        monkeypatch.setattr(kept, "version", lambda library: "99.0")
+        monkeypatch.setattr(encoded_store, "version", lambda library: "99.0")
     else:
         given["precision"] = "int8:nf4/g128"
     load(path, folder, **given)

@@ -16,11 +16,9 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
-from lm_eval_moecache.model.precision.encoding import store_experts
-from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.precision.registry import ALIASES, codec_names
+from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of
 from lm_eval_moecache.model.precision.store import LadderStore
-from lm_eval_moecache.model.precision.stored import decode, expert_matrices
+from lm_eval_moecache.model.precision.stored import decode, expert_matrices, store_experts
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -215,7 +213,7 @@ def test_experts_are_encoded_while_they_are_loaded(
     lm = load(folder, precision="int8:nf4/g64", miss="fetch_priority")
     plain = load(folder)
     for loaded, stored, layer in zip(
-        lm._moe_layers, lm.loading.stored, find_moe_layers(plain.model), strict=True
+        lm._moe_layers, lm.loader.stored, find_moe_layers(plain.model), strict=True
     ):
         assert all(m.stride() == (0, 0, 0) for m in expert_matrices(loaded.experts).values())
         for name, levels in store_experts(layer.experts, codecs_of(("int8", "nf4"))).items():

@@ -69,5 +69,7 @@ def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
         (score,) = record["scores"].values()
         assert set(score["exact_match,none"].values()) == {0.0}
     bad = write_sweep(tmp_path / "bad", **settings, grid={}, runs=[{**drafted, "draft_tokens": 0}])
-    with pytest.raises(ValueError, match=r"1 of 1 runs cannot start.\n  draft_tokens=0"):
+    with pytest.raises(
+        ValueError, match=r"1 of 1 runs cannot start.\n  model_args: draft_tokens=0"
+    ):
         run_sweep(read_sweep(bad), bad.parent)

@@ -12,8 +12,8 @@ from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.encoding import store_experts
 from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
+from lm_eval_moecache.model.precision.stored import store_experts
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wall.assemble import prepare_host
 from lm_eval_moecache.model.wall.ladder import (

@@ -33,18 +33,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from docs.wall_table import LADDER, settings_that_run
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.harness.wall_table import LADDER, settings_that_run
 from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.kernels import WorkInGroups
 from lm_eval_moecache.model.wall.ladder import LadderPools
-from lm_eval_moecache.model.wall.mover import DeviceMover
-from lm_eval_moecache.model.wall.pools import SlotPools, expert_parameters
+from lm_eval_moecache.model.wall.pools import DeviceMover, SlotPools, expert_parameters
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.artifacts import artifacts_of
 from tests.harness import make_instance
@@ -367,13 +366,24 @@ class Recording:
 class Judge:
     """Plain transformers models of one checkpoint, which compute recorded passes again."""
 
-    def __init__(self, folder: Path) -> None:
-        self.plain = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto").eval()
+    def __init__(self, model: Path | torch.nn.Module) -> None:
+        """`model` is a checkpoint, or a loaded model, of which a copy is taken."""
+        self.plain: Any = (
+            AutoModelForCausalLM.from_pretrained(str(model), dtype="auto").eval()
+            if isinstance(model, Path)
+            else copy.deepcopy(model)
+        )
         self._levels: dict[str, list[Any]] = {}
 
-    def logits(self, passes: Sequence[Pass], precision: str | None, lossless: bool) -> list[Tensor]:
+    def logits(
+        self,
+        passes: Sequence[Pass],
+        precision: str | None,
+        lossless: bool,
+        device: str = "cpu",
+    ) -> list[Tensor]:
         """Compute passes again; `lossless`: by this model's own choices, at the best level."""
-        levels = self._models(precision)
+        levels = [model.to(device) for model in self._models(precision)]
         # The levels stay as they are: what a plan mixes is put together in a model of its own.
         model = levels[0] if lossless or len(levels) == 1 else copy.deepcopy(levels[0])
         handles, now = [], [passes[0]]

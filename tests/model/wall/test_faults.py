@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(scoring: str, tmp_path: Pa
     lm = MoECacheLM(
         pretrained=str(path), **{**HOST, **given}, store="disk", store_dir=str(tmp_path / "store")
     )
-    tier: Any = lm.loading._experts.tiers[0]  # type: ignore[union-attr]
+    tier: Any = lm.loader._experts.tiers[0]  # type: ignore[union-attr]
     for file, descriptor in tier._reader._files.items():
         # The model's other weights are a map of the checkpoint: that file stays whole.
         assert not file.startswith(str(path))

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from docs.wall_table import LADDER
 from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.harness.wall_table import LADDER
 from lm_eval_moecache.model.precision.whole import WholeFile
-from lm_eval_moecache.model.wall.mover import DeviceMover
+from lm_eval_moecache.model.wall.pools import DeviceMover
 from tests.model.wall.races import Family, Way, generate, sizes_of
 from tests.model.wall.test_faults import LIMIT_S, within_the_limit
 from tests.models import save_model

@@ -18,6 +18,7 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall.kernels import WorkOnPool
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
+from tests.artifacts import use_profile
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.wall.models import LatePools, wrap_ladder, wrap_wall
@@ -180,11 +181,14 @@ def test_the_hosts_thread_ends_with_its_wrapper() -> None:
 def test_a_model_runs_with_its_absent_experts_on_the_host(checkpoint: Checkpoint) -> None:
     path = str(checkpoint("olmoe"))
     host: dict[str, Any] = {"device": "cpu", "max_length": 48, "capacity": "40%"}
-    expected = answers(MoECacheLM(pretrained=path, policy="on_demand", **host))
+    plain = MoECacheLM(pretrained=path, policy="on_demand", **host)
+    expected = answers(plain)
+    warm = use_profile(plain.geometry.num_layers, plain.geometry.num_experts)
     for policy in ("fiddler", "ktransformers"):
-        lm = MoECacheLM(pretrained=path, policy=policy, clock="wall", **host)
+        placed = {"policy": policy, "clock": "wall", "warm": warm}
+        lm = MoECacheLM(pretrained=path, **placed, **host)
         assert answers(lm) == expected
-        lm.install(read_config({"policy": policy, "clock": "wall", "capacity": "25%"}))
+        lm.install(read_config({**placed, "capacity": "25%"}))
         assert answers(lm) == expected
         lm.wrapped.unwrap()
 

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loadi
 
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model import sources
-from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.model.checkpoint import skeleton, weights_files
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.wall.in_place import find_in_place
+from lm_eval_moecache.model.wall.loading import find_in_place
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.tiers import DiskTier, Joined, tensors_in
-from lm_eval_moecache.model.weights import weights_files
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.models import FAMILIES, byte_tokenizer, random_model
@@ -54,7 +53,7 @@ def test_every_family_is_read_where_it_lies(
     lm = on_disk(path, tmp_path / "store")
     assert read and not [name for name in read if "experts" in name and "shared" not in name]
     assert not (tmp_path / "store").exists()
-    loader: Any = lm.loading._experts
+    loader: Any = lm.loader._experts
     for index, layer in enumerate(find_moe_layers(whole)):
         for name, tensor in expert_parameters(layer.experts).items():
             assert torch.equal(loader.copy_of(index)[name], tensor)
@@ -120,7 +119,7 @@ def test_a_release_that_loads_in_another_way_converts(
 ) -> None:
     path = checkpoint("olmoe")
     monkeypatch.setattr(sources, "can_leave_out", lambda: False)
-    monkeypatch.setattr("lm_eval_moecache.model.wall.in_place.can_leave_out", lambda: False)
+    monkeypatch.setattr("lm_eval_moecache.model.wall.loading.can_leave_out", lambda: False)
     expected = answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
     lm = on_disk(path, tmp_path / "store")
     assert (tmp_path / "store").exists() and answers(lm) == expected

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision.registry import ALIASES, codec_names
+from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.conftest import Checkpoint
 from tests.harness import answers

@@ -17,13 +17,14 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from lm_eval_moecache.harness import preflight
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import assemble
+from lm_eval_moecache.model.wall.loading import scratch
 from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.scratch import scratch
 from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
 from tests.conftest import Checkpoint
 from tests.harness import answers
@@ -101,8 +102,8 @@ def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
 def test_a_capacity_beyond_the_devices_memory_is_refused_before_the_weights_are_loaded(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 60_000))
+    monkeypatch.setattr(preflight, "devices", lambda: ["cpu", "cuda", "cuda:0"])
+    monkeypatch.setattr(assemble, "total_memory", lambda device: 60_000)
     path = str(checkpoint("olmoe"))
     with pytest.raises(ValueError, match=r"capacity: \d+ bytes of experts.*60000 bytes of cuda"):
         check_arguments(path, {**WALL, "capacity": "100%", "device": "cuda:0"})

@@ -11,7 +11,7 @@ import pytest
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.wall.host import Host
-from lm_eval_moecache.model.wall.mover import DeviceMover
+from lm_eval_moecache.model.wall.pools import DeviceMover
 from tests.model.wall import races
 from tests.model.wall.races import Family, compare, missing, share_of, ways
 from tests.models import FAMILIES

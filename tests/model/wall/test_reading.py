@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.model.wall import reading
-from lm_eval_moecache.model.wall.reading import FileReader
+from lm_eval_moecache.model.wall import tiers
+from lm_eval_moecache.model.wall.tiers import FileReader
 
 SIZE = 3 * 2**20 + 777
 
@@ -44,8 +44,8 @@ def test_any_pieces_are_those_of_the_file(file: Path, data: st.DataObject) -> No
         places.append((start, data.draw(st.integers(1, SIZE - start))))
     expected = [whole[start : start + size] for start, size in places]
     patch = pytest.MonkeyPatch()
-    patch.setattr(reading, "DIRECT_FROM", data.draw(st.sampled_from([1, 5000, 2**20])))
-    patch.setattr(reading, "PART", data.draw(st.sampled_from([4096, 100_000, 2**21])))
+    patch.setattr(tiers, "DIRECT_FROM", data.draw(st.sampled_from([1, 5000, 2**20])))
+    patch.setattr(tiers, "PART", data.draw(st.sampled_from([4096, 100_000, 2**21])))
     try:
         for past_cache in (False, True):
             assert read(FileReader([str(file)], past_cache), file, places) == expected

@@ -1,227 +1,235 @@
-"""The order of a device's calls, written down by scripted streams: no slot is reused too early."""
+"""What a device must not be asked, shown on scripted streams; windows; what can be locked.
+
+Each hazard of the path to a device is a mutation here, taken to the script that shows it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.worker import Transfer, Worker
+from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
+from lm_eval_moecache.harness import preflight
 from lm_eval_moecache.harness.lm import check_arguments
-from lm_eval_moecache.model.wall import assemble, kernels
-from lm_eval_moecache.model.wall.ladder import LadderPools
-from lm_eval_moecache.model.wall.mover import DeviceMover
-from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.tiers import RamTier, locked_copy
+from lm_eval_moecache.model import device
+from lm_eval_moecache.model.wall import assemble, kernels, ladder, pools, tiers
+from lm_eval_moecache.model.wall.pools import DeviceMover
+from lm_eval_moecache.model.wall.tiers import RamTier
 from tests.conftest import Checkpoint
-from tests.model.wall import models
-from tests.model.wall.models import wrap_ladder, wrap_wall
+from tests.model.wall.models import wrap_wall
+from tests.model.wall.on_device import (
+    SIZES,
+    assert_exact,
+    assert_levels_exact,
+    logits,
+    plain_logits,
+    wrap,
+    wrap_files,
+)
+from tests.model.wall.scripted import NAME, SCRIPTS, Device, Misuse, scripted
 from tests.model.wall.test_equality import assert_same
 from tests.models import random_model
 from tests.test_equality import logits_of
 
-Entry = tuple[Any, ...]
+TOKENS = 12
 
 
-class Stream:
-    """Writes down what is put on it."""
-
-    def __init__(self, log: list[Entry], name: str) -> None:
-        self.log, self.name = log, name
-
-    def wait_event(self, event: Event) -> None:
-        self.log.append(("wait", self.name, event))
-
-    def synchronize(self) -> None:
-        self.log.append(("synchronize", self.name))
+def same_bits(policy: str, capacity: str, script: str) -> Device:
+    with scripted(script) as scripted_device:
+        expected = plain_logits(NAME, TOKENS)
+        wrapped = wrap(random_model("olmoe", **SIZES), NAME, policy, capacity)
+        assert_exact(wrapped, expected, 1, TOKENS)
+        return scripted_device
 
 
-class Event:
-    def __init__(self, log: list[Entry], enable_timing: bool = False) -> None:
-        self.log, self.timed = log, enable_timing
-
-    def record(self, stream: Stream) -> None:
-        self.log.append(("record", stream.name, self))
-
-    def synchronize(self) -> None:
-        self.log.append(("awaited", self))
-
-    def elapsed_time(self, other: Event) -> float:
-        assert self.timed and other.timed
-        return 0.25
+def same_levels(script: str, precision: str = "hqq8:hqq4:hqq2") -> None:
+    with scripted(script):
+        assert_levels_exact(NAME, precision, "2/layer", 1, TOKENS)
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Entry]]:
-    """Stand in for CUDA's streams and events; memory is the CPU's."""
-    entries: list[Entry] = []
-    compute = Stream(entries, "compute")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(entries, "copies"))
-    monkeypatch.setattr(torch.cuda, "Event", lambda **given: Event(entries, **given))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    yield entries
+def same_staged(script: str, folder: Path) -> None:
+    with scripted(script):
+        expected = plain_logits(NAME, TOKENS)
+        model = random_model("olmoe", **SIZES)
+        wrapped = wrap_files(model, NAME, folder, "on_demand", "2/layer")
+        assert_exact(wrapped, expected, 1, TOKENS)
 
 
-class OnStreams(SlotPools):
-    """Slots in the CPU's memory, filled by the calls that fill a device's."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._on_cuda, self.depth = True, 2
-        self._staging = [{}, {}]
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def begin(self, transfer: Transfer) -> object:
-        stream: Any = self._stream
-        token = super().begin(transfer)
-        stream.log.append(("copied", transfer.slot, transfer.after))
-        return token
-
-
-def early(log: list[Entry]) -> tuple[dict[str, list[int]], int]:
-    """Divide the copies by whether what read their memory is done; and count the fences.
-
-    Memory is a slot's, and where slots are made as they are needed, that of all dropped before.
-    """
-    places = {id(e[2]): i for i, e in enumerate(log) if e[0] == "record" and e[1] == "compute"}
-    found: dict[str, list[int]] = {"early": [], "in time": []}
-    for place, entry in enumerate(log):
-        if entry[0] != "copied":
-            continue
-        _, slot, fence = entry
-        before = log[:place]
-        dropped = {e[1] for e in before if e[0] == "dropped"}
-        reads = [i for i, e in enumerate(before) if e[0] == "reads" and {slot, *dropped} & e[1]]
-        last = reads[-1] if reads else -1
-        waits = [i for i, e in enumerate(before) if e == ("wait", "copies", fence)]
-        # The fence was marked after the last kernel that reads the memory was launched, and the
-        # copies' stream waits for it before this copy.
-        in_time = places[id(fence)] > last and bool(waits) and waits[-1] > last
-        found["in time" if in_time else "early"].append(place)
-    return found, len(places)
-
-
-@pytest.fixture
-def reading(log: list[Entry], monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
-    """Write down as well which slots are read."""
-    execute = kernels.WorkInGroups.execute
-
-    def noted(self: Any, slot_of: Any, is_all: bool) -> None:
-        log.append(("reads", set(slot_of.values())))
-        execute(self, slot_of, is_all)
-
-    monkeypatch.setattr(kernels.WorkInGroups, "execute", noted)
-    return log
-
-
-class LevelsOnStreams(LadderPools):
-    """Slots that are made as they are needed, filled by the calls that fill a device's."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._on_cuda, self.depth = True, 2
-        self._staging = [{}, {}]
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def place(self, transfer: Transfer) -> None:
-        stream: Any = self._stream
-        stream.log.extend(("dropped", slot) for slot in transfer.drops)
-        super().place(transfer)
-
-    def begin(self, transfer: Transfer) -> object:
-        stream: Any = self._stream
-        token = super().begin(transfer)
-        stream.log.append(("copied", transfer.slot, transfer.after))
-        return token
-
-
-@pytest.mark.parametrize("changes", [{}, {"prefetch": "next_gate"}], ids=str)
-def test_no_memory_of_a_dropped_slot_is_written_before_what_reads_it_is_done(
-    reading: list[Entry], monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("policy", "capacity"),
+    [("on_demand", "1/layer"), ("specmd", "2/layer"), ("mixtral_offloading", "25%")],
+)
+def test_streams_that_run_ahead_or_behind_change_no_bit(
+    policy: str, capacity: str, script: str
 ) -> None:
-    monkeypatch.setattr(models, "LateLadder", LevelsOnStreams)
-    model = random_model("olmoe", hidden_size=64, intermediate_size=64)
-    given = {"miss": "fetch_priority", **changes}
-    wrapped = wrap_ladder(model, "int8:int4:int2", "on_demand", "20%", given)
-    logits_of(model)
-    wrapped.unwrap()
-    copies, _ = early(reading)
-    assert any(entry[0] == "dropped" for entry in reading)
-    assert copies["in time"] and not copies["early"]
+    device = same_bits(policy, capacity, script)
+    assert device.pending or script != "compute_late", "no copy had to wait for a kernel"
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind(
-    reading: list[Entry], policy: str
-) -> None:
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_levels_and_staging_buffers_on_streams(script: str, tmp_path: Path) -> None:
+    same_levels(script)
+    same_staged(script, tmp_path)
+
+
+def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None:
     """`cache_reset` with `warm`: after a pass that broke off nothing has waited for the device."""
-    model = random_model("olmoe")
-    wrapped = wrap_wall(model, policy, "25%", OnStreams)
-    logits_of(model)
-    wrapped.engine.executor.settle()
-    wrapped.engine.executor.fill()
-    wrapped.unwrap()
-    copies, _ = early(reading)
-    assert copies["in time"] and not copies["early"]
+    with scripted("compute_late"):
+        expected = plain_logits(NAME, TOKENS)
+        wrapped = wrap(random_model("olmoe", **SIZES), NAME, "on_demand", "25%")
+        found = logits(wrapped.model, tokens=TOKENS)
+        wrapped.engine.executor.settle()
+        wrapped.engine.executor.fill()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        wrapped.unwrap()
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-def test_a_fence_that_is_not_renewed_is_noticed(
-    reading: list[Entry], monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """What the tests above stand on, taken away."""
-    monkeypatch.setattr(WallLink, "launched", lambda link: None)
-    wrapped = wrap_wall(random_model("olmoe"), policy, "25%", OnStreams)
-    logits_of(wrapped.model)
-    wrapped.unwrap()
-    assert early(reading)[0]["early"]
+def test_a_device_without_streams_copies_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MPS gets: blocking copies from one queue, which everything goes through in order."""
+    monkeypatch.setattr(pools, "copy_stream", lambda device: None)
+    assert not same_bits("specmd", "2/layer", "drawn").streams
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-@pytest.mark.parametrize("capacity", ["25%", "1"])
-def test_no_slot_is_written_before_what_reads_it_is_done(
-    reading: list[Entry], policy: str, capacity: str
-) -> None:
-    model = random_model("olmoe")
-    expected = logits_of(model)
-    wrapped = wrap_wall(model, policy, capacity, OnStreams)
-    found = logits_of(model)
-    wrapped.unwrap()
-    assert_same(expected, found)
-    copies, fences = early(reading)
-    assert not copies["early"] and copies["in time"]
-    # One fence serves all transfers that an event gives to the link.
-    assert fences < len(copies["in time"]) or capacity == "1"
+def test_a_device_whose_events_tell_no_time_is_timed_by_the_host() -> None:
+    with scripted("drawn"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pools, "can_time", lambda device: False)
+        expected = plain_logits(NAME, TOKENS)
+        wrapped = wrap(random_model("olmoe", **SIZES), NAME, "on_demand", "25%")
+        assert_exact(wrapped, expected, 1, TOKENS)
 
 
-def test_a_copy_waits_then_is_timed_then_is_awaited(log: list[Entry]) -> None:
+def test_a_copy_is_timed_by_the_device() -> None:
     """Busy is what moved: 0.25 ms by the device's own events, not the wait for the fence."""
 
     class One(DeviceMover):
         def target_of(self, transfer: Transfer) -> Any:
-            return {"w": torch.zeros(3)}
+            return {"w": self.memory}
 
         def tier_of(self, level: int) -> Any:
-            return RamTier([{"w": torch.ones(2, 3)}])
+            return tier
 
-    mover = One(2, torch.device("cuda"))
-    fence = mover.fence()
-    token = mover.begin(Transfer(1, 0, 12, after=fence))
-    assert mover.finish(token) == pytest.approx(0.25e-3)
-    assert [entry[0] for entry in log] == ["record", "wait", "record", "record", "awaited"]
-    assert [entry[1] for entry in log[:4]] == ["compute", "copies", "copies", "copies"]
-    worker = Worker(mover)
-    worker.put(Transfer(1, 0, 12, after=fence), demanded=True)
-    worker.wait_for({1})
-    worker.close()
-    assert worker.busy_s <= 0.25e-3 + 1e-9
+    with scripted("compute_late"):
+        tier = RamTier([{"w": torch.ones(2, 3)}])
+        tier.pin()
+        one = One(2, torch.device(NAME))
+        with device.on_stream(one._stream):
+            one.memory = torch.zeros(3, device=NAME)
+        fence = one.fence()
+        assert one.finish(one.begin(Transfer(1, 0, 12, after=fence))) == pytest.approx(0.25e-3)
+        worker = Worker(one)
+        worker.put(Transfer(1, 0, 12, after=fence), demanded=True)
+        worker.wait_for({1})
+        worker.close()
+        assert worker.busy_s <= 0.25e-3 + 1e-9
+        assert one.memory.tolist() == [1, 1, 1]
+
+
+# --- what can go wrong, each done ---------------------------------------------------------------
+
+
+def _no_wait_for_the_fence(patch: pytest.MonkeyPatch) -> None:
+    from tests.model.wall.scripted import Stream
+
+    patch.setattr(Stream, "wait_event", lambda stream, event: None)
+
+
+def _a_fence_that_is_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WallLink, "launched", lambda link: None)
+
+
+def _a_fence_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+    def fence(self: DeviceMover) -> object:
+        event = torch.Event(self._device)
+        assert self._stream is not None
+        event.record(self._stream)
+        return event
+
+    patch.setattr(DeviceMover, "fence", fence)
+
+
+def _finish_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceMover, "finish", lambda self, token: None)
+
+
+def _a_staging_buffer_is_not_turned(patch: pytest.MonkeyPatch) -> None:
+    stage = DeviceMover._stage
+
+    def same(self: DeviceMover, *args: Any) -> Any:
+        self._turn = 0
+        return stage(self, *args)
+
+    patch.setattr(DeviceMover, "_stage", same)
+
+
+def _memory_of_another_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ladder, "on_stream", lambda stream: device.on_stream(None))
+
+
+def _pageable_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RamTier, "pin", lambda tier: None)
+
+
+def _a_look_at_the_devices_memory(patch: pytest.MonkeyPatch) -> None:
+    from lm_eval_moecache.model import router_events
+
+    patch.setattr(
+        router_events, "copy_to_host", lambda tensors, valid: [t.numpy() for t in tensors]
+    )
+
+
+def _a_table_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kernels, "copy_to_device", lambda values, *rest: values)
+
+
+def _slots(script: str, folder: Path) -> None:
+    same_bits("on_demand", "2/layer", script)
+
+
+def _levels(script: str, folder: Path) -> None:
+    same_levels(script)
+
+
+HAZARDS: list[tuple[Any, str, Callable[[str, Path], Any]]] = [
+    (_no_wait_for_the_fence, "compute_late", _slots),
+    (_no_wait_for_the_fence, "compute_late", _levels),
+    (_a_fence_that_is_not_renewed, "compute_late", _slots),
+    (_a_fence_on_the_wrong_stream, "compute_late", _slots),
+    (_finish_does_not_wait, "copies_late", _slots),
+    (_finish_does_not_wait, "copies_late", _levels),
+    (_a_staging_buffer_is_not_turned, "copies_late", same_staged),
+    (_memory_of_another_stream, "drawn", _levels),
+    (_pageable_memory, "drawn", _slots),
+    (_a_look_at_the_devices_memory, "drawn", _slots),
+    (_a_table_left_on_the_cpu, "drawn", _slots),
+]
+
+
+@pytest.mark.parametrize(
+    ("hazard", "script", "run"), HAZARDS, ids=lambda x: getattr(x, "__name__", str(x)).strip("_")
+)
+def test_a_hazard_that_is_there_is_found(
+    hazard: Callable[[pytest.MonkeyPatch], None],
+    script: str,
+    run: Callable[[str, Path], Any],
+    tmp_path: Path,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hazard(patch)
+        with pytest.raises((AssertionError, TransferError)) as found:
+            run(script, tmp_path)
+    told = f"{found.value} {found.value.__cause__}"
+    assert (
+        "repetition" in told
+        or "equal" in told
+        or isinstance(found.value.__cause__ or found.value, Misuse)
+    ), told
 
 
 def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
@@ -269,8 +277,10 @@ def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.Monke
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(tiers, "can_lock", lambda: True)
     source = torch.randn(3, 700)
-    copied = locked_copy(source)
+    copied = device.locked_copy(source)
     assert torch.equal(copied, source) and copied.data_ptr() != source.data_ptr()
     assert list(registered.values()) == [3 * 700 * 4]
     # A page that two tensors share could not be locked for both.
@@ -288,8 +298,8 @@ def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.Monke
 def test_more_experts_than_the_host_can_lock_are_refused_before_loading(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(preflight, "devices", lambda: ["cpu", "cuda", "cuda:0"])
+    monkeypatch.setattr(assemble, "total_memory", lambda device: 2**40)
     monkeypatch.setattr(assemble, "available_host_bytes", lambda: 60_000)
     path, given = str(checkpoint("olmoe")), {"clock": "wall", "policy": "on_demand"}
     with pytest.raises(ValueError, match=r"store='ram': \d+ bytes.*has 60000 bytes.*store=disk"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lm_eval_moecache.model import router_events
-from lm_eval_moecache.model.fetched import fetched, sent
+from lm_eval_moecache.model.device import copy_to_device, copy_to_host
 from lm_eval_moecache.model.wall import kernels
 from tests.model.wall.models import wrap_ladder, wrap_wall
 from tests.model.wall.races import Family, config_of, ways
@@ -33,7 +33,7 @@ LOOKS = {
 
 
 class Waits(TorchFunctionMode):
-    """Notes the calls of this package that would wait, but those of `fetched`, counted as one."""
+    """Notes the calls of this package that would wait; one of `copy_to_host` is counted once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,15 +74,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     noted = Waits()
 
     def once(tensors: Sequence[Tensor], valid: Any) -> list[Any]:
-        noted.found.append("fetched")
+        noted.found.append("copy_to_host")
         noted.inside = True
         try:
-            return fetched(tensors, valid)
+            return copy_to_host(tensors, valid)
         finally:
             noted.inside = False
 
-    monkeypatch.setattr(router_events, "fetched", once)
-    monkeypatch.setattr(kernels, "fetched", once)
+    monkeypatch.setattr(router_events, "copy_to_host", once)
+    monkeypatch.setattr(kernels, "copy_to_host", once)
     return noted
 
 
@@ -175,7 +175,7 @@ def test_every_way_waits_once_a_layer(tmp_path: Path, waits: Waits) -> None:
 def test_what_waits_is_seen() -> None:
     """The counter itself: each of these would wait for a device, and the last two would not."""
     values, waits = torch.arange(4.0), Waits()
-    file = {"values": values, "torch": torch, "np": np, "sent": sent}
+    file = {"values": values, "torch": torch, "np": np, "copy_to_device": copy_to_device}
     for text, count in (
         ("values.tolist()", 1),
         ("values[values > 2]", 1),
@@ -183,7 +183,7 @@ def test_what_waits_is_seen() -> None:
         ("values.to('cpu')", 1),
         ("values.to(values)", 1),
         ("values.to(torch.float16)", 0),
-        ("sent(np.ones(3), torch.device('cpu'))", 0),
+        ("copy_to_device(np.ones(3), torch.device('cpu'))", 0),
     ):
         waits.found.clear()
         with waits:

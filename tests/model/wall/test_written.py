@@ -14,9 +14,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import core_model_loading
 
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import kept, loading
-from lm_eval_moecache.model.precision.as_stored import AsStored
-from lm_eval_moecache.model.precision.kept import KeptEncodings
+from lm_eval_moecache.model.precision import encoded_store, loading
+from lm_eval_moecache.model.precision.codecs import AsStored
+from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
 from lm_eval_moecache.model.precision.stored import Encoded
 from lm_eval_moecache.model.precision.whole import WholeFile
 from tests.harness import answers
@@ -90,18 +90,18 @@ def test_memory_holds_one_layer_while_it_is_written(
 ) -> None:
     path = save_model(tmp_path / "model", "olmoe", **SIZES)
     done: list[str] = []
-    encode, write = loading.encode, KeptEncodings.write  # type: ignore[attr-defined]
+    encode, write = loading.encode, EncodedExpertStore.write  # type: ignore[attr-defined]
 
     def encoded(*given: Any) -> Any:
         done.append("encode")
         return encode(*given)
 
-    def written(self: KeptEncodings, stored: Any) -> Any:
+    def written(self: EncodedExpertStore, stored: Any) -> Any:
         done.append("write")
         return write(self, stored)
 
     monkeypatch.setattr(loading, "encode", encoded)
-    monkeypatch.setattr(KeptEncodings, "write", written)
+    monkeypatch.setattr(EncodedExpertStore, "write", written)
     on_disk(path, tmp_path / "store", precision="int8").wrapped.unwrap()
     assert done == ["encode", "encode", "write"] * 3
 
@@ -174,13 +174,15 @@ def test_a_new_release_of_a_library_leaves_the_others_files(
     """Another environment may be using them."""
     path, folder = save_model(tmp_path / "model", "olmoe", **SIZES), tmp_path / "store"
     on_disk(path, folder, **CONVERTED).wrapped.unwrap()
-    monkeypatch.setattr(kept, "version", lambda library: "99.0")
+    monkeypatch.setattr(encoded_store, "version", lambda library: "99.0")
     on_disk(path, folder, **CONVERTED).wrapped.unwrap()
     assert len(list(folder.iterdir())) == 2
 
 
-def make(folder: Path, **given: Any) -> KeptEncodings:
-    return KeptEncodings(folder, "[1, 2, 3]", torch.float32, [AsStored(torch.float32)], **given)
+def make(folder: Path, **given: Any) -> EncodedExpertStore:
+    return EncodedExpertStore(
+        folder, "[1, 2, 3]", torch.float32, [AsStored(torch.float32)], **given
+    )
 
 
 def test_one_makes_the_files_and_others_wait_for_it(tmp_path: Path) -> None:

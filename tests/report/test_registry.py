@@ -7,8 +7,7 @@ import pytest
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.ledger import COUNTED, Counters, PassRecord, total
 from lm_eval_moecache.report.columns import metric_column
-from lm_eval_moecache.report.described import METRICS, Metric, share
-from lm_eval_moecache.report.metrics import cache_metrics
+from lm_eval_moecache.report.metrics import METRICS, Metric, cache_metrics, share
 
 
 def record(index: int, **counts: float) -> PassRecord:

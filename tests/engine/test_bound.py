@@ -1,0 +1,233 @@
+"""The bound on misses: below the exhaustive optimum, waves included, and below every eviction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.engine.bound import fewest_misses
+from lm_eval_moecache.engine.engine import Setting
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.event import PHASES, PREFILL
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.use import UseProfile
+from lm_eval_moecache.trace.columns import Columns
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.trace import Trace, build_trace
+
+from . import traces
+
+LAYERS, EXPERTS = 2, 5
+
+
+def mixed_trace(seed: int, passes: int = 5, sizes: Sequence[int] = (1, 1), top_k: int = 1) -> Trace:
+    """Requests of a prefill of 1 to 5 tokens and some decode steps, the first few experts liked."""
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[int, int, int, int, int]] = []
+    experts: list[list[int]] = []
+    request, position = -1, 0
+    for index in range(passes):
+        begins = index == 0 or rng.random() < 0.4
+        request += begins
+        count = int(rng.integers(1, 6)) if begins else 1
+        position = 0 if begins else position
+        for layer in range(len(sizes)):
+            for token in range(position, position + count):
+                rows.append((request, index, 0 if begins else 1, token, layer))
+                experts.append((rng.random(EXPERTS) ** 2).argsort()[:top_k].tolist())
+        position += count
+    table = np.asarray(rows, dtype=np.int32).T
+    phase = np.asarray([PHASES.index(p) for p in ("prefill", "decode")], np.int32)[table[2]]
+    return build_trace(
+        "generated",
+        Geometry(
+            model="generated",
+            num_layers=len(sizes),
+            num_experts=EXPERTS,
+            top_k=top_k,
+            expert_bytes=tuple((size,) for size in sizes),
+            dense_bytes=(0,) * len(sizes),
+        ),
+        Columns(
+            request=table[0],
+            pass_index=table[1],
+            phase=phase,
+            token=table[3],
+            layer=table[4],
+            experts=np.asarray(experts, dtype=np.int32),
+            weights=np.full((len(experts), top_k), 1 / top_k, dtype=np.float32),
+        ),
+        logits=rng.normal(size=(len(experts), EXPERTS)).astype(np.float16),
+    )
+
+
+def setting(trace: Trace, capacity: str, eviction: str = "lru", **others: object) -> Setting:
+    return Setting(
+        policy=load_policy("on_demand", {"eviction": eviction}),
+        capacity=parse_capacity(capacity, trace.geometry),
+        hardware=traces.HARDWARE,
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def misses(trace: Trace, run: Setting, decode: bool, cache_reset: str = "never") -> int:
+    future = Future(trace, free_prefill=decode)
+    engine = replay(trace, run, future=future, cache_reset=cache_reset)
+    engine.check_integrity()
+    return sum(p.misses for p in engine.ledger.passes if not decode or p.phase != PREFILL)
+
+
+def what_waves_leave(
+    needs: tuple[int, ...], held: frozenset[int], slots: int
+) -> Iterator[frozenset[int]]:
+    """Every set of keys that an event may leave in a cache of so many, by the engine's rules."""
+    own = frozenset(needs)
+    if len(own) <= slots:
+        others = sorted(held - own)
+        for kept in combinations(others, min(slots - len(own), len(others))):
+            yield own | frozenset(kept)
+        return
+    order = [key for key in needs if key in held] + [key for key in needs if key not in held]
+    start = (len(order) - 1) // slots * slots
+    for kept in combinations(order[start - slots : start], slots - len(order[start:])):
+        yield frozenset(order[start:]) | frozenset(kept)
+
+
+def fewest_by_search(trace: Trace, slots: int, layers: Sequence[int], decode: bool) -> int:
+    """Try every choice of victims, in the cache that these layers share."""
+    num_layers, phases = trace.geometry.num_layers, trace.columns.phase[trace.row_bounds[:-1]]
+    events = [
+        (tuple(trace.keys[a:b].tolist()), not decode or PHASES[phases[event]] != PREFILL)
+        for event, (a, b) in enumerate(pairwise(trace.key_bounds))
+        if event % num_layers in layers
+    ]
+
+    @cache
+    def best(event: int, held: frozenset[int]) -> int:
+        if event == len(events):
+            return 0
+        needs, counts = events[event]
+        cost = len(set(needs) - held) if counts else 0
+        return cost + min(best(event + 1, left) for left in what_waves_leave(needs, held, slots))
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["all", "decode"])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_is_below_the_exhaustive_optimum_and_is_it_where_events_fit(
+    seed: int, decode: bool
+) -> None:
+    trace = mixed_trace(seed, top_k=1 + seed % 2)
+    largest = int(np.diff(trace.key_bounds).max())
+    for slots in (2, 3, 4, 6):
+        for form, shares in ((f"{slots}", [(0, 1)]), (f"{slots}/layer", [(0,), (1,)])):
+            if slots > EXPERTS and len(shares) > 1:
+                continue
+            optimum = sum(fewest_by_search(trace, slots, layers, decode) for layers in shares)
+            bound, requests = fewest_misses(trace, setting(trace, form), free_prefill=decode)
+            rule = misses(trace, setting(trace, form, "belady"), decode)
+            assert bound <= optimum <= rule <= requests
+            if largest <= slots:
+                assert bound == optimum == rule
+
+
+def test_no_rule_that_goes_by_the_next_use_alone_is_optimal_in_waves() -> None:
+    """Why the bound is not Belady's rule: the last wave stays, and the rule cannot help it."""
+    beaten = 0
+    for seed in range(20):
+        trace = mixed_trace(seed, passes=8)
+        optimum = sum(fewest_by_search(trace, 2, layers, False) for layers in ((0,), (1,)))
+        beaten += optimum < misses(trace, setting(trace, "2/layer", "belady"), False)
+    assert beaten
+
+
+def test_what_waves_can_leave_is_what_the_engine_does() -> None:
+    """Random evictions reach the optimum of the search in the end, and never go below it."""
+    trace = mixed_trace(3, passes=3)
+    for slots in (2, 3):
+        run = setting(trace, f"{slots}", "random")
+        drawn = [misses(trace, dataclasses.replace(run, seed=s), False) for s in range(60)]
+        assert min(drawn) == fewest_by_search(trace, slots, (0, 1), False)
+
+
+def naive_belady(trace: Trace, slots: int) -> int:
+    """Scan for the furthest next event among what may leave, wave by wave, in one cache."""
+    events = [trace.keys[a:b].tolist() for a, b in pairwise(trace.key_bounds)]
+    held: set[int] = set()
+    count = 0
+
+    def next_use(key: int, now: int) -> int:
+        return next((t for t in range(now + 1, len(events)) if key in events[t]), len(events))
+
+    for now, needs in enumerate(events):
+        waiting = set(needs)
+        for key in [k for k in needs if k not in held]:
+            count += 1
+            if len(held) == slots:
+                if held <= waiting:
+                    waiting -= held
+                held.remove(max(held - waiting, key=lambda k: (next_use(k, now), -k)))
+            held.add(key)
+    return count
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_belady_scans_for_the_furthest_next_event_in_waves_too(seed: int) -> None:
+    trace = mixed_trace(seed, passes=12, top_k=1 + seed % 3)
+    for slots in (2, 3, 4, 7):
+        if slots >= trace.geometry.top_k:
+            assert misses(trace, setting(trace, f"{slots}", "belady"), False) == naive_belady(
+                trace, slots
+            )
+
+
+def goes_on_demand(eviction: str) -> bool:
+    try:
+        load_policy("on_demand", {"eviction": eviction})
+    except ValueError:
+        return False
+    return True
+
+
+EVICTIONS = [name for name in algorithm_names("eviction") if goes_on_demand(name)]
+FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.sampled_from([(1, 1), (1, 1, 1), (1, 2), (3, 1, 2)]),
+    top_k=st.integers(1, 3),
+    form=st.sampled_from(FORMS),
+    warm=st.booleans(),
+    reset=st.booleans(),
+)
+def test_no_eviction_misses_less_than_the_bound(
+    seed: int, sizes: tuple[int, ...], top_k: int, form: str, warm: bool, reset: bool
+) -> None:
+    trace = mixed_trace(seed, 10, sizes, top_k)
+    counts = np.random.default_rng(seed).integers(0, 9, (len(sizes), EXPERTS)).tolist()
+    profile = UseProfile(model="", counts=tuple(map(tuple, counts))) if warm else None
+    cache_reset = "request" if reset else "never"
+    try:
+        lru = setting(trace, form, warm=profile)
+    except ValueError:
+        return  # Smaller than what one token needs.
+    for decode in (False, True):
+        bound, _ = fewest_misses(trace, lru, cache_reset=cache_reset, free_prefill=decode)
+        for name in EVICTIONS:
+            if "/layer" in form and find_algorithm("eviction", name).compares_layers:
+                continue
+            run = setting(trace, form, name, warm=profile)
+            assert bound <= misses(trace, run, decode, cache_reset), name

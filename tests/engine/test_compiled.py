@@ -1,0 +1,306 @@
+"""The compiled replay gives the engine's figures to the last digit, whatever the setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.compiled import compiled_run
+from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.use import UseProfile
+from lm_eval_moecache.trace.columns import Columns
+from lm_eval_moecache.trace.drafting import Drafted
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Predicted, Trace, TracedRequest, build_trace
+from tests.engine.traces import HARDWARE, published
+
+RULES: dict[str, list[dict[str, Any]]] = {
+    "lru": [{}],
+    "fifo": [{}],
+    "lfu": [{}],
+    "belady": [{}],
+    "lfru": [{}],
+    "layered_lru": [{}],
+    "shallow_first": [{}],
+    "fld": [{"distance": "absolute"}, {"distance": "forward"}],
+    "frequency_layer": [{"layer": "forward"}, {"layer": "index"}],
+    "score": [{"history": "sum"}, {"history": "mean"}, {"history": "decayed"}],
+    "least_stale": [
+        {"protect": protect, "order": order}
+        for protect in ("coming", "none")
+        for order in ("last_use", "fifo")
+    ],
+}
+PREFETCHERS: dict[str, list[dict[str, Any]]] = {
+    "none": [{}],
+    "next_gate": [{}, {"overfetch": 1.5, "depth": 2}, {"issue": "after_layer"}],
+    "score": [{}, {"scope": "token", "percentile": 50}],
+    "frequency": [{"lookahead": 2}],
+    "history": [{}],
+    "expert_map": [{}],
+    "oracle": [{"horizon": 3}, {"horizon": 2, "recall": 0.7, "precision": 0.5}],
+}
+
+
+WARM = UseProfile(model="", counts=((3, 1, 0, 0, 2, 9),) * 4)
+
+
+def draw_trace(seed: int, layers: int, experts: int, top_k: int) -> Trace:
+    """Some requests of a prefill and decode steps, with weights, logits and predictions."""
+    rng = np.random.default_rng(seed)
+    rows: dict[str, list[int]] = {
+        name: [] for name in ("request", "pass", "phase", "token", "layer")
+    }
+    scores, ahead, passes, requests = [], [], 0, []
+    favourites = rng.normal(0, 1, (layers, experts))
+    for request in range(3):
+        begin, token = passes, 0
+        for step in range(int(rng.integers(3, 9))):
+            count = int(rng.integers(1, 4)) if step == 0 else 1
+            for layer in range(layers):
+                for place in range(count):
+                    own = (request, passes, int(step > 0), token + place, layer)
+                    for name, value in zip(rows, own, strict=True):
+                        rows[name].append(value)
+                    scores.append(favourites[layer] + rng.normal(0, 1, experts))
+                    ahead.append(min(layers - 1 - layer, 2) * experts)
+            passes, token = passes + 1, token + count
+        served = tuple(range(begin, passes))
+        requests.append(
+            TracedRequest(
+                task="t", kind="generate_until", prompt_tokens=1, output_tokens=2, passes=served
+            )
+        )
+    logits = np.asarray(scores, np.float16)
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+    columns = [np.asarray(rows[name], np.int32) for name in rows]
+    return build_trace(
+        "drawn",
+        Geometry(
+            model="drawn",
+            num_layers=layers,
+            num_experts=experts,
+            top_k=top_k,
+            expert_bytes=tuple((int(size),) for size in rng.choice([1000, 1500], layers)),
+            dense_bytes=tuple(int(size) for size in rng.choice([300, 900], layers)),
+        ),
+        Columns(
+            **dict(zip(("request", "pass_index", "phase", "token", "layer"), columns, strict=True)),
+            experts=chosen,
+            weights=np.take_along_axis(logits, chosen, 1).astype(np.float32),
+        ),
+        requests=tuple(requests),
+        logits=logits,
+        predicted=Predicted(
+            depth=2,
+            values=rng.normal(0, 1, sum(ahead)).astype(np.float16),
+            offsets=np.concatenate([[0], np.cumsum(ahead)]).astype(np.int64),
+        ),
+    )
+
+
+def figures(engine: Engine) -> dict[str, Any]:
+    """All that a report is made of, and what the caches and the link hold at the end."""
+    engine.check_integrity()
+    return {
+        "passes": [dataclasses.asdict(record) for record in engine.ledger.passes],
+        "requests": [[p.index for p in r.passes] for r in engine.ledger.requests],
+        "now": engine.clock.now,
+        "resident": [set(pool.resident) for pool in engine.pools],
+        "arriving": [set(pool.arriving) for pool in engine.pools],
+        "unused": [set(pool.unused_prefetches) for pool in engine.pools],
+        "counted": [
+            (pool.loads, pool.evictions, pool.warmed, pool.lifetime_tokens, pool.peak_bytes)
+            for pool in engine.pools
+        ],
+        "link": (engine.link.busy_s, engine.link.bytes_moved, engine.link.transfers),
+    }
+
+
+def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> Engine:
+    future = Future(trace)
+    slow = replay(trace, setting, future=future, cache_reset=cache_reset, compiled=False)
+    fast = replay(trace, setting, future=future, cache_reset=cache_reset)
+    assert fast.uncompiled == "" and slow.uncompiled
+    expected, found = figures(slow), figures(fast)
+    for name in expected:
+        assert found[name] == expected[name], name
+    return fast
+
+
+def every_setting() -> Iterator[tuple[str, dict[str, Any], str, dict[str, Any]]]:
+    for eviction, readings in RULES.items():
+        for reading in readings:
+            for prefetch, forms in PREFETCHERS.items():
+                for form in forms:
+                    yield eviction, reading, prefetch, form
+
+
+def overrides(
+    eviction: str, reading: dict[str, Any], prefetch: str, form: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "eviction": eviction,
+        **{f"eviction.{key}": value for key, value in reading.items()},
+        "prefetch": prefetch,
+        **{f"prefetch.{key}": value for key, value in form.items()},
+    }
+
+
+@pytest.mark.parametrize("chosen", [*every_setting()], ids=str)
+def test_every_pairing_at_every_form_of_capacity(chosen: tuple[Any, ...]) -> None:
+    trace = draw_trace(len(str(chosen)), 4, 6, 2)
+    policy = load_policy("on_demand", overrides(*chosen))
+    capacities = ["1", "7", "50%"]
+    if not policy.eviction.algorithm.compares_layers:
+        capacities += ["1/layer", "[3,1,2,4]/layer"]
+    for place, capacity in enumerate(capacities):
+        setting = Setting(
+            policy=policy,
+            capacity=parse_capacity(capacity, trace.geometry),
+            hardware=HARDWARE,
+            warm=WARM if place % 2 else None,
+        )
+        assert_equal(trace, setting, ("never", "request")[place % 3 == 2])
+        assert_equal(trace, dataclasses.replace(setting, link="fifo"))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_random_traces(data: st.DataObject) -> None:
+    layers, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 9))
+    trace = draw_trace(data.draw(st.integers(0, 999)), layers, experts, min(experts, 3))
+    chosen = data.draw(st.sampled_from([*every_setting()]))
+    try:
+        policy = load_policy("on_demand", overrides(*chosen))
+        policy.prefetch.build(trace.geometry, 0)
+    except ValueError:
+        assume(False)  # looks further ahead than there are layers
+    capacity = str(data.draw(st.integers(1, layers * experts)))
+    if not policy.eviction.algorithm.compares_layers and data.draw(st.booleans()):
+        capacity = f"{data.draw(st.integers(1, experts))}/layer"
+    times = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
+    hardware = dataclasses.replace(
+        HARDWARE,
+        link_latency_s=data.draw(times),
+        kernel_overhead_s=data.draw(times),
+        wait_overhead_s=data.draw(times),
+        link_bytes_per_s=data.draw(st.sampled_from([1e6, 1e7, 1e9])),
+    )
+    miss = data.draw(st.sampled_from(["fetch", "fetch_cached_first"]))
+    setting = Setting(
+        policy=load_policy("on_demand", {**overrides(*chosen), "miss": miss}),
+        capacity=parse_capacity(capacity, trace.geometry),
+        hardware=hardware,
+        link=data.draw(st.sampled_from(["priority", "fifo"])),
+    )
+    assert_equal(trace, setting, data.draw(st.sampled_from(["never", "request"])))
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
+def test_compiled_by_numba(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests run the same functions as the plain Python that they are (conftest)."""
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
+    compiled_run.cache_clear()
+    trace = draw_trace(7, 6, 16, 3)
+    for capacity in ("2", "30%", "5/layer"):
+        for link in ("priority", "fifo"):
+            setting = Setting(
+                policy=load_policy(policy),
+                capacity=parse_capacity(capacity, trace.geometry),
+                hardware=HARDWARE,
+                link=link,
+            )
+            assert_equal(trace, setting)
+    compiled_run.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])
+def test_published_traces(name: str) -> None:
+    trace = load_trace(str(published(name)))
+    for eviction, capacity in (("lru", "25%"), ("least_stale", "4"), ("belady", "8/layer")):
+        setting = Setting(
+            policy=load_policy("on_demand", {"eviction": eviction, "prefetch": "frequency"}),
+            capacity=parse_capacity(capacity, trace.geometry),
+            hardware=HARDWARE,
+        )
+        assert_equal(trace, setting)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "frequency", "next_gate"])
+def test_a_last_layer_that_runs_the_last_token_alone(prefetch: str) -> None:
+    whole = draw_trace(0, 4, 6, 2)
+    columns, last = whole.columns, whole.geometry.num_layers - 1
+    keep = columns.layer < last
+    keep[whole.row_bounds[1:][last :: last + 1] - 1] = True
+    assert not keep.all()
+    own: dict[str, Any] = {
+        field.name: getattr(columns, field.name) for field in dataclasses.fields(columns)
+    }
+    trace = build_trace(
+        "drawn",
+        whole.geometry,
+        Columns(**{name: None if values is None else values[keep] for name, values in own.items()}),
+        requests=whole.requests,
+        predicted=predictions_of(whole, keep),
+    )
+    setting = Setting(
+        policy=load_policy("on_demand", {"prefetch": prefetch}),
+        capacity=parse_capacity("3", trace.geometry),
+        # The arithmetic of a token counts.
+        hardware=dataclasses.replace(HARDWARE, peak_flops=1e6),
+    )
+    fast = assert_equal(trace, setting)
+    uneven = fast.ledger.passes[0]
+    assert uneven.token_requests == (uneven.num_tokens * last + 1) * 2
+
+
+def predictions_of(trace: Trace, keep: Any) -> Predicted:
+    assert trace.predicted is not None
+    values, bounds = trace.predicted.values, trace.predicted.offsets
+    kept = [values[bounds[row] : bounds[row + 1]] for row in np.flatnonzero(keep)]
+    return Predicted(
+        depth=trace.predicted.depth,
+        values=np.concatenate(kept),
+        offsets=np.cumsum([0, *map(len, kept)]),
+    )
+
+
+def test_what_became_of_drafts() -> None:
+    trace = draw_trace(7, 4, 6, 2)
+    trace = dataclasses.replace(trace, drafted=Drafted(settled={2: (3, 1), 5: (2, 2)}))
+    setting = Setting(
+        policy=load_policy("on_demand"),
+        capacity=parse_capacity("50%", trace.geometry),
+        hardware=HARDWARE,
+    )
+    passes = assert_equal(trace, setting).ledger.passes
+    assert [(p.index, p.drafted, p.accepted) for p in passes if p.drafted] == [(2, 3, 1), (5, 2, 2)]
+
+
+def test_what_is_not_compiled_says_why() -> None:
+    trace = draw_trace(7, 4, 6, 2)
+
+    def reason(policy: str, **axes: str) -> str:
+        setting = Setting(
+            policy=load_policy(policy, axes),
+            capacity=parse_capacity("50%", trace.geometry),
+            hardware=HARDWARE,
+        )
+        return replay(trace, setting, compiled=True).uncompiled
+
+    assert "Random" in reason("on_demand", eviction="random")
+    assert "lossy" in reason("mixture_cache")
+    assert "host" in reason("on_demand", miss="host")

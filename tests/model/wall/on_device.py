@@ -1,0 +1,116 @@
+"""Models on a device behind the wall clock, whatever device that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from lm_eval_moecache.engine.engine import Setting
+from lm_eval_moecache.harness.arguments import read_config
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.wall.assemble import assemble
+from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.sizes import parse_capacity
+from tests.model.wall.races import Judge, Recording
+from tests.models import random_model
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64}
+
+
+def logits(model: Any, decode_kernel: str | None = None, tokens: int = 48) -> list[torch.Tensor]:
+    """A prefill and three decode steps; generation changes to another kernel for the steps."""
+    prompt = torch.arange(2, 2 + tokens, device=model.device)[None]
+    with torch.no_grad():
+        output = model(prompt, use_cache=True)
+        found = [output.logits]
+        if decode_kernel is not None and model.device.type != "cpu":
+            model.set_experts_implementation(decode_kernel)
+        for _ in range(3):
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+            found.append(output.logits)
+    return found
+
+
+def plain_logits(device: str, tokens: int = 48, **sizes: int) -> list[torch.Tensor]:
+    """Return what transformers alone computes on the device."""
+    return logits(random_model("olmoe", **SIZES, **sizes).to(device), "batched_mm", tokens)
+
+
+def wrap(model: Any, device: str, policy: str, capacity: str, **changes: str) -> WrappedModel:
+    """Bring a model on the CPU to the device, its experts behind the cache."""
+    config = read_config({"policy": policy, "capacity": capacity, **changes})
+    codecs = None if config.ladder is None else codecs_of(config.ladder)
+    loader = ExpertLoader("ram", None, model, codecs)
+    loader.take_experts(model, torch.device(device))
+    return wrapped_by(loader, model, policy, capacity, **changes)
+
+
+def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str) -> WrappedModel:
+    """As `wrap`, without memory that a device could copy from: experts are read from files."""
+    rows = []
+    for index, layer in enumerate(find_moe_layers(model)):
+        file = folder / f"{index}.safetensors"
+        tensors = dict(layer.experts.named_parameters())
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, file)
+        rows.append({name: find_stored(file, name) for name in tensors})
+    loader = ExpertLoader("ram", None, model)
+    loader.take_experts(model, torch.device(device))
+    loader.tiers = [DiskTier(rows)]
+    return wrapped_by(loader, model, policy, capacity)
+
+
+def wrapped_by(
+    loader: ExpertLoader, model: Any, policy: str, capacity: str, **changes: str
+) -> WrappedModel:
+    config = read_config({"policy": policy, "capacity": capacity, **changes})
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "device", config.ladder)
+    size = parse_capacity(capacity, geometry)
+    setting = Setting(policy=config.policy, capacity=size, hardware=config.hardware)
+    return WrappedModel(model, layers, *assemble(model, geometry, setting, loader))
+
+
+def assert_exact(
+    wrapped: WrappedModel, expected: list[torch.Tensor], repetitions: int, tokens: int = 48
+) -> None:
+    for repetition in range(repetitions):
+        found = logits(wrapped.model, tokens=tokens)
+        same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        assert all(same), f"repetition {repetition}: {same}"
+        wrapped.engine.check_integrity()
+    wrapped.unwrap()
+
+
+def assert_levels_exact(
+    device: str, precision: str, capacity: str, repetitions: int, tokens: int = 48, **changes: str
+) -> None:
+    """Run a ladder, and have a plain model with the same experts at the same levels judge it."""
+    model = random_model("olmoe", **SIZES)
+    # One kernel for all passes: what a plan mixes is judged pass by pass.
+    model.set_experts_implementation("batched_mm")
+    judge = Judge(model)
+    wrapped = wrap(
+        model, device, "on_demand", capacity, precision=precision, miss="fetch_priority", **changes
+    )
+    lm: Any = SimpleNamespace(model=model, engine=wrapped.engine, wrapped=wrapped)
+    levels = set()
+    for _ in range(repetitions):
+        recording = Recording(lm)
+        logits(model, tokens=tokens)
+        recording.close()
+        judged = judge.logits(recording.passes, precision, lossless=False, device=device)
+        for each, theirs in zip(recording.passes, judged, strict=True):
+            assert each.logits is not None
+            assert torch.equal(each.logits, theirs), "levels: not equal"
+            levels |= {level for own in each.levels if own for level in own.values()}
+        wrapped.engine.check_integrity()
+    assert levels == set(range(precision.count(":") + 1)), "some level was never executed"
+    wrapped.unwrap()

@@ -1,0 +1,65 @@
+"""A replay's timeline: the Trace Event format, and nothing of the run is missing in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.report.timeline import COMPUTE, HOST, LINK, PASSES, TRACKS, Timeline
+from lm_eval_moecache.trace.file import read_trace
+from tests.engine import traces
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "specmd", "hybrimoe"])
+@pytest.mark.parametrize("link", ["priority", "fifo"])
+def test_durations_and_bytes_add_up_to_the_runs_totals(
+    policy: str, link: str, tmp_path: Path
+) -> None:
+    trace = read_trace(traces.record(tmp_path)[0], logits=True, predicted=True)
+    setting = dataclasses.replace(traces.setting(policy, "25%"), link=link)
+    timeline = Timeline()
+    engine = replay(trace, setting, on_engine=timeline.watch)
+    plain = replay(trace, setting)
+    assert engine.ledger.passes == plain.ledger.passes
+    spans = [e for e in timeline.as_dict(engine)["traceEvents"] if e["ph"] == "X"]
+
+    def total(track: str, name: str | None = None, what: str = "dur") -> float:
+        own = [e for e in spans if e["cat"] == track and name in (None, e["name"])]
+        return sum(e["dur"] if what == "dur" else e["args"].get(what, 0) for e in own)
+
+    passes = engine.ledger.passes
+    assert total(COMPUTE) == pytest.approx(engine.executor.clock.now * 1e6)
+    assert total(PASSES) == pytest.approx(sum(p.duration_s for p in passes) * 1e6)
+    assert total(COMPUTE, "stall") == pytest.approx(sum(p.stall_s for p in passes) * 1e6)
+    assert total(LINK) == pytest.approx(engine.link.busy_s * 1e6)
+    assert total(LINK, what="bytes") == engine.link.bytes_moved
+    assert total(HOST) == pytest.approx(sum(p.host_s for p in passes) * 1e6)
+    assert (total(HOST) > 0) == (policy in ("hybrimoe",))
+    for track in (COMPUTE, LINK, HOST):
+        own = sorted((e for e in spans if e["cat"] == track), key=lambda e: e["ts"])
+        for before, after in pairwise(own):
+            assert after["ts"] >= before["ts"] + before["dur"] - 1e-6, (before, after)
+
+
+def test_the_command_writes_the_trace_event_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = traces.record(tmp_path)[0], tmp_path / "out.json"
+    assert main(["replay", str(path), "--timeline", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    names = {e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert names == set(TRACKS)
+    for event in found["traceEvents"]:
+        assert {"name", "ph", "pid", "tid", "args"} <= set(event) and event["ph"] in "XM"
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] > 0
+    capsys.readouterr()
+    assert main(["replay", str(path), "--eviction=lru,lfu", "--timeline", str(out)]) == 2
+    assert "a timeline is of one replay" in capsys.readouterr().err

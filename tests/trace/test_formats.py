@@ -1,0 +1,174 @@
+"""Every format: a small file made by hand from its documentation, read, shown, written back."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.cli.trace import only_request
+from lm_eval_moecache.profiling._counts import read_counts
+from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
+from lm_eval_moecache.trace.use import use_of
+from tests.engine import traces
+
+FOLDER = Path(__file__).parent / "formats"
+IDS = np.array(
+    [
+        [[1, 5], [0, 2]],
+        [[3, 1], [2, 7]],
+        [[5, 4], [7, 0]],
+        [[1, 2], [6, 0]],
+        [[2, 3], [0, 7]],
+    ]
+)
+"""[token, layer, expert] of every file: a prompt of three tokens, then two decode steps."""
+PHASED = ("route_trace.csv", "array.npz", "cache_lab.jsonl", "colibri.txt", "activations.csv")
+PHASED += ("vllm.json", "vllm_split.json", "sglang.json", "megatron.jsonl")
+WEIGHTED = ("route_trace.csv", "array.npz", "cache_lab.jsonl", "colibri.txt", "lattice.jsonl")
+FILES = (*PHASED, "lattice.jsonl", "token_jsonl.jsonl")
+
+
+def top_k_of(file: str) -> int | None:
+    return 2 if file == "sglang.json" else None
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_is_told_by_its_content_and_read_with_all_it_has(file: str) -> None:
+    path = FOLDER / file
+    assert find_format(str(path)) == path.stem.removesuffix("_split")
+    trace = load_trace(str(path), top_k=top_k_of(file))
+    columns, geometry = trace.columns, trace.geometry
+    assert (geometry.num_layers, geometry.num_experts, geometry.top_k) == (2, 8, 2)
+    for row, experts in enumerate(columns.experts.tolist()):
+        wanted = IDS[columns.token[row], columns.layer[row]].tolist()
+        assert experts == (sorted(wanted) if file == "megatron.jsonl" else wanted)
+    assert len(columns.layer) == 10
+    phases = columns.phase[trace.row_bounds[:-1][::2]].tolist()
+    prefill, decode = PHASES.index("prefill"), PHASES.index("decode")
+    assert phases == ([prefill, decode, decode] if file in PHASED else [decode] * 5)
+    assert trace.requests[0].prompt_tokens == (3 if file in PHASED else 0)
+    assert (columns.weights is not None) == (file in WEIGHTED)
+    if columns.weights is not None:
+        assert (np.diff(columns.weights, axis=-1) <= 0).all()
+        assert columns.weights[0].tolist() == [0.5, 0.25]
+
+
+def test_every_format_has_a_file_here_and_a_line_in_the_documentation() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text()
+    for name in trace_formats():
+        assert name == "parquet" or list(FOLDER.glob(f"{name}.*"))
+        assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_what_is_written_is_read_back_as_it_was(suffix: str, tmp_path: Path) -> None:
+    trace = load_trace(str(FOLDER / "route_trace.csv"))
+    out = tmp_path / f"out{suffix}"
+    assert main(["trace", "convert", str(FOLDER / "route_trace.csv"), str(out)]) == 0
+    again = load_trace(str(out))
+    for column in ("request", "pass_index", "phase", "token", "layer", "experts", "weights"):
+        np.testing.assert_array_equal(
+            getattr(again.columns, column), getattr(trace.columns, column), err_msg=column
+        )
+    if suffix != ".jsonl":
+        assert again.geometry.expert_bytes == trace.geometry.expert_bytes == ((1000,), (2000,))
+
+
+def test_a_format_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    recorded, _ = traces.record(tmp_path)
+    trace = load_trace(str(recorded))
+    with pytest.raises(ValueError, match=r"holds one request, and trace .* has 3.*--request"):
+        trace_formats()["cache_lab"].write(trace, tmp_path / "out.jsonl")
+    plain = load_trace(str(FOLDER / "token_jsonl.jsonl"))
+    with pytest.raises(ValueError, match="has weights, and trace"):
+        trace_formats()["route_trace"].write(plain, tmp_path / "out.csv")
+    assert only_request(trace, 1).num_passes == 6
+
+
+def test_a_folder_of_responses_is_one_trace_of_as_many_requests(tmp_path: Path) -> None:
+    for name in ("vllm.json", "vllm_split.json"):
+        (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    trace = load_trace(str(tmp_path))
+    assert [r.prompt_tokens for r in trace.requests] == [3, 3]
+    assert [r.passes for r in trace.requests] == [(0, 1, 2), (3, 4, 5)]
+
+
+def response(**changes: Any) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, IDS)
+    own = {"routed_experts": base64.b64encode(buffer.getvalue()).decode()}
+    return json.dumps({"choices": [own], "usage": {"prompt_tokens": 3}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("x.json", response(usage=None), "does not say how many of its 5 rows are the prompt's"),
+        ("x.json", response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
+        ("x.json", response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),
+        ("x.json", '{"routed_experts": "!!"}', "is no base64 of an .npy"),
+        ("x.json", '{"hello": 1}', "as none of the formats does"),
+        ("x.jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "ids from -1"),
+        ("x.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
+        ("x.csv", "layer,expert\n0,1\n0,2\n0,3\n1,1\n1,2\n", "are not all multiples of the top-k"),
+    ],
+)
+def test_what_does_not_fit_is_told(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_trace(str(tmp_path / name))
+
+
+def test_the_top_k_of_sglang_is_told_from_enough_ids_or_asked_for(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids = np.array([[rng.permutation(16)[:4] for _ in range(5)] for _ in range(40)], dtype="<i4")
+    text = base64.b64encode(ids.tobytes()).decode()
+    info = {"prompt_tokens": 30, "completion_tokens": 11, "routed_experts": text}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"meta_info": info}))
+    trace = load_trace(str(path))
+    assert (trace.geometry.num_layers, trace.geometry.top_k) == (5, 4)
+    with pytest.raises(ValueError, match="does not say the model's top-k"):
+        load_trace(str(FOLDER / "sglang.json"))
+
+
+def test_show_says_what_a_trace_holds_and_cannot_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "show", str(FOLDER / "lattice.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["passes"], found["cycle"]) == ("lattice", {"decode": 5}, 4)
+    answers = {question: why is None for question, why in found["answers"].items()}
+    assert answers["evictions by weight, misses answered by weight"]
+    assert not answers["times, and capacities in bytes"]
+    assert not answers["what a prompt costs the cache"]
+    assert main(["trace", "formats"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in trace_formats())
+
+
+@pytest.mark.parametrize("file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf"])
+def test_counts_of_engines_become_a_profile(file: str, tmp_path: Path) -> None:
+    profile = read_counts(str(FOLDER / file), "trace")
+    assert profile is not None
+    wanted = [[0, 3, 0, 2, 0, 2, 0, 0], [4, 0, 0, 0, 0, 0, 0, 3]]
+    assert [list(layer) for layer in profile.counts] == wanted
+    out = tmp_path / "use.json"
+    assert main(["profile", "use", str(FOLDER / file), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["counts"] == wanted
+
+
+def test_counts_of_sglangs_recorder_become_a_profile(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    table = torch.tensor([[[1, 2], [3, 4]], [[10, 20], [30, 40]]])
+    torch.save({"logical_count": table, "rank": 0}, tmp_path / "x.pt")
+    profile = read_counts(str(tmp_path / "x.pt"), "trace")
+    assert profile is not None and profile.counts == ((11, 22), (33, 44))
+    assert read_counts(str(FOLDER / "colibri.txt"), "trace") is None
+    assert use_of(load_trace(str(FOLDER / "colibri.txt"))).num_layers == 2
