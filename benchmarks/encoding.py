@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.encoding import encode, workers
 from lm_eval_moecache.model.precision.half_quadratic import HalfQuadratic
-from lm_eval_moecache.model.precision.registry import codec
+from lm_eval_moecache.model.precision.ladder import codec
+from lm_eval_moecache.model.precision.stored import encode, workers
 
 SHAPES = ((2048, 2048), (2048, 1024))
 """gate_up_proj and down_proj of an expert."""

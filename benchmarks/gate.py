@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.report.compare import compare
+from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.results import Run, load_runs
-from lm_eval_moecache.report.rules import Rules
 
 FLIPS, LOG_LIKELIHOOD, SPEED = 0.005, 0.01, 0.005
 RESULTS = Path(__file__).resolve().parent.parent / "results"

@@ -1,12 +1,15 @@
-"""One command for owners of a GPU: does the wall clock do there what it says, and how fast?
+"""One command for owners of an accelerator: does the wall clock do there what it says, how fast?
 
-    python benchmarks/gpu_check.py [--device auto] [--shape olmoe4] [--out gpu_check.json]
+    python benchmarks/gpu_check.py [--device cuda] [--shape olmoe4] [--out gpu_check]
 
-In under ten minutes on one GPU and without network, on a random model that it makes: the tests
-marked `gpu` (slots, fences, pinned copies, codecs, equality bit for bit under random delays);
-use of the link against one large pinned copy; prefill and decode against plain transformers at
-100% capacity, and against accelerate's offloading to host memory at 25%; the virtual clock's
-prediction against the wall. One JSON and one table. Without a GPU all of it runs on the CPU, with
+In under ten minutes on one device and without network, on a random model that it makes: the tests
+marked `gpu` (equality bit for bit under random delays, slots, fences, pinned copies, codecs);
+use of the link against one large pinned copy; prefill and decode against plain transformers at 100%
+capacity (the overhead), and against accelerate's offloading to host memory at 25% (real size); the
+virtual clock's prediction against the wall. Then the shipped model answers a few questions under
+both clocks: what those runs leave in `gpu_check/runs` is read by `moecache table gpu_check/runs`.
+
+Any accelerator that torch has will do. On a CPU it says what it leaves out, and runs the rest with
 the store of a CPU, to show that the script itself works: its figures say nothing of a device.
 """
 
@@ -15,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -27,8 +29,16 @@ from typing import Any
 import torch
 import transformers
 
+from lm_eval_moecache.model.device import best_device, devices, name_of
+
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {"cuda": "olmoe4", "cpu": "cpu"}
+NEEDS_A_DEVICE = {
+    "tests": "streams, fences and pinned copies (scripted streams stand for the device)",
+    "link": "a link: copies are within host memory",
+    "vs_accelerate": "offloading to host memory (the disk tier alone)",
+}
+"""What a CPU leaves out of each check."""
+RUNS = ("virtual", "wall")
 CHECKS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]] = {
     "link": (
         "link.py",
@@ -88,10 +98,11 @@ TARGETS: Mapping[str, tuple[float, float]] = {
 
 
 def run_tests(device: str, limit_s: float) -> dict[str, Any]:
-    """Run the tests of a device; on a CPU the same ones with the store of a CPU."""
+    """Run the tests of a device; on a CPU the same ones on scripted streams."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    environment = {**os.environ, "MOECACHE_TEST_DEVICE": device}
-    result = _run([*command, "tests/model/wall/test_gpu.py"], limit_s, environment)
+    name = "scripted" if device == "cpu" else device
+    environment = {**os.environ, "MOECACHE_TEST_DEVICE": name}
+    result = _run([*command, "tests/model/wall/test_on_device.py"], limit_s, environment)
     last = result["output"].strip().splitlines()[-1:] or [""]
     return {**result, "found": {}, "said": last[0], "passed": result["code"] == 0}
 
@@ -104,6 +115,23 @@ def run_script(name: str, device: str, shape: str, limit_s: float, quick: bool) 
     found = {w: [float(x) for x in re.findall(p, result["output"])] for w, p in patterns.items()}
     passed = result["code"] == 0 and all(found.values())
     return {**result, "found": found, "said": "", "passed": passed}
+
+
+def run_tiny(device: str, limit_s: float, folder: Path, quick: bool) -> dict[str, Any]:
+    """Answer questions with the shipped model under both clocks, as `moecache table` reads them."""
+    output, seconds, code = "", 0.0, 0
+    for clock in RUNS:
+        given = f"pretrained=tiny,policy=on_demand,capacity=25%,clock={clock},device={device}"
+        command = [sys.executable, "-m", "lm_eval_moecache", "eval", "--model", "moecache"]
+        command += ["--model_args", given, "--tasks", "tiny_gsm8k", "--log_samples"]
+        command += ["--limit", "1" if quick else "10", "--output_path", str(folder / clock)]
+        result = _run(command, limit_s)
+        output, code = output + result["output"], code or result["code"]
+        seconds += result["seconds"]
+    return {
+        "code": code, "output": output, "seconds": seconds, "found": {},
+        "said": f"moecache table {folder}", "passed": code == 0,
+    }  # fmt: skip
 
 
 def _run(
@@ -127,24 +155,24 @@ def _run(
 
 
 def check(
-    device: str, shape: str, checks: Sequence[str], limit_s: float, quick: bool
+    device: str, shape: str, checks: Sequence[str], limit_s: float, quick: bool, folder: Path
 ) -> dict[str, Any]:
     """Run all checks, one after another; return what they found."""
     results = {}
     for name in checks:
         if name == "tests":
             results[name] = run_tests(device, limit_s)
+        elif name == "runs":
+            results[name] = run_tiny(device, limit_s, folder / "runs", quick)
         else:
             results[name] = run_script(name, device, shape, limit_s, quick)
         state = "passed" if results[name]["passed"] else f"FAILED ({results[name]['code']})"
         print(f"{name}: {state}, {results[name]['seconds']:.0f} s", flush=True)
-    cuda = device == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "on_a_gpu": cuda,
+        "device": name_of(torch.device(device)),
+        "on_a_gpu": device != "cpu",
         "shape": shape,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
         "checks": results,
     }
@@ -154,7 +182,9 @@ def table(report: Mapping[str, Any]) -> str:
     """Return a Markdown table of what was found, with the targets."""
     lines = [f"{report['device']}, torch {report['torch']}, model {report['shape']}", ""]
     if not report["on_a_gpu"]:
-        lines[0] += " (no GPU: the store of a CPU, and no figure is a device's)"
+        lines[0] += " (no accelerator: the store of a CPU, and no figure is a device's)"
+        left_out = {n: words for n, words in NEEDS_A_DEVICE.items() if n in report["checks"]}
+        lines[1:1] = [f"- {name} leaves out {words}" for name, words in left_out.items()]
     lines += ["| what | found | target | |", "|---|---|---|---|"]
     for name, result in report["checks"].items():
         state = "passed" if result["passed"] else f"failed: exit {result['code']}"
@@ -173,20 +203,24 @@ def table(report: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--device", default="auto", help="auto, or one that torch has here")
     parser.add_argument("--shape", help="of benchmarks/setup.py (default: olmoe4, on a CPU cpu)")
-    parser.add_argument("--checks", default=",".join(("tests", *CHECKS)))
+    parser.add_argument("--checks", default=",".join(("tests", *CHECKS, "runs")))
     parser.add_argument("--limit_s", type=float, default=240, help="for each check")
     parser.add_argument("--quick", action="store_true", help="to try the script, not the device")
-    parser.add_argument("--out", default="gpu_check.json")
+    parser.add_argument("--out", default="gpu_check", help="folder")
     options = parser.parse_args()
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = options.shape or SHAPES[device]
-    report = check(device, shape, options.checks.split(","), options.limit_s, options.quick)
-    Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\n{table(report)}\n\nAll output: {options.out}")
+    device = best_device() if options.device == "auto" else options.device
+    if str(torch.device(device)) not in devices():
+        parser.error(f"--device {device}: allowed here: {', '.join(devices())}")
+    shape = options.shape or ("cpu" if device == "cpu" else "olmoe4")
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    checks = options.checks.split(",")
+    report = check(device, shape, checks, options.limit_s, options.quick, folder)
+    (folder / "check.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "table.md").write_text(table(report) + "\n")
+    print(f"\n{table(report)}\n\nAll output: {folder / 'check.json'}")
     if not all(result["passed"] for result in report["checks"].values()):
         raise SystemExit(1)
 

@@ -19,6 +19,7 @@ from setup import device_of, prompts, random_model, run, spread, take, wall
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.model.device import locked_copy, synchronize
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
@@ -28,15 +29,14 @@ COPY_BYTES = 2**28
 def copy_bandwidth(device: torch.device, rounds: int) -> list[float]:
     """Return bytes per second of a large copy from host memory, round after round."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
-    if device.type == "cuda":
-        source = source.pin_memory()
+    if device.type != "cpu":
+        source = locked_copy(source)
     target = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     rates = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         rates.append(COPY_BYTES / (time.perf_counter() - start))
     return rates[1:]
 

@@ -30,7 +30,7 @@ from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.detail import Detail
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.use import use_of
+from lm_eval_moecache.trace.use import placement, use_of
 
 TASKS = {"tiny_gsm8k": 2, "tiny_mmlu": 2}
 """Task -> documents that are recorded."""
@@ -179,7 +179,8 @@ def measure(
 ) -> Cell:
     model = load_real_model(emulate)
     geometry = model.emulated_by(trace.geometry)
-    size = parse_capacity(capacity, geometry)
+    size = parse_capacity(capacity, geometry, per_layer=policy.per_layer)
+    warm = placement(policy, warm, trace.geometry)
     setting = Setting(policy=policy, capacity=size, hardware=hardware, emulate=model, warm=warm)
     engine = replay(trace, setting)
     engine.check_integrity()

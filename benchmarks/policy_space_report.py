@@ -15,7 +15,7 @@ from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
-from lm_eval_moecache.report.figure import look, new_figure, save
+from lm_eval_moecache.report.mpl_style import look, new_figure, save
 
 Run = dict[str, Any]
 CAPACITIES = ("5%", "10%", "25%", "50%")

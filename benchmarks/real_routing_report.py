@@ -11,7 +11,7 @@ from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
-from lm_eval_moecache.report.figure import new_figure, save
+from lm_eval_moecache.report.mpl_style import new_figure, save
 
 Run = dict[str, Any]
 SHARES = ("5%", "10%", "25%", "50%")

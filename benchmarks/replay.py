@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -27,10 +29,15 @@ from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
 NUM_LAYERS, TOP_K = 16, 8
 # name, policy, overrides, asked requests per second
 CASES = (
-    ("LRU, on demand", "on_demand", {}, 500_000),
-    ("Belady, on demand", "on_demand", {"eviction": "belady"}, 150_000),
-    ("Least-Stale, next-gate prefetch", "mixtral_offloading", {"eviction": "least_stale"}, 150_000),
-    ("Least-Stale, score prefetch (specmd)", "specmd", {}, 300_000),
+    ("LRU, on demand", "on_demand", {}, 12_000_000),
+    ("Belady, on demand", "on_demand", {"eviction": "belady"}, 8_000_000),
+    (
+        "Least-Stale, next-gate prefetch",
+        "mixtral_offloading",
+        {"eviction": "least_stale"},
+        3_000_000,
+    ),
+    ("Least-Stale, score prefetch (specmd)", "specmd", {}, 3_000_000),
 )
 
 
@@ -89,11 +96,32 @@ def measure(
         capacity=parse_capacity(capacity, trace.geometry),
         hardware=load_hardware("a100-5GBps"),
     )
+    future = Future(trace)
+    # Not what compiling takes, once after an installation.
+    replay(trace, setting, future=future)
     start = time.process_time()
-    engine = replay(trace, setting, future=Future(trace))
+    engine = replay(trace, setting, future=future)
     elapsed_s = time.process_time() - start
     requests = sum(p.requests for p in engine.ledger.passes)
     return int(requests / elapsed_s), sum(p.hits for p in engine.ledger.passes) / requests
+
+
+def theirs(trace: Trace, slots: int) -> float | None:
+    """Return requests per second of libCacheSim's LRU, read in bulk; None where it is not here."""
+    try:
+        import libcachesim
+    except ImportError:
+        return None
+    kind = [("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")]
+    rows = np.zeros(len(trace.keys), np.dtype(kind))
+    rows["id"], rows["size"], rows["next"] = trace.keys + 1, 1, -1
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.oracleGeneral"
+        rows.tofile(file)
+        reader = libcachesim.TraceReader(str(file), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
+        start = time.process_time()
+        libcachesim.LRU(cache_size=slots).process_trace(reader)
+        return len(rows) / (time.process_time() - start)
 
 
 def main() -> None:
@@ -102,6 +130,9 @@ def main() -> None:
     requests = parser.parse_args().requests
     out = sys.stdout.write
     out(f"{'case':40s} {'requests/s':>11s} {'10x trace':>11s} {'10x cache':>11s} {'hit':>6s}\n")
+    own = make_trace(requests, 64, False)
+    rate = theirs(own, NUM_LAYERS * 64 // 4)
+    out(f"{'libCacheSim, LRU, bulk':40s} {'not here' if rate is None else int(rate):>11}\n")
     for name, policy, overrides, asked in CASES:
         needs = policy != "on_demand"
         base, hit = measure(make_trace(requests, 64, needs), policy, overrides, "25%")

@@ -17,6 +17,7 @@ import transformers
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
@@ -93,7 +94,7 @@ def random_model(shape: str) -> Any:
 
 def device_of(name: str) -> torch.device:
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = best_device()
     return torch.device(name)
 
 
@@ -144,23 +145,18 @@ def run(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
     The steps run with the kernel that `generate` changes to for them on a device.
     """
     with torch.no_grad():
-        _wait(prompt.device)
+        synchronize(prompt.device)
         start = time.perf_counter()
         output = model(prompt, use_cache=True)
         token = output.logits[:, -1:].argmax(-1)
-        _wait(prompt.device)
+        synchronize(prompt.device)
         first = time.perf_counter()
         with model._optimize_model_for_decode():
             for _ in range(tokens):
                 output = model(token, past_key_values=output.past_key_values, use_cache=True)
                 token = output.logits[:, -1:].argmax(-1)
-            _wait(prompt.device)
+            synchronize(prompt.device)
             return first - start, (time.perf_counter() - first) / max(tokens, 1)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -7,12 +7,13 @@ import heapq
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 CYCLES = (0.8, 2.0, 4.0)
 Key = tuple[int, int]
+Replay = Callable[[list[list[tuple[int, int]]], int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,38 @@ def lru_hits(events: list[list[Key]], capacity: int) -> tuple[int, int]:
     return hits, requests
 
 
+def lfu_hits(events: list[list[Key]], capacity: int) -> tuple[int, int]:
+    """(hits, requests) when the one used least so far goes first; counts outlive eviction."""
+    counts, cache = Counter[Key](), set[Key]()
+    heap, hits, requests = list[tuple[int, Key]](), 0, 0
+    for event in events:
+        hits += sum(key in cache for key in event)
+        requests += len(event)
+        counts.update(event)
+        cache.update(event)
+        for key in event:
+            heapq.heappush(heap, (counts[key], key))
+        kept = list[tuple[int, Key]]()
+        while len(cache) > capacity:
+            count, key = heapq.heappop(heap)
+            if key not in cache or counts[key] != count:
+                continue
+            if key in event:
+                kept.append((count, key))
+            else:
+                cache.remove(key)
+        for entry in kept:
+            heapq.heappush(heap, entry)
+    return hits, requests
+
+
+def stream_rate(routings: list[Routing], cycles: float, replay: Replay) -> float:
+    """Percent of requests that hit over texts one after another, the cache kept between them."""
+    events = [event for one in routings for event in one.events()]
+    hits, requests = replay(events, int(cycles * routings[0].cycle))
+    return 100 * hits / requests
+
+
 def belady_hits(events: list[list[Key]], capacity: int) -> tuple[int, int]:
     """(hits, requests) when the one needed last goes first, never one of the same event."""
     following = _next_uses(events)
@@ -115,7 +148,7 @@ def _next_uses(events: list[list[Key]]) -> list[list[int]]:
 def hit_rates(routings: list[Routing]) -> dict[str, float]:
     """Percent of requests that hit, each text from an empty cache, at capacities in cycles."""
     rates = dict[str, float]()
-    for name, replay in (("LRU", lru_hits), ("Belady", belady_hits)):
+    for name, replay in (("LRU", lru_hits), ("LFU", lfu_hits), ("Belady", belady_hits)):
         for cycles in CYCLES:
             pairs = [replay(one.events(), int(cycles * one.cycle)) for one in routings]
             hits, requests = map(sum, zip(*pairs, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from functools import cached_property
@@ -22,6 +23,10 @@ CHARS_PER_WEIGHT = 250_000
 
 def held_out_pages() -> list[str]:
     return list(documents.wikitext()["test"]["page"])
+
+
+def read_pages(file: Path) -> list[str]:
+    return [json.loads(line)["page"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def options(problem: Problem) -> tuple[list[str], int] | None:
@@ -75,17 +80,17 @@ class Scorer:
     def _pages(self) -> list[str]:
         return held_out_pages()
 
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self, pages: list[str] | None = None) -> float:
         """Each page in windows, of which only the tokens not seen before count."""
-        total = 0.0
-        for page in self._pages:
+        total, pages = 0.0, pages or self._pages
+        for page in pages:
             ids = [self.tokenizer.eos_token_id, *self.tokenizer(page).input_ids]
             for start in range(0, len(ids) - 1, WINDOW):
                 part = torch.tensor([ids[start : start + WINDOW + 1]])
                 with torch.no_grad():
                     logits = self.model(input_ids=part[:, :-1]).logits[0]
                 total -= float(logits.log_softmax(-1).gather(1, part[0, 1:, None]).sum())
-        return total / math.log(2) / sum(len(page.encode()) for page in self._pages)
+        return total / math.log(2) / sum(len(page.encode()) for page in pages)
 
 
 def ngram_bits(cache: Path) -> float:

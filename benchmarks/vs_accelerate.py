@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Setting
+from lm_eval_moecache.model.checkpoint import weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.assemble import assemble
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.model.weights import weights_files
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import load_hardware
@@ -126,7 +126,7 @@ def main() -> None:
     device = device_of(options.device)
     with tempfile.TemporaryDirectory() as folder:
         random_model(options.shape).save_pretrained(folder)
-        for tier in ("cpu", "disk") if device.type == "cuda" else ("disk",):
+        for tier in ("cpu", "disk") if device.type != "cpu" else ("disk",):
             theirs = offloaded(folder, options.capacity, device, tier)
             store = "ram" if tier == "cpu" else "disk"
             wrapped = ours(folder, options.policy, options.capacity, device, store)

@@ -158,10 +158,14 @@ class Training:
             optimizer.load_state_dict(saved)
         self.curve.rows = [tuple(row) for row in state["curve"]]
 
+    def before_step(self) -> None:
+        """Turns the dense model into experts when its stage is over."""
+        if self.step == self.plan.dense_steps:
+            self._use(upcycle(self.model, self.plan.seed))
+
     def advance(self) -> None:
         plan = self.plan
-        if self.step == plan.dense_steps:
-            self._use(upcycle(self.model, plan.seed))
+        self.before_step()
         share = plan.rate_at(self.step)
         for optimizer, full in zip(self.optimizers, (plan.rate, plan.adam_rate), strict=True):
             for group in optimizer.param_groups:
@@ -204,8 +208,9 @@ class Training:
         sharp = torch.stack([sharpness(part, top_k) for part in parts]).mean()
         return balance, self.plan.sharpness_weight * sharp
 
-    def save(self) -> None:
-        state = {
+    def state(self) -> dict[str, object]:
+        """What a run that was stopped goes on from."""
+        return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "curve": [list(row) for row in self.curve.rows],
@@ -213,8 +218,10 @@ class Training:
             "num_tokens": self.num_tokens,
             "seconds": time.monotonic() - self.started,
         }
+
+    def save(self) -> None:
         part = (self.out / CHECKPOINT).with_suffix(".part")
-        torch.save(state, part)
+        torch.save(self.state(), part)
         os.replace(part, self.out / CHECKPOINT)
 
     def finish(self) -> None:
@@ -255,13 +262,13 @@ def start(kind: type[Training], preset: Plan, description: str | None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
     parser.add_argument("--save-every", type=int, default=100)
-    for item in fields(Plan):
+    for item in fields(preset):
         value = getattr(preset, item.name)
         parser.add_argument(f"--{item.name.replace('_', '-')}", type=type(value), default=value)
     values = vars(parser.parse_args())
     out, cache, every = (values.pop(name) for name in ("out", "cache", "save_every"))
     out.mkdir(parents=True, exist_ok=True)
-    run(kind(Plan(**values), out, cache), every)
+    run(kind(type(preset)(**values), out, cache), every)
 
 
 if __name__ == "__main__":

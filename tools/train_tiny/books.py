@@ -1,0 +1,77 @@
+"""More held-out pages: three books in the public domain that no version was trained on.
+
+`python -m tools.train_tiny.books --cache DIR --out FILE` writes the pages that `tiny_wikitext` asks
+today and then those of the books, 150 in all. The books are test data of Brotli's source package,
+where the Canterbury corpus of compression brought them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from lm_eval_moecache.tiny.documents import PAGES
+from tools.train_tiny.corpus import DOCUMENT_CHARS
+
+SOURCE = "Brotli-1.1.0.tar.gz"
+SHA256 = "81de08ac11bcb85841e440c13611c00b67d3bf82698314928d0b676362546724"
+NUM_PAGES = 150
+# File, and where its text begins; whole but for the last, which fills up.
+BOOKS = {
+    "Alice's Adventures in Wonderland (Carroll, 1865)": ("alice29.txt", "CHAPTER I"),
+    "As You Like It (Shakespeare, 1623)": ("asyoulik.txt", "ACT I"),
+    "Paradise Lost (Milton, 1667)": ("plrabn12.txt", "Of Man's first disobedience"),
+}
+
+
+def read_books(cache: Path) -> dict[str, str]:
+    """The text of each book, from the package in `cache` or from PyPI; another one is refused."""
+    file = cache / SOURCE
+    if not file.exists():
+        wanted = ["--no-deps", "--no-binary", ":all:", "brotli==1.1.0", "--dest", str(cache)]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise ValueError(f"{SOURCE} has sha256 {digest}, not {SHA256}")
+    books = dict[str, str]()
+    with tarfile.open(file) as tar:
+        for title, (name, begin) in BOOKS.items():
+            member = tar.extractfile(f"{SOURCE.removesuffix('.tar.gz')}/tests/testdata/{name}")
+            assert member is not None
+            text = member.read().decode("ascii", "replace")
+            books[title] = text[text.index(begin) :]
+    return books
+
+
+def book_pages(text: str) -> list[str]:
+    """Lines in their order, in pages as long as a document; a page ends where a sentence does."""
+    pages, held = list[str](), ""
+    for line in text.strip().splitlines():
+        held += line.rstrip() + "\n"
+        if len(held) >= DOCUMENT_CHARS and (not line.strip() or line.rstrip()[-1] in ".?!"):
+            pages.append(re.sub(r"\n{3,}", "\n\n", held).strip("\n"))
+            held = ""
+    return pages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    lines = PAGES.read_text(encoding="utf-8").splitlines()
+    for title, text in read_books(arguments.cache).items():
+        pages = book_pages(text)
+        print(f"{title}: {len(pages)} pages, {sum(map(len, pages))} characters")
+        lines += [json.dumps({"source": title, "page": page}) for page in pages]
+    arguments.out.write_text("\n".join(lines[:NUM_PAGES]) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

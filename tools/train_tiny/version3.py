@@ -1,0 +1,206 @@
+"""Trains version 3 of `tiny` from version 2: clusters, a shared expert, unnormalised weights.
+
+`python -m tools.train_tiny.version3 --out DIR` reads version 2's shipped folder, makes the new
+model from it (clusters.py) and goes on with its mixture from its last step. A run that was stopped
+(`touch DIR/stop`) goes on from its last checkpoint, with the same weights in the end.
+
+Besides version 2's losses there is one for locality: a token's router shall stay with the experts
+of the token before. Its weight is steered so that an LRU cache of two cycles hits as often as in
+real models; without it topics alone would not do that in so small a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from lm_eval_moecache.tiny import MODEL_DIR
+from tools.train_tiny.batches import ROW_LENGTH, Batch, step_batches
+from tools.train_tiny.clusters import (
+    NUM_CLUSTERS,
+    NUM_EXPERTS,
+    TOP_K,
+    build_clustered,
+    cluster,
+    cluster_config,
+    pull_to_clusters,
+    query_sizes,
+    swapping,
+)
+from tools.train_tiny.network import balance_loss, sharpness
+from tools.train_tiny.train import Plan, Training, micro_loss, start
+
+logger = logging.getLogger(__name__)
+# Where version 2 ended: its batches before that are not read again.
+FIRST_STEP = 2020
+# From this step on substitution is taught to hurt and stretches of a text are balanced harder:
+# before it, experts of other clusters stood in for one another without loss.
+SECOND = 2100
+STEER_EVERY = 10
+CYCLES = 2
+LEAST_LOCALITY, MOST_LOCALITY = 1e-3, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan(Plan):
+    """`target_hits` is what LRU at two cycles shall hit; `steer` how fast locality follows."""
+
+    dense_steps: int = FIRST_STEP
+    steps: int = FIRST_STEP + 980
+    rate: float = 3e-3
+    adam_rate: float = 2e-3
+    warmup: int = 20
+    decay_steps: int = 400
+    expert_pull: float = 3e-3
+    router_pull: float = 5e-3
+    cluster_push: float = 1.5e-3
+    row_balance_weight: float = 0.03
+    late_row_balance_weight: float = 0.15
+    swap_share: float = 0.5
+    swap_margin: float = 1.0
+    swap_weight: float = 0.3
+    sharpness_weight: float = 0.05
+    locality: float = 0.05
+    target_hits: float = 0.5
+    steer: float = 0.7
+
+    def row_balance_at(self, step: int) -> float:
+        return self.late_row_balance_weight if step >= SECOND else self.row_balance_weight
+
+
+def kept_mass(router_logits: tuple[Tensor, ...]) -> Tensor:
+    """Mean probability that a token's router gives to the experts of the token before."""
+    masses = list[Tensor]()
+    for logits_TE in router_logits:
+        before = logits_TE.detach()[:-1].topk(TOP_K, dim=-1).indices
+        masses.append(logits_TE[1:].softmax(-1).gather(1, before).sum(-1).mean())
+    return torch.stack(masses).mean()
+
+
+def lru_share(router_logits: tuple[Tensor, ...], length: int) -> float:
+    """Share of hits of an LRU cache of two cycles in each layer over the first tokens."""
+    hits = asked = 0
+    for logits_TE in router_logits:
+        cache = OrderedDict[int, None]()
+        for experts in logits_TE.detach()[:length].topk(TOP_K, dim=-1).indices.tolist():
+            hits += sum(expert in cache for expert in experts)
+            asked += len(experts)
+            for expert in experts:
+                cache[expert] = None
+                cache.move_to_end(expert)
+            while len(cache) > CYCLES * TOP_K:
+                cache.popitem(last=False)
+    return hits / asked
+
+
+def together(router_logits: tuple[Tensor, ...]) -> float:
+    """Share of pairs of experts chosen for one token that are of one cluster (0.11 by chance)."""
+    size, shares = NUM_EXPERTS // NUM_CLUSTERS, list[float]()
+    for logits_TE in router_logits:
+        label_TK = logits_TE.detach().topk(TOP_K, dim=-1).indices // size
+        same = (label_TK[:, :, None] == label_TK[:, None, :]).sum((1, 2)) - TOP_K
+        shares.append(float(same.float().mean()) / (TOP_K * (TOP_K - 1)))
+    return sum(shares) / len(shares)
+
+
+class ClusterTraining(Training):
+    """Goes on where version 2 ended, in the new architecture."""
+
+    about: ClassVar[dict[str, str]] = {"from": "version 2 of tiny", "draft": "../draft"}
+    plan: ClusterPlan
+    swap_cost = 0.0
+
+    def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
+        self.locality = getattr(plan, "locality", 0.0)
+        super().__init__(plan, out, cache)
+        self.step = max(self.step, plan.dense_steps)
+
+    def _tokenizer(self, cache: Path) -> Tokenizer:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+        return tokenizer
+
+    def first_model(self, pad_id: int, end_id: int) -> PreTrainedModel:
+        if (self.out / "checkpoint.pt").exists():
+            return build_clustered(cluster_config(pad_id=pad_id, end_id=end_id))
+        old = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+        text, _ = step_batches(self.tokenizer, self.text, seed=self.plan.seed, step=FIRST_STEP)
+        return cluster(old, query_sizes(old, text.ids_BS), self.plan.seed)
+
+    def _load(self, state: dict[str, object]) -> None:
+        super()._load(state | {"step": 0})
+        self.step, self.locality = int(state["step"]), float(state["locality"])
+
+    def state(self) -> dict[str, object]:
+        return super().state() | {"locality": self.locality}
+
+    def before_step(self) -> None:
+        """The experts are there from the start."""
+
+    def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
+        plan = self.plan
+        (text, logits), (skills, more) = (micro_loss(self.model, batch) for batch in batches)
+        both = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
+        parts = (list(logits), list(more))
+        balance = balance_loss(both, TOP_K)
+        rows = torch.stack([self._row_balance(part) for part in parts]).mean()
+        sharp = torch.stack([sharpness(part, TOP_K) for part in parts]).mean()
+        kept = (kept_mass(logits) + kept_mass(more)) / 2
+        loss = text + plan.skill_weight * skills + plan.balance_weight * balance
+        loss = loss + plan.row_balance_at(self.step) * rows + plan.sharpness_weight * sharp
+        loss = loss - self.locality * kept
+        if self.step >= SECOND:
+            loss = loss + plan.swap_weight * self._swap_loss(batches[1], skills)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), plan.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pull_to_clusters(self.model, plan.expert_pull, plan.router_pull, plan.cluster_push)
+        if self.step % STEER_EVERY == 0:
+            self._steer(logits, more, kept.item())
+        return text.item(), skills.item(), balance.item()
+
+    def _swap_loss(self, batch: Batch, plain: Tensor) -> Tensor:
+        """How far substitutes of other clusters are from costing the margin, on half the rows.
+
+        In nats of a target token; 0 when they cost enough.
+        """
+        half = len(batch.ids_BS) // 2
+        assert batch.document_BS is not None
+        part = Batch(
+            ids_BS=batch.ids_BS[:half],
+            weights_BS=batch.weights_BS[:half],
+            document_BS=batch.document_BS[:half],
+        )
+        with swapping(self.plan.swap_share, self.step):
+            swapped, _ = micro_loss(self.model, part)
+        self.swap_cost = float(swapped.detach() - plain.detach())
+        return torch.relu(plain.detach() + self.plan.swap_margin - swapped)
+
+    def _row_balance(self, router_logits: list[Tensor]) -> Tensor:
+        """Balance over stretches of a row, so that no text leans on a few experts throughout."""
+        stretches = zip(*(one.split(ROW_LENGTH) for one in router_logits), strict=True)
+        return torch.stack([balance_loss(list(one), TOP_K) for one in stretches]).mean()
+
+    def _steer(self, text: tuple[Tensor, ...], skills: tuple[Tensor, ...], kept: float) -> None:
+        hits = [lru_share(part, 512) for part in (text, skills)]
+        lacking = self.plan.target_hits - sum(hits) / 2
+        self.locality *= math.exp(self.plan.steer * lacking)
+        self.locality = min(max(self.locality, LEAST_LOCALITY), MOST_LOCALITY)
+        logger.info(
+            "lru %.3f %.3f kept %.3f locality %.4f together %.3f %.3f swap %.2f",
+            *hits, kept, self.locality, together(text), together(skills), self.swap_cost,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    start(ClusterTraining, ClusterPlan(), __doc__)
