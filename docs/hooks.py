@@ -8,6 +8,7 @@ the code, figures in results/: they are written into docs/reference, docs/galler
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -23,15 +24,26 @@ def on_pre_build(config: Any) -> None:
     """Called by mkdocs before it lists the files."""
     sys.path[:0] = [str(DOCS), str(ROOT)]
     import pictures
+    import wall_table
 
     pictures.draw_all(DOCS / "pictures")
     pages = DOCS / "reference"
     pages.mkdir(exist_ok=True)
-    (pages / "keys.md").write_text(keys_page())
     (pages / "metrics.md").write_text(metrics_page())
     (pages / "policies.md").write_text(policies_page())
     (pages / "algorithms.md").write_text(algorithms_page())
+    (pages / "wall_table.md").write_text(wall_table.page(wall_table.wall_table()))
     write_gallery(DOCS / "gallery")
+    write_schema(DOCS / "schema")
+
+
+def write_schema(folder: Path) -> None:
+    """The JSON schema of `config.moecache`."""
+    from lm_eval_moecache.records.schemas.published import published_schema
+
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(published_schema(), indent=2)
+    (folder / "config.moecache.json").write_text(text + "\n")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -44,11 +56,18 @@ def _fenced(path: Path) -> str:
     return f"```{path.suffix.removeprefix('.')}\n{path.read_text().rstrip()}\n```"
 
 
-def keys_page() -> str:
-    text = (ROOT / "README.md").read_text()
-    tables = [part for part in text.split("\n\n") if part.startswith(("| key of", "| command |"))]
-    assert len(tables) == 2, "README.md has lost its table of keys or of commands"
-    return "# Keys and commands\n\n" + _without_links("\n\n".join(tables)) + "\n"
+def keys_table() -> str:
+    """The table of docs/keys.md, which a test holds to it."""
+    from lm_eval_moecache.harness.arguments import ModelArguments
+
+    lines = ["| key | what | default |", "|---|---|---|"]
+    lines.append(
+        "| `pretrained` | hub id, folder, `tiny`, or (from Python) a loaded model | `tiny` |"
+    )
+    for key, field in ModelArguments.model_fields.items():
+        default = "" if field.default is None else f"`{field.default}`"
+        lines.append(f"| `{key}` | {field.description} | {default} |")
+    return "\n".join(lines)
 
 
 def metrics_page() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ def draw_all(folder: Path) -> list[Path]:
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "lm-eval-moecache"  # the same picture, the same bytes
     folder.mkdir(parents=True, exist_ok=True)
-    return [draw(folder) for draw in (event, late, collision)]
+    return [draw(folder) for draw in (event, late, collision, timeline)]
 
 
 def event(folder: Path) -> Path:
@@ -76,6 +79,34 @@ def collision(folder: Path) -> Path:
         4.6, 0.2, "layer:expert, a cache of three experts for all layers", ha="center", size=9
     )
     return _save(figure, folder / "collision.svg")
+
+
+def timeline(folder: Path) -> Path:
+    """What compute, link and host do during one token: a decode pass of a replay's timeline."""
+    from matplotlib.figure import Figure
+
+    from lm_eval_moecache.cli.replay import run_raw
+    from lm_eval_moecache.records.paths import traces_dir
+
+    written = folder / "timeline.json"
+    words = [str(traces_dir() / "olmoe-1b-7b.parquet"), "--miss=host", "--bound=false"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_raw([*words, "--hardware=rtx-4090-24gb", f"--timeline={written}"])
+    events = [e for e in json.loads(written.read_text())["traceEvents"] if e["ph"] == "X"]
+    written.unlink()
+    token = [e for e in events if e["cat"] == "passes"][20]
+    colors = {"dense": IDLE, "experts": COMPUTE, "stall": MISS, "wait": LATE, "wake": LATE}
+    figure = Figure(figsize=(9, 2.4), layout="constrained")
+    axes = figure.subplots()
+    for row, track in enumerate(("host", "link", "compute")):
+        for event in events:
+            start = event["ts"] - token["ts"]
+            if event["cat"] == track and 0 <= start < token["dur"]:
+                color = LINK if track == "link" else colors[event["name"]]
+                axes.barh(row, event["dur"] / 1e3, left=start / 1e3, color=color, height=0.6)
+    axes.set_yticks(range(3), ["host", "link", "compute"])
+    axes.set_xlabel("ms since the token began (light: dense part, blue: experts, purple: loads)")
+    return _save(figure, folder / "timeline.svg")
 
 
 def _sheet(width: float, height: float) -> tuple[Any, Any]:

@@ -1,0 +1,162 @@
+"""What runs with `clock=wall`: every value of every axis and key, asked of the checks themselves.
+
+A cell is empty only where a check refuses the value, and then it holds that check's own words, so
+that the table cannot say anything else than a run does. A page of the site, made at its build.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
+from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
+from lm_eval_moecache.harness.arguments import CHOICES, read_config
+from lm_eval_moecache.model.precision.ladder import codec_names
+from lm_eval_moecache.records.paths import traces_dir
+
+LADDER = "int8:int4:int2"
+_FOLDERS = ("trace", "store_dir", "encoded_dir", "warm")
+_PLAIN: Mapping[str, Sequence[Any]] = {
+    "phases": ("all", "decode"),
+    "bandwidth": ("5GB/s",),
+    "seed": (1,),
+    "hardware": ("h200",),
+    "emulate": ("olmoe-1b-7b",),
+    "draft": ("self:int4", "tiny", "prompt_lookup"),
+    "draft_tokens": (4,),
+}
+_BESIDE: Mapping[tuple[str, Any], Mapping[str, Any]] = {
+    ("scoring", "scan"): {"capacity": "4/layer"},
+    ("phases", "decode"): {"miss": "drop"},
+    ("seed", 1): {"eviction": "random"},
+    ("draft_tokens", 4): {"draft": "tiny"},
+}
+"""What a value is tried with, where it means nothing alone."""
+_HEAD = """# What runs on the wall clock
+
+Every axis and every key of `--model_args` with `clock=wall`, made from the checks that a run makes
+before anything is loaded.
+`runs` may need what stands beside it; an empty cell has the reason that a run would be given.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One value: what it was tried with, and the reason where it is refused."""
+
+    key: str
+    value: str
+    beside: str
+    reason: str
+
+
+def wall_table() -> list[Cell]:
+    """Try every value. Nothing is loaded; a folder for traces is made and goes again."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [_cell(key, value, given) for key, value, given in _values(folder)]
+
+
+def settings_that_run(folder: str) -> list[tuple[str, dict[str, Any], bool]]:
+    """Return every value that runs: its name, its setting, and whether it is `moecache-spec`'s.
+
+    A setting that names a folder, or what is found in one, has `folder` for it.
+    """
+    return [
+        (f"{key}={value}", given, _is_speculative(given))
+        for key, value, given in _values(folder)
+        if _refusal({"clock": "wall", **given}) is None
+    ]
+
+
+def _values(folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name every key and value, and the setting that it is tried in."""
+    for name in policy_names():
+        yield "policy", name, _with_ladder({"policy": name})
+    for axis in AXES:
+        for name in algorithm_names(axis):
+            yield axis, name, _composed(axis, name)
+    for level in codec_names():
+        yield "precision", level, {"precision": level}
+    yield "precision", LADDER, {"precision": LADDER, "miss": "fetch_priority"}
+    chosen = {key: values for key, values in CHOICES.items() if key != "clock"}
+    for key, values in {**chosen, **_PLAIN}.items():
+        for value in values:
+            beside = {"trace": folder} if key == "trace_keep" else _BESIDE.get((key, value), {})
+            yield key, str(value), {key: value, **beside}
+    yield "store_dir", "a folder", {"store_dir": folder, "store": "disk"}
+    yield "encoded_dir", "a folder", {"encoded_dir": folder, "precision": "int8"}
+    yield "trace", "a folder", {"trace": folder}
+    yield "warm", "a trace or a profile", {"warm": str(traces_dir() / "olmoe-1b-7b.parquet")}
+
+
+def _composed(axis: str, name: str) -> dict[str, Any]:
+    """Return an algorithm in a policy that takes it under the virtual clock."""
+    paired = {o: allowed[0] for o, allowed in find_algorithm(axis, name).pairs_with.items()}
+    tries = [_with_ladder({axis: name}), _with_ladder({axis: name, **paired})]
+    for given in tries:
+        if _refusal(given) is None:
+            return given
+    for policy in policy_names():
+        if getattr(_shipped(policy), axis).name == name:
+            return _with_ladder({"policy": policy})
+    return tries[0]
+
+
+_shipped = cache(load_policy)
+
+
+def _with_ladder(given: dict[str, Any]) -> dict[str, Any]:
+    """Add the precisions that a policy's miss algorithm loads at, where it does."""
+    policy = _policy_of(given)
+    uses = policy is not None and policy.miss.algorithm.uses_ladder
+    return {**given, "precision": LADDER} if uses else given
+
+
+def _cell(key: str, value: str, given: Mapping[str, Any]) -> Cell:
+    beside = {k: v for k, v in given.items() if k != key and k not in _FOLDERS}
+    words = [f"{k}={v}" for k, v in beside.items()]
+    if _is_speculative(given):
+        words.insert(0, "--model moecache-spec")
+    reason = _refusal({"clock": "wall", **given}) or ""
+    for name in _FOLDERS:
+        # The place is this machine's.
+        reason = reason.replace(str(given.get(name)), value)
+    return Cell(key, value, ", ".join(words), reason)
+
+
+def _policy_of(given: Mapping[str, Any]) -> Policy | None:
+    axes = {axis: given[axis] for axis in AXES if axis in given}
+    try:
+        return load_policy(given.get("policy", "on_demand"), axes)
+    except ValueError:
+        return None
+
+
+def _is_speculative(given: Mapping[str, Any]) -> bool:
+    policy = _policy_of(given)
+    needs = policy is not None and policy.prefetch.algorithm.needs_draft
+    return "draft" in given or bool(needs)
+
+
+def _refusal(given: Mapping[str, Any]) -> str | None:
+    """Return why a setting is refused, or None where it would be loaded."""
+    try:
+        read_config({"policy": "on_demand", **given}, _is_speculative(given))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def page(cells: Sequence[Cell]) -> str:
+    """Return the page."""
+    lines = [_HEAD, "| key | value | with `clock=wall` | beside it, or why not |"]
+    lines.append("|---|---|---|---|")
+    for cell in cells:
+        state = "" if cell.reason else "runs"
+        beside = cell.reason or (f"`{cell.beside}`" if cell.beside else "")
+        lines.append(f"| {cell.key} | `{cell.value}` | {state} | {beside} |")
+    return "\n".join(lines) + "\n"
