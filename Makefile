@@ -1,10 +1,11 @@
-# make demo: the main job in a fresh environment.   make test: the tests.   make lint: what CI checks.
+# make demo: the main job in a fresh environment.   make test: the tests, on two processes.
+# make test-all: those that start whole commands, too, as CI does.   make lint: what CI checks.
 PYTHON ?= python3
 DEMO_VENV := .venv-demo
 VENV := .venv
 DEMO_OUTPUT ?= output/demo
 
-.PHONY: demo test lint docs families soak kills races clean
+.PHONY: demo test test-all lint docs families soak kills races clean
 
 # One model under seven policies. One thread a process: tiny is too small for a second to help.
 demo:
@@ -15,8 +16,12 @@ demo:
 	$(DEMO_VENV)/bin/moecache plot $(DEMO_OUTPUT)
 	$(DEMO_VENV)/bin/moecache table $(DEMO_OUTPUT)
 
+# One thread a process: two processes share the cores better than threads that wait for each other.
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -q
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+
+test-all: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

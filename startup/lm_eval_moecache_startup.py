@@ -21,6 +21,8 @@ class ModelsFinder:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
+        if name == "lm_eval.evaluator":
+            check_command()
         if name != "lm_eval.models":
             return None
         if self in sys.meta_path:  # another thread may have come first
@@ -43,6 +45,17 @@ def call_after_exec(loader: "Loader") -> None:
         register_models()
 
     loader.exec_module = exec_then_register  # type: ignore[method-assign]
+
+
+def check_command() -> None:
+    """Let a command line that names our models be checked; whatever fails in that is lm-eval's."""
+    if any("moecache" in word for word in getattr(sys, "argv", ())):
+        from contextlib import suppress
+
+        with suppress(ImportError):
+            from lm_eval_moecache.harness.evaluation_options import check_lm_eval_command
+
+            check_lm_eval_command(sys.argv[1:])
 
 
 def register_models() -> None:
