@@ -136,6 +136,23 @@ def test_lists_are_every_combination_in_the_order_given(tmp_path: Path, capsys: 
     assert all(r["metrics"]["miss_rate"] >= r["bound_miss_rate"] for r in several)
 
 
+def test_an_order_of_execution_moves_time_and_not_what_is_missed(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    path, _ = traces.record(tmp_path)
+    usual, arriving = (
+        replay(
+            path, capsys, "--hardware=oneplus-15r", "--bound=false", "--reads_per_expert=2", each
+        )[0]
+        for each in ("--execute=together", "--execute=as_they_arrive")
+    )
+    same, times = ("miss_rate", "bytes_moved"), ("tok_per_s", "stall_ms_per_token")
+    assert [usual["metrics"][k] for k in same] == [arriving["metrics"][k] for k in same]
+    assert all(usual["metrics"][k] != arriving["metrics"][k] for k in times)
+    assert main(["replay", str(path), "--reads_per_expert=65"]) == 2
+    assert "at most 64" in capsys.readouterr().err
+
+
 def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

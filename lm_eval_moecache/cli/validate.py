@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.engine.setting import TOGETHER
+from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.numbers import read_count
@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
         check_writable(Path(arguments.plot))
     trace = load_trace(arguments.trace)
     hardware = load_hardware(arguments.hardware)
-    reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=64)
+    reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)
     setting = validation.setting_of(trace, hardware, arguments, reads)
     measured = validation.read_measured(Path(arguments.measured), arguments.columns or {})
     ours, theirs = validation.same_tokens(validation.foretell(trace, setting), measured, tokens)

@@ -18,6 +18,8 @@ PROMPT_LOOKUP = "prompt_lookup"
 """The draft that repeats what the prompt said."""
 
 
+MOST_READS = 64
+"""Requests that an expert may be read by."""
 TOGETHER, AS_THEY_ARRIVE = EXECUTIONS = ("together", "as_they_arrive")
 """When an event's experts are executed: all of them once the last is there; or the resident ones
 at once, and each absent one as it arrives, so that later arrivals hide behind that work."""

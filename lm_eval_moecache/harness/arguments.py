@@ -21,9 +21,12 @@ from pydantic import BeforeValidator, Field
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.setting import (
+    AS_THEY_ARRIVE,
     FIFO,
+    MOST_READS,
     PRIORITY,
     PROMPT_LOOKUP,
+    TOGETHER,
     Setting,
     check_host,
     offline,
@@ -110,6 +113,14 @@ class ModelArguments(Schema):
     bandwidth: Any = Field(None, description="of the link, in place of the profile's: `5GB/s`")
     link: Literal["priority", "fifo"] = Field(
         "priority", description="`priority`: demands first, stale prefetches withdrawn; or `fifo`"
+    )
+    execute: Literal["together", "as_they_arrive"] = Field(
+        "together",
+        description="an event's experts run `together` once the last is there, or "
+        "`as_they_arrive`, the resident ones first",
+    )
+    reads_per_expert: Annotated[int, count(1, MOST_READS)] = Field(
+        1, description="requests that an expert is read by: its projections, over a link of lanes"
     )
     emulate: Name = Field(
         None, description="charge each layer as one of this model: a name, a folder or a YAML"
@@ -201,6 +212,10 @@ class Config:
     """What the wall clock slows its link down to."""
     link: str = PRIORITY
     """Discipline of the virtual link."""
+    execute: str = TOGETHER
+    """When an event's experts are executed (virtual clock only)."""
+    reads_per_expert: int = 1
+    """Requests that an expert is read by (virtual clock only)."""
     emulate: RealModel | None = None
     """The real model whose sizes the layers are charged as (virtual clock only)."""
     warm: UseProfile | None = None
@@ -221,6 +236,8 @@ class Config:
             capacity=parse_capacity(self.capacity, charged, per_layer=self.policy.per_layer),
             emulate=emulate,
             link=self.link,
+            execute=self.execute,
+            reads_per_expert=self.reads_per_expert,
             warm=placement(self.policy, self.warm, geometry),
             hardware=self.hardware,
             seed=self.seed,
@@ -311,6 +328,8 @@ def read_config(
         scoring=asked.scoring,
         cache_reset=asked.cache_reset,
         link=asked.link,
+        execute=asked.execute,
+        reads_per_expert=asked.reads_per_expert,
         draft=draft,
         draft_tokens=draft_tokens,
     )
@@ -348,6 +367,12 @@ def _check_clock(asked: ModelArguments, given: Mapping[str, Any], policy: Policy
             f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
             "the model's own experts. Allowed with it: clock=virtual."
         )
+    for key in ("execute", "reads_per_expert"):
+        if key in given:
+            raise ValueError(
+                f"{key}={given[key]!r} does not go with clock='wall', whose engine has an order of "
+                "its own and reads an expert at once. Allowed with it: clock=virtual."
+            )
     if "store_dir" in given and asked.store != "disk":
         raise ValueError(
             f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
@@ -421,6 +446,12 @@ def _precision(asked: ModelArguments, policy: Policy, draft: str | None) -> str 
     if asked.precision is None:
         return None
     ladder = parse_ladder(asked.precision)
+    if asked.execute == AS_THEY_ARRIVE and len(ladder) > 1:
+        raise ValueError(
+            f"execute={asked.execute!r} is for a store of one precision, and "
+            f"precision={asked.precision!r} has {len(ladder)}. Allowed with it: "
+            f"execute={TOGETHER!r}, or one precision."
+        )
     if asked.scoring == "scan" and policy.miss.algorithm.uses_ladder:
         raise ValueError(
             f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "

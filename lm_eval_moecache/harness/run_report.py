@@ -8,7 +8,7 @@ from typing import Any
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
-from lm_eval_moecache.engine.setting import FIFO
+from lm_eval_moecache.engine.setting import FIFO, TOGETHER
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
@@ -40,6 +40,7 @@ def run_report(
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
         "link": config.link,
+        **_execution(config),
         **({} if engine.setting.warm is None else {"warm": engine.setting.warm.name}),
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
@@ -81,6 +82,13 @@ def _warnings(
         idle_cutoff=_prefetches_nothing(engine),
         idle_levels=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
     )
+
+
+def _execution(config: Config) -> dict[str, Any]:
+    """Return how the engine that is emulated reads and runs its experts, where not as usual."""
+    usual = {"execute": TOGETHER, "reads_per_expert": 1}
+    told = {key: getattr(config, key) for key in usual}
+    return {key: value for key, value in told.items() if value != usual[key]}
 
 
 def _prefetches_nothing(engine: Engine) -> bool:

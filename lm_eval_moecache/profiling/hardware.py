@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.setting import TOGETHER
+from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.files import write_whole
@@ -160,7 +160,9 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
     for key in ("base", "capacity"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--from needs --{key} with it.")
-    reads = [read_count("reads", each, least=1, most=64) for each in arguments.reads.split(",")]
+    reads = [
+        read_count("reads", each, least=1, most=MOST_READS) for each in arguments.reads.split(",")
+    ]
     pairs = list(zip(files[::2], files[1::2], strict=True))
     reads = reads * len(pairs) if len(reads) == 1 else reads
     if len(reads) != len(pairs):

@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import PRIORITY, Setting
+from lm_eval_moecache.engine.setting import PRIORITY, TOGETHER, Setting
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
@@ -44,6 +44,8 @@ class SweepSetting:
     expert_bytes: int | None = None
     bound: bool = True
     link: str = PRIORITY
+    execute: str = TOGETHER
+    reads_per_expert: int = 1
     emulate: RealModel | None = None
     """The model whose sizes the traced layers are charged as; None for the trace's own."""
     warm: UseProfile | None = None
@@ -215,6 +217,8 @@ class _Replays:
             seed=seed,
             emulate=self.setting.emulate,
             link=self.setting.link,
+            execute=self.setting.execute,
+            reads_per_expert=self.setting.reads_per_expert,
             warm=placement(policy, self.setting.warm, self.trace.geometry),
         )
 

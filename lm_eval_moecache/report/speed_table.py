@@ -16,7 +16,14 @@ _COLUMNS = (
     *("collision_miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
 )
 # The title names these settings where they are not at their defaults.
-_DEFAULTS = {"phases": "all", "scoring": "parallel", "cache_reset": "never", "link": "priority"}
+_DEFAULTS = {
+    "phases": "all",
+    "scoring": "parallel",
+    "cache_reset": "never",
+    "link": "priority",
+    "execute": "together",
+    "reads_per_expert": 1,
+}
 
 
 def speed_table(report: Mapping[str, Any]) -> str:

@@ -72,6 +72,18 @@ def test_links_and_emulated_models_share_the_run(tmp_path: Path, base: dict[str,
     assert len(speeds) >= 2
 
 
+def test_orders_of_execution_share_the_run(tmp_path: Path, base: dict[str, Any]) -> None:
+    lanes = {"policy": "specmd", "hardware": "oneplus-15r"}
+    grid = {"execute": ["together", "as_they_arrive"], "reads_per_expert": [1, 3]}
+    found, _ = both_ways(tmp_path, base={**base, **lanes}, grid=grid, limit=1)
+    assert made_by(found) == ["replay_of"] * 3 + ["run"]
+    reports = [record["config"]["moecache"] for record in found.values()]
+    told = {(r.get("execute"), r.get("reads_per_expert")): r["totals"] for r in reports}
+    assert told.keys() == {(e, n) for e in (None, "as_they_arrive") for n in (None, 3)}
+    speeds = {totals["ttft_ms"]["mean"] for totals in told.values()}
+    assert len(speeds) == 4
+
+
 def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[str, Any]) -> None:
     model = skeleton(base["pretrained"], {})
     sizes = describe(model, find_moe_layers(model), "olmoe")

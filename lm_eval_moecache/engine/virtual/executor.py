@@ -49,8 +49,8 @@ class VirtualExecutor(Executor):
         """Demands of the event in progress -> when each of their reads is there."""
         if self._as_they_arrive and self.rules.ladder:
             raise ValueError(
-                f"execute={setting.execute!r} is for a store of one precision, and this miss "
-                "algorithm chooses among several. Allowed: execute='together'."
+                f"execute={setting.execute!r} is for a store of one precision, and this one has "
+                f"{':'.join(geometry.precision)}. Allowed: execute='together'."
             )
         self.clock = VirtualClock(setting.hardware, geometry)
         self._geometry = geometry

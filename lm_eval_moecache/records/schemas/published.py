@@ -101,6 +101,8 @@ class MoecacheRecord(_Part):
     scoring: Literal["parallel", "scan"]
     cache_reset: Literal["never", "request"]
     link: Literal["priority", "fifo"] = "priority"
+    execute: Literal["together", "as_they_arrive"] = "together"
+    reads_per_expert: int = Field(1, description="requests that an expert is read by")
     seed: int
     model: ModelSizes
     device: str | None = Field(None, description="where the model ran, whatever was emulated")
