@@ -1,7 +1,7 @@
 """Replays what S1, S2, S3, S4 and S8 of SpecMD ask for, on real routing: results/real_routing.
 
-Usage: python benchmarks/routing_claims.py [--tiny TRACE] [--out results/real_routing], then
-`routing_claims_report.py`. Cells that are in `claims.json.gz` already are kept.
+Usage: python benchmarks/routing_claims.py [--tiny TRACE] [--out results/real_routing]. Writes
+`claims.json.gz` (cells that are there already are kept) and `claims.md`.
 
 The three traces of `traces/` have neither weights nor gates: predictors are oracles of stated
 recall and precision, and score eviction is left out. What needs both is asked of the shipped model,
@@ -10,23 +10,24 @@ charged as OLMoE-1B-7B. Its trace (3 MB) is made by
     moecache eval --model moecache --tasks tiny_gsm8k,tiny_bbh --limit 20
         --model_args pretrained=tiny,policy=specmd,capacity=25%,trace=DIR,trace_keep=all
 
-A cell is kept as sums over units, which the intervals draw from: sixteen passes of a trace, or one
-request of the shipped model's.
+A cell is kept as sums over units: sixteen passes of a trace, or one request of the shipped model's.
+Figures are ratios of sums over a run; the 95% intervals are percentiles over 2000 draws of its
+units, the same draws for the cells that are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from grid import RESULTS, TRACES, Run, fill, sections, table
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
@@ -43,20 +44,14 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
-TRACES = Path(__file__).resolve().parents[1] / "traces"
 MACHINES = {"inside": "specmd-a100", "outside": "a100-5GBps"}
 """SpecMD's own stack of 30 ms a layer, and one that is as fast as its kernels."""
 SHARES = ("1%", "5%", "25%", "50%")
 BLOCK = 16
+OTHERS = ("lru", "lfu", "fld", "shallow_first", "frequency_layer", "least_stale", "hazard")
 EVICTIONS: dict[str, dict[str, Any]] = {
-    "lru": {"eviction": "lru"},
-    "lfu": {"eviction": "lfu"},
-    "fld": {"eviction": "fld"},
-    "shallow_first": {"eviction": "shallow_first"},
-    "frequency_layer": {"eviction": "frequency_layer"},
-    "least_stale": {"eviction": "least_stale"},
+    **{name: {"eviction": name} for name in OTHERS},
     "least_stale none": {"eviction": "least_stale", "eviction.protect": "none"},
-    "hazard": {"eviction": "hazard"},
 }
 SCORES = {
     f"score {history}": {"eviction": "score", "eviction.history": history}
@@ -68,51 +63,64 @@ ORACLES: dict[str, dict[str, Any]] = {
     "top-k": {"prefetch": "oracle", "prefetch.recall": 0.85, "prefetch.precision": 0.85},
     "score": {"prefetch": "oracle", "prefetch.recall": 0.95, "prefetch.precision": 0.63},
 }
-GATES: dict[str, dict[str, Any]] = {
-    "top-k": {"prefetch": "next_gate"},
-    "score": {"prefetch": "score"},
-}
+GATES = {"top-k": {"prefetch": "next_gate"}, "score": {"prefetch": "score"}}
 WIDER: dict[str, dict[str, Any]] = {
-    **{
-        f"top-k x{over:g}": {"prefetch": "next_gate", "prefetch.overfetch": over}
-        for over in (1.5, 2)
-    },
-    **{f"score p{p}": {"prefetch": "score", "prefetch.percentile": p} for p in (70, 75, 85, 90)},
-}
+    f"top-k x{over:g}": {"prefetch": "next_gate", "prefetch.overfetch": over} for over in (1.5, 2)
+} | {f"score p{p}": {"prefetch": "score", "prefetch.percentile": p} for p in (70, 75, 85, 90)}
+PREFETCHERS = ("none", "top-k", "score")
+LEFT_OUT = {"least_stale none", "hazard"}
+"""Not the papers' compositions: not among those that S2 and S8 are about."""
+DRAWS = 2000
+Floats = npt.NDArray[np.float64]
+Place = tuple[str, str, str]
+"""Trace, machine, capacity."""
 
 
-def cells(is_tiny: bool) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
-    """Yield each cell's names and what they mean for a policy."""
-    evictions = {**EVICTIONS, **(SCORES if is_tiny else {})}
-    stale = {"least_stale": EVICTIONS["least_stale"]}
-    grids = [(NONE, evictions), (GATES if is_tiny else ORACLES, evictions)]
-    grids += [(WIDER, stale)] if is_tiny else []
-    for machine, share in product(MACHINES, SHARES[:3] if is_tiny else SHARES):
-        at = {"machine": machine, "capacity": share}
-        for prefetchers, own in grids:
-            for (prefetch, how), (eviction, who) in product(prefetchers.items(), own.items()):
-                yield {**at, "prefetch": prefetch, "eviction": eviction}, {**how, **who}
+def cells(tiny: Path | None = None) -> Iterator[tuple[Run, Any]]:
+    """Yield each cell with its trace, its future and what it means for a policy."""
+    files = {path.stem: path for path in sorted(TRACES.glob("*.parquet"))}
+    for name, path in (files | ({} if tiny is None else {"tiny": tiny})).items():
+        is_tiny = name == "tiny"
+        trace = load_trace(str(path), predicted=is_tiny)
+        future = Future(trace)
+        if not is_tiny:
+            trace = foretold(trace, future)
+        grids = [({**NONE, **(GATES if is_tiny else ORACLES)}, EVICTIONS)]
+        if is_tiny:
+            grids += [
+                ({**NONE, **GATES}, SCORES),
+                (WIDER, {"least_stale": EVICTIONS["least_stale"]}),
+            ]
+        for machine, share in product(MACHINES, SHARES[:3] if is_tiny else SHARES):
+            for prefetchers, evictions in grids:
+                for prefetch, eviction in product(prefetchers, evictions):
+                    cell = {"trace": name, "machine": machine, "capacity": share}
+                    policy = {**prefetchers[prefetch], **evictions[eviction]}
+                    yield (
+                        {**cell, "prefetch": prefetch, "eviction": eviction},
+                        (trace, future, policy),
+                    )
 
 
 def foretold(trace: Trace, future: Future) -> Trace:
     """Let the oracles speak once: what they propose does not depend on the cell."""
-    num_layers, known = trace.geometry.num_layers, {}
-    for how in ORACLES.values():
-        choice = load_policy("on_demand", how).prefetch
+    num_layers, proposed = trace.geometry.num_layers, {}
+    for overrides in ORACLES.values():
+        choice = load_policy("on_demand", overrides).prefetch
         oracle = choice.build(trace.geometry, 0)
         oracle.prepare(future)
-        keys: list[Sequence[int]] = []
-        for index in range(len(trace.key_bounds) - 1):
-            keys.append(oracle.propose(Event(*divmod(index, num_layers), DECODE, 1, ())))
+        keys: list[Sequence[int]] = [
+            oracle.propose(Event(*divmod(index, num_layers), DECODE, 1, ()))
+            for index in range(len(trace.key_bounds) - 1)
+        ]
         bounds = np.cumsum([0, *map(len, keys)]).astype(np.int64)
         flat = np.concatenate([np.asarray(own, dtype=np.int32) for own in keys])
-        known[identity(choice, 0, "")] = Proposed(keys=flat, bounds=bounds)
-    return replace(trace, proposed=known)
+        proposed[identity(choice, 0, "")] = Proposed(keys=flat, bounds=bounds)
+    return replace(trace, proposed=proposed)
 
 
-def measure(
-    trace: Trace, future: Future, cell: dict[str, str], overrides: dict[str, Any]
-) -> dict[str, Any]:
+def measure(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
+    trace, future, overrides = known
     is_tiny = cell["trace"] == "tiny"
     geometry, hardware = trace.geometry, load_hardware(MACHINES[cell["machine"]])
     emulate = load_real_model("OLMoE-1B-7B") if is_tiny else None
@@ -123,7 +131,6 @@ def measure(
     engine = replay(trace, setting, future=future)
     regime = regime_of(charged, capacity.total_bytes, hardware)
     return {
-        "cell": cell,
         "cycles": round(regime.cycles, 3),
         "transfer_per_layer": round(regime.transfer_per_layer, 4),
         "units": [sums(unit) for unit in units(engine, is_tiny)],
@@ -156,39 +163,217 @@ def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
     }
 
 
-def load(file: Path) -> list[dict[str, Any]]:
-    return json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else []
+@cache
+def draws(num_units: int) -> npt.NDArray[np.int64]:
+    """Return how often each unit is in a sample: each once, then in each draw."""
+    drawn = np.random.default_rng(0).integers(0, num_units, (DRAWS, num_units))
+    counts = [np.bincount(own, minlength=num_units) for own in drawn]
+    return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
 
 
-def save(file: Path, runs: list[dict[str, Any]]) -> None:
-    text = "[\n" + ",\n".join(json.dumps(run, sort_keys=True) for run in runs) + "\n]\n"
-    file.write_bytes(gzip.compress(text.encode(), mtime=0))
+class Cell:
+    """Figures of one run as ratios of sums: of the run first, then of each draw."""
+
+    def __init__(self, run: Run) -> None:
+        self.cycles, self.ratio = run["cycles"], run["transfer_per_layer"]
+        self.units = {name: np.array([u[name] for u in run["units"]]) for name in run["units"][0]}
+        self._weights = draws(len(run["units"]))
+        self.collisions = 100 * self.rate("collisions", "requests")
+        self.misses = 100 * self.rate("absent", "requests")
+        self.ms_per_token = 1000 * self.rate("decode_s", "decoded")
+        self.stall_ms = 1000 * self.rate("stall_s", "decoded")
+        self.prefill_s: Floats = self._weights @ self.units["prefill_s"]
+
+    def rate(self, over: str, under: str) -> Floats:
+        above, below = (self._weights @ self.units[name] for name in (over, under))
+        rate: Floats = np.divide(above, below, out=np.zeros(len(below)), where=below > 0)
+        return rate
+
+
+Cells = dict[Place, dict[tuple[str, str], Cell]]
+"""Place -> (prefetch, eviction) -> the run."""
+
+
+def cells_of(runs: Sequence[Run]) -> Cells:
+    found: Cells = {}
+    for run in sorted(runs, key=lambda run: run["cell"]["trace"]):
+        names = run["cell"]
+        place = names["trace"], names["machine"], names["capacity"]
+        found.setdefault(place, {})[names["prefetch"], names["eviction"]] = Cell(run)
+    return found
+
+
+def spread(values: Floats, digits: int = 1) -> str:
+    """Write a figure and the interval of its draws."""
+    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
+    return f"{values[0]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def change(new: Floats, old: Floats) -> Floats:
+    """Return by how many percent the new figure is above the old."""
+    return 100 * (np.divide(new, old, out=np.ones_like(new), where=old > 0) - 1)
+
+
+def evictions_of(cells: Cells) -> list[str]:
+    return sorted({eviction for own in cells.values() for _, eviction in own})
+
+
+def named(place: Place, cell: Cell) -> list[str]:
+    trace, machine, capacity = place
+    return [trace, f"{machine} ({cell.ratio:.2g})", f"{capacity} = {cell.cycles:.2g} cycles"]
+
+
+AT = ["Trace", "Regime (transfer/layer)", "Capacity", "Prefetch"]
+
+
+def collisions(cells: Cells) -> str:
+    """S1: how many times fewer collisions, and what becomes of the misses."""
+    rows = []
+    for (place, own), prefetch in product(cells.items(), PREFETCHERS):
+        lru, stale, other = (
+            own[prefetch, name] for name in ("lru", "least_stale", "least_stale none")
+        )
+        factor = "-"
+        if stale.collisions[0] > 0:
+            some = np.maximum(stale.units["collisions"].sum(), 1)
+            least = np.maximum(stale.collisions, stale.collisions[0] / some)
+            factor = spread(lru.collisions / least)
+        elif lru.collisions[0] > 0:
+            factor = "all"
+        shares = [f"{cell.collisions[0]:.2f}" for cell in (lru, stale, other)]
+        points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
+        rows.append(
+            [*named(place, lru), prefetch, *shares, factor, *(spread(p, 2) for p in points)]
+        )
+    headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
+    return table([*AT, *headers, "collisions, points", "misses, points"], rows)
+
+
+def swapped(cells: Cells, figure: Callable[[Cell], Floats]) -> str:
+    """S2: percent of change where Least-Stale takes the place of an eviction."""
+    evictions = [e for e in evictions_of(cells) if e not in LEFT_OUT | {"least_stale"}]
+    rows = []
+    for (place, own), prefetch in product(cells.items(), PREFETCHERS):
+        stale = figure(own[prefetch, "least_stale"])
+        if stale[0] == 0:
+            continue
+        row = [*named(place, own[prefetch, "least_stale"]), prefetch]
+        for eviction in evictions:
+            cell = own.get((prefetch, eviction))
+            text = ""
+            if cell is not None:
+                percent = change(stale, figure(cell))
+                # One prefill alone has no interval.
+                alone = (
+                    figure(cell) is cell.prefill_s and np.count_nonzero(cell.units["prefill_s"]) < 2
+                )
+                text = f"{percent[0]:.1f}" if alone else spread(percent)
+            row.append(text)
+        rows.append(row)
+    return table([*AT, *evictions], rows)
+
+
+def by_eviction(cells: Cells) -> str:
+    """S3: collisions / misses of every eviction on the shipped model."""
+    cells = {place: own for place, own in cells.items() if place[0] == "tiny"}
+    evictions, rows = evictions_of(cells), []
+
+    def most(own: Iterable[tuple[str, Cell]]) -> tuple[str, Cell]:
+        return max(own, key=lambda item: float(item[1].collisions[0]))
+
+    for (place, at), prefetch in product(cells.items(), PREFETCHERS):
+        own = [(name, at[prefetch, name]) for name in evictions]
+        scores = [item for item in own if item[0].startswith("score")]
+        _, rival = most(item for item in own if item not in scores)
+        least = min((cell for _, cell in scores), key=lambda cell: float(cell.collisions[0]))
+        gaps = [spread(c.collisions - rival.collisions, 2) for c in (least, most(scores)[1])]
+        shares = [f"{cell.collisions[0]:.2f} / {cell.misses[0]:.1f}" for _, cell in own]
+        worst, cell = most(own)
+        rows.append([*named(place, cell), prefetch, worst, *gaps, *shares])
+    headers = ["worst", "least score - worst other, points", "most score - worst other, points"]
+    return table([*AT, *headers, *evictions], rows)
+
+
+def predictors(cells: Cells) -> str:
+    """S4: what predictors propose, and what comes of it, under Least-Stale."""
+    rows = []
+    for place, own in cells.items():
+        base = own["top-k", "least_stale"]
+        for (prefetch, eviction), cell in own.items():
+            if eviction != "least_stale" or prefetch == "none":
+                continue
+            proposed = cell.units["proposed"].sum() / base.units["predictable"].sum()
+            rows.append(
+                [
+                    *named(place, cell),
+                    prefetch,
+                    f"{proposed:.2f}",
+                    f"{cell.rate('right', 'proposed')[0]:.3f}",
+                    f"{cell.rate('right', 'predictable')[0]:.3f}",
+                    f"{100 - cell.misses[0]:.1f}",
+                    spread(base.misses - cell.misses, 2),
+                    f"{cell.stall_ms[0]:.2f}",
+                    spread(cell.stall_ms - base.stall_ms, 2),
+                    spread(change(cell.ms_per_token, base.ms_per_token)),
+                ]
+            )
+    headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
+    return table([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
+
+
+def winners(cells: Cells) -> str:
+    """S8: the fastest at each capacity, and whether one is the fastest at all of them."""
+    rows = []
+    for trace, machine in dict.fromkeys(place[:2] for place in cells):
+        at = {s: cells[trace, machine, s] for s in SHARES if (trace, machine, s) in cells}
+        policies = sorted(key for key in at["1%"] if key[1] not in LEFT_OUT)
+        speeds = {s: {p: own[p].ms_per_token for p in policies} for s, own in at.items()}
+        best = {s: min(policies, key=lambda p, s=s: float(speeds[s][p][0])) for s in at}
+        behind = {
+            p: max((change(speeds[s][p], speeds[s][best[s]]) for s in at), key=lambda v: v[0])
+            for p in policies
+        }
+        steady = min(policies, key=lambda p: float(behind[p][0]))
+        first, last = (ranks([speeds[s][p][0] for p in policies]) for s in (SHARES[0], SHARES[2]))
+        fastest = [
+            f"{' + '.join(best[s])} {speeds[s][best[s]][0]:.1f} ms" if s in at else ""
+            for s in SHARES
+        ]
+        alike = f"{np.corrcoef(first, last)[0, 1]:.2f}"
+        rows.append([trace, machine, *fastest, " + ".join(steady), spread(behind[steady]), alike])
+    headers = ["Trace", "Regime", *SHARES, "least behind", "at worst behind by %"]
+    return table([*headers, f"rank correlation {SHARES[0]} and {SHARES[2]}"], rows)
+
+
+def ranks(values: Sequence[float]) -> Floats:
+    """Return each value's place; equal ones share theirs."""
+    array = np.asarray(values)
+    return np.array([(array < v).sum() + 0.5 * ((array == v).sum() - 1) for v in array])
+
+
+def render(runs: Sequence[Run]) -> str:
+    cells = cells_of(runs)
+    parts = [
+        ("S1: collision misses, LRU and Least-Stale", collisions(cells)),
+        (
+            "S2: time to the first token, percent of change",
+            swapped(cells, lambda cell: cell.prefill_s),
+        ),
+        ("S2: time per token, percent of change", swapped(cells, lambda cell: cell.ms_per_token)),
+        ("S3: collisions / misses in percent, shipped model as OLMoE-1B-7B", by_eviction(cells)),
+        ("S4: predictors under Least-Stale, changes against top-k", predictors(cells)),
+        ("S8: the fastest at each capacity", winners(cells)),
+    ]
+    return sections(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", type=Path, help="the shipped model's trace")
-    parser.add_argument("--out", type=Path, default=Path("results/real_routing"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "real_routing")
     arguments = parser.parse_args()
-    file = arguments.out / "claims.json.gz"
-    runs = load(file)
-    done = {json.dumps(run["cell"], sort_keys=True) for run in runs}
-    paths = {path.stem: path for path in sorted(TRACES.glob("*.parquet"))}
-    if arguments.tiny is not None:
-        paths["tiny"] = arguments.tiny
-    for name, path in paths.items():
-        trace = load_trace(str(path), predicted=name == "tiny")
-        future = Future(trace)
-        if name != "tiny":
-            trace = foretold(trace, future)
-        for names, overrides in cells(name == "tiny"):
-            cell = {"trace": name, **names}
-            if json.dumps(cell, sort_keys=True) not in done:
-                runs.append(measure(trace, future, cell, overrides))
-                if len(runs) % 20 == 0:
-                    save(file, runs)
-                    sys.stderr.write(f"{name}: {len(runs)} cells\n")
-    save(file, runs)
+    runs = fill(arguments.out / "claims.json.gz", cells(arguments.tiny), measure)
+    (arguments.out / "claims.md").write_text(render(runs))
 
 
 if __name__ == "__main__":

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import json
-import runpy
-from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
+import layer_sizes
+import policy_space
 import pytest
+import real_routing
+import routing_claims
+from grid import RESULTS, TRACES, load
 
 from lm_eval_moecache.algorithms.policy import policy_names
+from lm_eval_moecache.trace.importers import load_trace
 
-ROOT = Path(__file__).resolve().parents[1]
-SIZES = runpy.run_path(str(ROOT / "benchmarks" / "layer_sizes.py"))
-FOLDER = ROOT / "results" / "layer_sizes"
-ROWS = json.loads((FOLDER / "layer_sizes.json").read_text())
+ROWS = json.loads((RESULTS / "layer_sizes/layer_sizes.json").read_text())
+ROUTING = load(RESULTS / "real_routing/cells.json.gz")
+CLAIMS = load(RESULTS / "real_routing/claims.json.gz")
+SPACE = load(RESULTS / "policy_space/cells.json.gz")
+ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
+TABLES = {
+    "layer_sizes/table.md": (layer_sizes.render, ROWS),
+    "real_routing/table.md": (real_routing.render, ROUTING),
+    "real_routing/claims.md": (routing_claims.render, CLAIMS),
+    "policy_space/table.md": (policy_space.render_space, SPACE),
+    "miss_answers/table.md": (policy_space.render_answers, ANSWERS),
+}
 
 
-def test_the_table_of_layer_sizes_comes_from_its_rows_to_the_byte() -> None:
-    assert (FOLDER / "table.md").read_text() == SIZES["render"](ROWS)
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_comes_from_its_cells_to_the_byte(name: str) -> None:
+    render, cells = TABLES[name]
+    assert (RESULTS / name).read_text() == render(cells)
 
 
 def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
-    trace = SIZES["load_trace"](str(ROOT / "traces" / "olmoe-1b-7b.parquet"))
+    trace = load_trace(str(TRACES / "olmoe-1b-7b.parquet"))
     own = [row for row in ROWS if row["trace"] == "olmoe-1b-7b"]
-    assert list(SIZES["rows_of"]("olmoe-1b-7b", trace)) == own
+    assert list(layer_sizes.rows_of("olmoe-1b-7b", trace)) == own
 
 
 @pytest.mark.parametrize("share", [5, 10, 25, 50])
@@ -37,25 +51,35 @@ def test_sizes_win_on_their_own_half_and_on_the_other_only_where_little_fits(sha
     assert (mean(others) < -0.005) == (share <= 10)
 
 
-REPORT = runpy.run_path(str(ROOT / "benchmarks" / "policy_space_report.py"))
-SPACE = REPORT["load"](ROOT / "results" / "policy_space" / "cells.json.gz")
-ANSWERS = REPORT["load"](ROOT / "results" / "miss_answers" / "cells.json.gz")
-
-
-def test_the_tables_of_replayed_policies_come_from_their_cells_to_the_byte() -> None:
-    space, answers = (
-        ROOT / "results" / name / "table.md" for name in ("policy_space", "miss_answers")
-    )
-    assert space.read_text() == REPORT["render_space"](SPACE)
-    assert answers.read_text() == REPORT["render_answers"](ANSWERS)
-
-
 def test_every_shipped_composition_has_its_cells_on_every_device() -> None:
-    found = {tuple(run["cell"][key] for key in ("policy", "hardware", "capacity")) for run in SPACE}
-    assert len(found) == len(SPACE) == len(policy_names()) * 3 * 4
+    keys = {tuple(run["cell"][key] for key in ("policy", "hardware", "capacity")) for run in SPACE}
+    assert len(keys) == len(SPACE) == len(policy_names()) * 3 * 4
 
 
 def test_the_best_answer_is_never_behind_fetching() -> None:
-    for suffix in ("", REPORT["PLACED"]):
-        best = REPORT["winners"](ANSWERS, suffix)
+    for suffix in ("", policy_space.PLACED):
+        best = policy_space.winners(ANSWERS, suffix)
         assert len(best) == 42 and all(gain >= 1 for _, gain in best.values())
+
+
+def test_the_cost_of_every_eviction_stands_beside_it() -> None:
+    table = (RESULTS / "real_routing/cost.md").read_text()
+    listed = {line.split("|")[1].strip() for line in table.splitlines() if "|" in line}
+    assert {run["cell"]["eviction"] for run in ROUTING} <= listed
+
+
+def test_the_bars_of_hazard() -> None:
+    """Never 0.3 points below LRU, and a quarter of the gap to Belady in the median."""
+    rates = {
+        (c["trace"], c["capacity"], c["eviction"]): run["miss_rate"]
+        for run in ROUTING
+        if "recall" not in (c := run["cell"]) and c["capacity"] in ("5%", "10%", "25%", "50%")
+    }
+    places = sorted({key[:2] for key in rates})
+    assert len(places) == 12
+    gaps = []
+    for trace, share in places:
+        lru, ours, bound = (rates[trace, share, e] for e in ("lru", "hazard", "belady"))
+        assert ours - lru <= 0.003
+        gaps.append((lru - ours) / (lru - bound))
+    assert median(gaps) >= 0.25

@@ -149,7 +149,7 @@ def test_a_second_sweep_in_the_same_folder_is_refused(
 
 
 def _sweep_in_child(path: Path) -> None:
-    # Replays are over before a kill could strike; benchmarks/sweep.py --kills has enough of them.
+    # Replays are over before a kill could strike.
     run_sweep(read_sweep(path), path.parent, live=True)
 
 
