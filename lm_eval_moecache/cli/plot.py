@@ -10,9 +10,9 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.schemas.report import Figure
+from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.plots import write_figures, write_plots
 from lm_eval_moecache.report.results import Run, load_runs
-from lm_eval_moecache.report.views import selected
 from lm_eval_moecache.sweep.spec import read_sweep
 
 

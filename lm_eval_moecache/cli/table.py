@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -14,33 +13,19 @@ from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.found import FrontFile, RowsFile
 from lm_eval_moecache.records.schemas.report import Board
-from lm_eval_moecache.report.render import (
-    as_csv,
-    as_html,
-    as_json,
-    as_latex,
-    as_markdown,
-    rows_as_markdown,
-)
+from lm_eval_moecache.report.columns import selected
+from lm_eval_moecache.report.render import FORMS, WRITTEN, rows_as_markdown
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs
-from lm_eval_moecache.report.tables import Table, distinct, leaderboard
-from lm_eval_moecache.report.views import selected, view_table
+from lm_eval_moecache.report.tables import Table, distinct, leaderboard, view_table
 from lm_eval_moecache.sweep.spec import read_sweep
 
 logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
-_FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {
-    "md": as_markdown,
-    "csv": lambda tables: as_csv(tables[0]),
-    "html": as_html,
-    "json": as_json,
-}
-_ANY_FORM = {**_FORMATS, "latex": as_latex}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
-    parser.add_argument("--format", choices=sorted(_ANY_FORM), help="default: md")
+    parser.add_argument("--format", choices=sorted(FORMS), help="default: md")
     parser.add_argument(
         "--columns",
         type=str | None,
@@ -83,16 +68,16 @@ def run(arguments: Namespace) -> int:
     if arguments.write:
         _write(folder, tables, chosen)
     else:
-        sys.stdout.write(_ANY_FORM[chosen or "md"](tables))
+        sys.stdout.write(FORMS[chosen or "md"](tables))
     return 0
 
 
 def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
-    for name in [chosen] if chosen else _FORMATS:
+    for name in [chosen] if chosen else WRITTEN:
         path = folder / f"table.{'tex' if name == 'latex' else name}"
-        write_whole(path, _ANY_FORM[name](tables).encode())
+        write_whole(path, FORMS[name](tables).encode())
         sys.stdout.write(f"{path}\n")
 
 
@@ -155,29 +140,29 @@ def collect(
     title: str | None = None,
 ) -> list[Table]:
     """Return the leaderboard of a folder, then the views that its `table.yaml` or sweep defines."""
-    runs = load_runs(folder)
-    board = _board(folder)
-    chosen = [run for run in runs if selected(run, board.get("where", {}))]
+    runs, board = load_runs(folder), _board(folder)
+    chosen = [run for run in runs if selected(run, board.where)]
     if not chosen:
-        raise ValueError(f"{folder / BOARD}: no run has where={board['where']!r}.")
+        raise ValueError(f"{folder / BOARD}: no run has where={board.where!r}.")
     first = leaderboard(
-        distinct(chosen) if board.get("distinct") else chosen,
-        title=board.get("title", "") if title is None else title,
-        columns=columns or board.get("columns"),
-        sort=sort or board.get("sort"),
+        distinct(chosen) if board.distinct else chosen,
+        title=board.title if title is None else title,
+        columns=columns or board.columns,
+        sort=sort or board.sort,
     )
-    return [first, *(view_table(runs, view) for view in board.get("views", ()))]
+    return [first, *(view_table(runs, view) for view in board.views)]
 
 
-def _board(folder: Path) -> dict[str, Any]:
+def _board(folder: Path) -> Board:
     """Read what a folder says of its table; a sweep says only its title and its views."""
     path = folder / BOARD
+    if path.is_file():
+        return check(Board, read_yaml(path, str(path)), str(path))
+    path = folder / "sweep.yaml"
     if not path.is_file():
-        path = folder / "sweep.yaml"
-        sweep = read_sweep(path) if path.is_file() else None
-        return {"title": sweep.title or sweep.name, "views": sweep.views} if sweep else {}
-    found = check(Board, read_yaml(path, str(path)), str(path))
-    return found.model_dump(exclude_unset=True)
+        return Board()
+    sweep = read_sweep(path)
+    return Board.model_validate({"title": sweep.title or sweep.name, "views": list(sweep.views)})
 
 
 def _split(text: str | None) -> list[str] | None:

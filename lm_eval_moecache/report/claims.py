@@ -18,10 +18,10 @@ from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas.base import check, check_as
 from lm_eval_moecache.records.schemas.claims import Bounds, Claim, Claims, Part
 from lm_eval_moecache.records.schemas.found import RowsFile, TraceCell
+from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.evidence import Estimate, Samples, estimate, of_runs
 from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.statistics import holm
-from lm_eval_moecache.report.views import selected
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not testable here"
 IN_PART = "in part"

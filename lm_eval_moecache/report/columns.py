@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import nearest
-from lm_eval_moecache.report.identity import KEYS, identity
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Run, Score
+from lm_eval_moecache.report.results import KEYS, Run, Score, identity
 
+PARETO, ACCURACY = "pareto", "accuracy"
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
 SETTINGS = (
     *("run", "experiment", "model", "tasks", "policy", *AXES, "parameters"),
@@ -20,20 +20,10 @@ SETTINGS = (
 )
 REPORTED = ("link", "warm", "store")
 PERCENTILES = ("mean", "p50", "p90", "p99")
-DEFAULT_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column; `higher_is_better` is None for settings and for metrics without a better end."""
-
-    name: str
-    heading: str
-    decimals: int = 0
-    higher_is_better: bool | None = None
-    is_number: bool = False
-    words: str = ""
-    """What an axis calls it, with its unit; the heading unless given."""
+# Of these the means over documents have names of their own.
+_BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
+    name: (f"request_{name}", 1.0) for name in ("tok_per_s", "miss_rate", "collision_miss_rate")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +44,70 @@ class Value:
         return self.raw if isinstance(self.raw, (int, float)) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column and how it is read; settings, and some metrics, have no better end."""
+
+    name: str
+    heading: str
+    decimals: int = 0
+    higher_is_better: bool | None = None
+    is_number: bool = False
+    words: str = ""
+    """What an axis calls it, with its unit; the heading unless given."""
+    read: Callable[[Run], Value] = lambda run: Value(None)
+    samples: Callable[[Run], Mapping[str, float]] = lambda run: {}
+    """A run's figures by document, where they were kept."""
+
+
+def column(runs: Sequence[Run], name: str) -> Column:
+    """Return a column by name. Raises ValueError where no run has it."""
+    if name == PARETO:
+        return Column(PARETO, "Pareto")
+    found = figure_column(runs, name)
+    if found is not None:
+        return found
+    if is_setting(name, ()) or any(setting(run, name).raw is not None for run in runs):
+        return Column(
+            name,
+            name.replace("_", " ").capitalize(),
+            is_number=name == "capacity_bytes",
+            read=lambda run: setting(run, name),
+        )
+    tasks = [task for run in runs for task in run.results]
+    given = [key for run in runs for key in (*run.model_args, *KEYS)]
+    raise unknown_column(
+        name, list(dict.fromkeys([*SETTINGS, *given, ACCURACY, *METRICS, *tasks, PARETO]))
+    )
+
+
+def figure_column(runs: Sequence[Run], name: str) -> Column | None:
+    """Describe the mean accuracy, a metric or a score; None for what is none of these."""
+    if name == ACCURACY:
+        return Column(name, "Accuracy", 3, True, True, "", accuracy, _answers)
+    return metric_column(name) or score_column(runs, name)
+
+
 def metric_column(name: str) -> Column | None:
     """Describe `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`."""
     metric, at, task = name.partition("@")
     base, dot, percentile = metric.partition(".")
-    if dot and percentile not in PERCENTILES:
-        return None
     phase = next((p for p in _PHASES if base.startswith(p)), "")
-    if base.removeprefix(phase) not in METRICS:
+    found = METRICS.get(base.removeprefix(phase))
+    if found is None or (dot and percentile not in PERCENTILES):
         return None
-    found = METRICS[base.removeprefix(phase)]
-    after = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
     heading = f"{phase[:-1].capitalize()} {found.heading.lower()}" if phase else found.heading
-    shown, words = heading + after, _PHASES.get(phase, "") + found.words + after
-    return Column(name, shown, found.decimals, found.higher_is_better, True, words)
+    after = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
+    return Column(
+        name,
+        heading + after,
+        found.decimals,
+        found.higher_is_better,
+        is_number=True,
+        words=_PHASES.get(phase, "") + found.words + after,
+        read=lambda run: metric_value(run, name),
+        samples=lambda run: _speeds(run, metric, task),
+    )
 
 
 def metric_value(run: Run, name: str) -> Value:
@@ -85,16 +125,25 @@ def metric_value(run: Run, name: str) -> Value:
 
 def score_column(runs: Sequence[Run], name: str) -> Column | None:
     """Describe a task (its primary metric) or `task:metric` (or `task:metric,filter`)."""
-    for run in runs:
+    first = next((score for run in runs if (score := find_score(run, name))), None)
+    if first is None:
+        return None
+    task, higher = name.partition(":")[0], first.higher_is_better
+
+    def read(run: Run) -> Value:
         score = find_score(run, name)
-        if score is not None:
-            task = name.partition(":")[0]
-            arrow = "" if score.higher_is_better else " (lower is better)"
-            decimals = 3 if score.higher_is_better else 2
-            heading = f"{task} {score.metric}{arrow}"
-            words = f"{task} {score.metric.replace('_', ' ')}"
-            return Column(name, heading, decimals, score.higher_is_better, True, words)
-    return None
+        return Value(None) if score is None else Value(score.value, score.stderr)
+
+    return Column(
+        name,
+        f"{task} {first.metric}{'' if higher else ' (lower is better)'}",
+        3 if higher else 2,
+        higher,
+        is_number=True,
+        words=f"{task} {first.metric.replace('_', ' ')}",
+        read=read,
+        samples=lambda run: _of_score(run, task, find_score(run, name)),
+    )
 
 
 def find_score(run: Run, name: str) -> Score | None:
@@ -107,14 +156,50 @@ def find_score(run: Run, name: str) -> Score | None:
 
 def accuracy(run: Run) -> Value:
     """Mean of the primary scores for which higher is better; the errors are independent."""
-    scores = [s for name in run.scored if (s := run.score(name)) and s.higher_is_better]
+    scores = [score for _, score in _primary(run)]
     if not scores:
         return Value(None)
-    errors = [s.stderr for s in scores if s.stderr is not None]
-    stderr = None
-    if len(errors) == len(scores):
-        stderr = math.sqrt(sum(e * e for e in errors)) / len(scores)
-    return Value(sum(s.value for s in scores) / len(scores), stderr)
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    stderr = math.sqrt(sum(e * e for e in errors)) / len(scores)
+    mean = sum(score.value for score in scores) / len(scores)
+    return Value(mean, stderr if len(errors) == len(scores) else None)
+
+
+def _primary(run: Run) -> list[tuple[str, Score]]:
+    found = [(task, score) for task in run.scored if (score := run.score(task))]
+    return [(task, score) for task, score in found if score.higher_is_better]
+
+
+def _answers(run: Run) -> dict[str, float]:
+    """Return the answers to all documents whose primary score `accuracy` is the mean of."""
+    found: dict[str, float] = {}
+    for task, score in _primary(run):
+        found |= _of_score(run, task, score)
+    return found
+
+
+def _of_score(run: Run, task: str, score: Score | None) -> dict[str, float]:
+    """Return the scores of a task's documents; of texts their log-likelihoods, less is worse."""
+    if score is None:
+        return {}
+    sign = 1.0 if score.higher_is_better else -1.0
+    documents = run.samples.get(task, {}).get(score.key, {})
+    return {
+        f"{task} {doc}": sign * value[0] if isinstance(value, list) else float(value)
+        for doc, value in documents.items()
+    }
+
+
+def _speeds(run: Run, metric: str, only: str) -> dict[str, float]:
+    """Return a metric by document: means only, as a percentile has no samples."""
+    name = metric.removesuffix(".mean")
+    kept, sign = _BY_DOCUMENT.get(name, (name, 1.0))
+    return {
+        f"{task} {doc}": sign * value
+        for task, metrics in run.speed.items()
+        if only in ("", task)
+        for doc, value in metrics.get(kept, {}).items()
+    }
 
 
 def setting(run: Run, name: str) -> Value:
@@ -133,7 +218,7 @@ def setting(run: Run, name: str) -> Value:
         given = [f"{k}={v}" for k, v in run.model_args.items() if k.partition(".")[0] in AXES]
         return Value(", ".join(text for text in given if "." in text.partition("=")[0]) or None)
     if name in AXES:
-        return Value(_choice(report["policy"][name]))
+        return Value(choice_name(report["policy"][name]))
     if name == "policy":
         policy = report["policy"]
         return Value(str(policy["name"]), asked=policy.get("composition"))
@@ -147,7 +232,8 @@ def setting(run: Run, name: str) -> Value:
     return Value(identity(run).get(name))
 
 
-def _choice(choice: Mapping[str, Any]) -> str:
+def choice_name(choice: Mapping[str, Any]) -> str:
+    """Return an algorithm's name, or the path of its class."""
     return str(choice.get("name", choice.get("class_path")))
 
 
@@ -174,3 +260,13 @@ def shown(column: Column, value: Value) -> str:
     text = f"{value.number:.{column.decimals}f}"
     text = text if float(text) else text.removeprefix("-")
     return text if value.stderr is None else f"{text} ±{value.stderr:.{column.decimals}f}"
+
+
+def selected(run: Run, where: Mapping[str, Any]) -> bool:
+    """Whether a run has these settings; a list allows several values."""
+
+    def has(name: str, wanted: Any) -> bool:
+        found, values = setting(run, name), wanted if isinstance(wanted, list) else [wanted]
+        return not {str(found.raw), found.identity}.isdisjoint(map(str, values))
+
+    return all(has(name, wanted) for name, wanted in where.items())

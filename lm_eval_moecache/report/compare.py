@@ -15,9 +15,8 @@ from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import metric_column, metric_value
-from lm_eval_moecache.report.identity import differing, identity
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Run, Score
+from lm_eval_moecache.report.results import Run, Score, identity
 from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test
 
 SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
@@ -313,8 +312,9 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
 
 def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
     """Raise ValueError where more differs than what is compared, naming each key."""
-    pairs = differing(identity(old, [task]), identity(new, [task]))
-    apart = {key: pair for key, pair in pairs.items() if key not in rules.ignore}
+    one, other = identity(old, [task]), identity(new, [task])
+    pairs = {key: (one.get(key, "none"), other.get(key, "none")) for key in {**one, **other}}
+    apart = {k: pair for k, pair in pairs.items() if pair[0] != pair[1] and k not in rules.ignore}
     if apart:
         told = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in apart.items())
         raise ValueError(

@@ -10,12 +10,14 @@ are None, never 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lm_eval_moecache.records.event import PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import (
+    COUNTED,
     GENERATE,
     Counters,
     PassRecord,
@@ -28,12 +30,20 @@ MEGABYTE = 1e6
 """What pictures count bytes in; links are told in GB/s."""
 
 
-class Totals(NamedTuple):
+@dataclass(slots=True, kw_only=True)
+class Totals(Counters):
     """What the passes of a run, or of one phase, add up to."""
 
-    counted: Counters
-    tokens: int
-    duration_s: float
+    tokens: int = 0
+    duration_s: float = 0.0
+
+    @property
+    def missed(self) -> int:
+        return self.late + self.misses
+
+    @property
+    def faithful(self) -> int:
+        return self.executed - self.unfaithful
 
 
 class Metric(NamedTuple):
@@ -56,9 +66,14 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def ms(seconds: float | None) -> float | None:
-    """Return milliseconds, of nothing None."""
-    return None if seconds is None else seconds * 1000
+def per(part: str, whole: str, scale: int = 1) -> Callable[[Totals], float | None]:
+    """Return what divides one of the totals by another."""
+
+    def of(found: Totals) -> float | None:
+        rate = share(getattr(found, part), getattr(found, whole))
+        return None if rate is None else rate * scale
+
+    return of
 
 
 METRICS: Mapping[str, Metric] = {
@@ -71,122 +86,66 @@ METRICS: Mapping[str, Metric] = {
     "request_throughput": Metric("requests/s", 2, True, "requests per second"),
     "output_throughput": Metric("output tok/s", 1, True, "output tokens per second of serving"),
     "total_token_throughput": Metric("total tok/s", 1, True, "tokens per second of serving"),
-    "hit_rate": Metric(
-        "Hit",
-        4,
-        True,
-        "hit rate [of requests]",
-        lambda t: share(t.counted.hits, t.counted.requests),
-        True,
-    ),
+    "hit_rate": Metric("Hit", 4, True, "hit rate [of requests]", per("hits", "requests"), True),
     "miss_rate": Metric(
-        "Miss",
-        4,
-        False,
-        "miss rate [of requests]",
-        lambda t: share(t.counted.late + t.counted.misses, t.counted.requests),
-        True,
+        "Miss", 4, False, "miss rate [of requests]", per("missed", "requests"), True
     ),
-    "late_rate": Metric(
-        "Late",
-        4,
-        False,
-        "late rate [of requests]",
-        lambda t: share(t.counted.late, t.counted.requests),
-        True,
-    ),
+    "late_rate": Metric("Late", 4, False, "late rate [of requests]", per("late", "requests"), True),
     "collision_miss_rate": Metric(
-        "Collision",
-        4,
-        False,
-        "collision misses [of requests]",
-        lambda t: share(t.counted.collisions, t.counted.requests),
-        True,
+        "Collision", 4, False, "collision misses [of requests]", per("collisions", "requests"), True
     ),
     "token_miss_rate": Metric(
         "Token miss",
         4,
         False,
         "misses per token [of its top-k]",
-        lambda t: share(t.counted.token_misses, t.counted.token_requests),
+        per("token_misses", "token_requests"),
         True,
     ),
     "prefetch_hits": Metric(
-        "Prefetch hits", 0, None, "prefetch hits [requests]", lambda t: t.counted.prefetch_hits
+        "Prefetch hits", 0, None, "prefetch hits [requests]", lambda t: t.prefetch_hits
     ),
     "prefetch_precision": Metric(
         "Prefetch precision",
         4,
         True,
         "prefetch precision [of proposals]",
-        lambda t: share(t.counted.predicted_right, t.counted.predicted),
+        per("predicted_right", "predicted"),
     ),
     "prefetch_recall": Metric(
         "Prefetch recall",
         4,
         True,
         "prefetch recall [of requests]",
-        lambda t: share(t.counted.predicted_right, t.counted.predictable),
+        per("predicted_right", "predictable"),
     ),
     "stall_ms_per_token": Metric(
-        "Stall ms/tok",
-        3,
-        False,
-        "stall per token [ms]",
-        lambda t: ms(share(t.counted.stall_s, t.tokens)),
+        "Stall ms/tok", 3, False, "stall per token [ms]", per("stall_s", "tokens", 1000)
     ),
     "link_utilization": Metric(
-        "Link use",
-        3,
-        None,
-        "link use [of time]",
-        lambda t: share(t.counted.link_busy_s, t.duration_s),
+        "Link use", 3, None, "link use [of time]", per("link_busy_s", "duration_s")
     ),
     "bytes_moved": Metric(
-        "Bytes moved", 0, False, "moved over the link [MB]", lambda t: t.counted.bytes_moved
+        "Bytes moved", 0, False, "moved over the link [MB]", lambda t: t.bytes_moved
     ),
     "bytes_per_token": Metric(
-        "Bytes/tok",
-        0,
-        False,
-        "moved per token [MB]",
-        lambda t: share(t.counted.bytes_moved, t.tokens),
+        "Bytes/tok", 0, False, "moved per token [MB]", per("bytes_moved", "tokens")
     ),
-    "evictions": Metric("Evictions", 0, None, "evictions", lambda t: t.counted.evictions),
+    "evictions": Metric("Evictions", 0, None, "evictions", lambda t: t.evictions),
     "expert_lifetime_tokens": Metric(
-        "Lifetime tok",
-        1,
-        None,
-        "expert lifetime [tokens]",
-        lambda t: share(t.counted.lifetime_tokens, t.counted.evictions),
+        "Lifetime tok", 1, None, "expert lifetime [tokens]", per("lifetime_tokens", "evictions")
     ),
     "routing_fidelity": Metric(
-        "Fidelity",
-        4,
-        True,
-        "routing fidelity [of asked]",
-        lambda t: share(t.counted.executed - t.counted.unfaithful, t.counted.token_requests),
+        "Fidelity", 4, True, "routing fidelity [of asked]", per("faithful", "token_requests")
     ),
     "substituted_share": Metric(
-        "Substituted",
-        4,
-        None,
-        "substituted [of asked]",
-        lambda t: share(t.counted.substituted, t.counted.token_requests),
+        "Substituted", 4, None, "substituted [of asked]", per("substituted", "token_requests")
     ),
     "dropped_share": Metric(
-        "Dropped",
-        4,
-        None,
-        "dropped [of asked]",
-        lambda t: share(t.counted.dropped, t.counted.token_requests),
+        "Dropped", 4, None, "dropped [of asked]", per("dropped", "token_requests")
     ),
     "low_precision_share": Metric(
-        "Low precision",
-        4,
-        None,
-        "low precision [of executed]",
-        lambda t: share(t.counted.low_precision, t.counted.executed),
+        "Low precision", 4, None, "low precision [of executed]", per("low_precision", "executed")
     ),
     "peak_cache_bytes": Metric("Peak bytes", 0, False, "peak of the cache [MB]"),
     "draft_acceptance": Metric("Acceptance", 4, True, "accepted drafts [of drafted tokens]"),
@@ -201,10 +160,18 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
+_ON_HOST: Mapping[str, tuple[str, str, int]] = {
+    "host_share": ("host_executed", "executed", 1),
+    "host_utilization": ("host_s", "duration_s", 1),
+    "host_wait_ms_per_token": ("host_wait_s", "tokens", 1000),
+}
+
+
 def totals(passes: Sequence[PassRecord]) -> Totals:
     """Add up what some passes counted."""
-    tokens = sum(p.num_tokens for p in passes)
-    return Totals(total(passes), tokens, sum(p.duration_s for p in passes))
+    counted = {name: getattr(total(passes), name) for name in COUNTED}
+    tokens, duration_s = sum(p.num_tokens for p in passes), sum(p.duration_s for p in passes)
+    return Totals(**counted, tokens=tokens, duration_s=duration_s)
 
 
 def rates(passes: Sequence[PassRecord], prefix: str = "") -> Metrics:
@@ -245,17 +212,10 @@ def draft_metrics(passes: Sequence[PassRecord]) -> Metrics:
 
 def host_metrics(passes: Sequence[PassRecord]) -> Metrics:
     """The figures of host compute; nothing where the host executed nothing."""
-    executed = sum(p.host_executed for p in passes)
-    if not executed:
+    found = totals(passes)
+    if not found.host_executed:
         return {}
-    duration_s = sum(p.duration_s for p in passes)
-    return {
-        "host_share": share(executed, sum(p.executed for p in passes)),
-        "host_utilization": share(sum(p.host_s for p in passes), duration_s),
-        "host_wait_ms_per_token": ms(
-            share(sum(p.host_wait_s for p in passes), sum(p.num_tokens for p in passes))
-        ),
-    }
+    return {name: per(*parts)(found) for name, parts in _ON_HOST.items()}
 
 
 def inter_token_ms(request: RequestRecord) -> list[float]:

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.records.schemas.recipe import PaperValue, ReproducedValue
-from lm_eval_moecache.report.columns import Column, Value, accuracy, find_score, metric_column
-from lm_eval_moecache.report.columns import metric_value as metric_of
+from lm_eval_moecache.report.columns import Column, Value, figure_column, selected
 from lm_eval_moecache.report.results import Run
 from lm_eval_moecache.report.tables import Table
-from lm_eval_moecache.report.views import selected
 
 SEE = "see the table and the picture"
 
@@ -58,15 +56,8 @@ def _value(metric: str, where: Mapping[str, Any], runs: Sequence[Run]) -> float 
     if len(found) > 1:
         names = ", ".join(run.run_id for run in found[:3])
         raise ValueError(f"said: where={dict(where)!r} picks {len(found)} runs: {names} ...")
-    if not found:
-        return None
-    [run] = found
-    if metric == "accuracy":
-        return accuracy(run).number
-    if metric_column(metric) is not None:
-        return metric_of(run, metric).number
-    score = find_score(run, metric)
-    return None if score is None else score.value
+    column = figure_column(found, metric)
+    return column.read(found[0]).number if found and column is not None else None
 
 
 def _told(ours: ReproducedValue) -> str:

@@ -15,8 +15,15 @@ from typing import Any
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.schemas.report import Figure, Panel
-from lm_eval_moecache.report.columns import Column, Value, score_column, setting
-from lm_eval_moecache.report.identity import RATES, groups, varying
+from lm_eval_moecache.report.columns import (
+    ACCURACY,
+    Column,
+    Value,
+    column,
+    score_column,
+    selected,
+    setting,
+)
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.mpl_style import (
     STYLE,
@@ -28,15 +35,8 @@ from lm_eval_moecache.report.mpl_style import (
     pyplot,
     save,
 )
-from lm_eval_moecache.report.results import Run
-from lm_eval_moecache.report.tables import (
-    ACCURACY,
-    Reader,
-    pareto_front,
-    reader,
-    sort_key,
-)
-from lm_eval_moecache.report.views import selected
+from lm_eval_moecache.report.results import RATES, Run, groups, varying
+from lm_eval_moecache.report.tables import pareto_front, sort_key
 
 Z_95 = 1.96
 MAX_SERIES, MAX_PANELS = 20, 6
@@ -53,14 +53,14 @@ _LOG_FROM = 2.0
 class Axis:
     """A column as an axis: its label, and what its figures are divided by."""
 
-    reader: Reader
+    column: Column
     label: str
     scale: float = 1.0
     log: bool = False
 
     def at(self, run: Run) -> tuple[float, float] | None:
         """Return a run's figure and half of its 95% interval, 0 where no error was kept."""
-        value = self.reader.read(run)
+        value = self.column.read(run)
         number = _number(value)
         if number is None:
             return None
@@ -217,7 +217,7 @@ def _draw(
             **look(names.index(name)),
         )
     runs = [run for members in panel.series.values() for run in members]
-    if y.reader.column.name == ACCURACY or (y.reader.column.decimals == 3 and _is_share(runs, y)):
+    if y.column.name == ACCURACY or (y.column.decimals == 3 and _is_share(runs, y)):
         heights = [(b, h if bars else 0.0) for _, _, b, h in _points(runs, x, y)]
         end_at_one(place, [end for b, h in heights for end in (max(b - h, min(b, 0.0)), b)])
     if y.log:
@@ -229,8 +229,8 @@ def _draw(
 
 def _is_share(runs: Sequence[Run], axis: Axis) -> bool:
     """Whether an axis has a task's shares of right answers."""
-    name = axis.reader.column.name
-    return axis.reader.column.higher_is_better is True and any(
+    name = axis.column.name
+    return axis.column.higher_is_better is True and any(
         run.score(name.partition(":")[0]) is not None for run in runs
     )
 
@@ -238,7 +238,7 @@ def _is_share(runs: Sequence[Run], axis: Axis) -> bool:
 def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
     """Mark what no other run of its identity is known to beat."""
     runs = [run for members in panel.series.values() for run in members]
-    axes = (x.reader, y.reader)
+    axes = (x.column, y.column)
     front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
     if front:
         points = sorted({(a, b) for a, _, b, _ in _points(front, x, y)})
@@ -277,19 +277,19 @@ def _share_limits(places: Sequence[Any]) -> None:
 
 def _axis(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
     """Return a column as an axis: bytes in MB, perplexities relative to the lowest shown."""
-    column = (found := reader(runs, name)).column
+    found = column(runs, name)
     better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
-    label = _label(column, shown)
-    scale, log = (MEGABYTE if "[MB]" in column.words else 1.0), False
+    label = _label(found, shown)
+    scale, log = (MEGABYTE if "[MB]" in found.words else 1.0), False
     if name == "capacity_bytes":
         scale, label = MEGABYTE, "capacity of the cache [MB]"
-    if "perplexity" in column.words:
+    if "perplexity" in found.words:
         numbers = [n for run in shown if (n := found.read(run).number)]
         if numbers and max(numbers) > 100:
             # Words of many tokens: their perplexity says nothing by itself.
             scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
             label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
-    return Axis(found, label + better[column.higher_is_better], scale, log)
+    return Axis(found, label + better[found.higher_is_better], scale, log)
 
 
 def _label(column: Column, runs: Sequence[Run]) -> str:

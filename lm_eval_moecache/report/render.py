@@ -8,14 +8,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.columns import Column, Value, metric_column, shown
+from lm_eval_moecache.report.columns import (
+    ACCURACY,
+    PARETO,
+    Column,
+    Value,
+    metric_column,
+    shown,
+)
 from lm_eval_moecache.report.metrics import MEGABYTE
-from lm_eval_moecache.report.tables import ACCURACY, PARETO, Table, as_records
+from lm_eval_moecache.report.tables import Table
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _LATEX = {
@@ -37,35 +44,38 @@ def as_markdown(tables: Sequence[Table]) -> str:
 
 def _one_markdown(table: Table) -> str:
     lines = [f"## {_in_markdown(table.title)}", ""] if table.title else []
-    lines.append(_line([column.heading for column in table.columns]))
-    lines.append(
-        _line(["--:" if c.is_number else ":-:" if _is_mark(c) else "---" for c in table.columns])
-    )
-    for i, row in enumerate(table.rows):
-        cells = [shown(c, v) for c, v in zip(table.columns, row, strict=True)]
-        lines.append(
-            _line([f"**{t}**" if (i, j) in table.best else t for j, t in enumerate(cells)])
-        )
+    lines.append(_line([_in_markdown(column.heading) for column in table.columns]))
+    lines.append(_line(_aligned(table, "--:", ":-:", "---")))
+    lines += map(_line, _texts(table, _in_markdown, "**{}**"))
     told = "; ".join(notes(table))
     return "\n".join([*lines, "", *([f"{told}.", ""] if told else [])])
+
+
+def _texts(table: Table, escape: Callable[[str], str], bold: str) -> list[list[str]]:
+    """Return the cells as text, the best figures in bold."""
+    rows = []
+    for i, row in enumerate(table.rows):
+        texts = [escape(shown(c, v)) for c, v in zip(table.columns, row, strict=True)]
+        rows.append([bold.format(t) if (i, j) in table.best else t for j, t in enumerate(texts)])
+    return rows
+
+
+def _aligned(table: Table, number: str, mark: str, text: str) -> list[str]:
+    return [number if c.is_number else mark if c.name == PARETO else text for c in table.columns]
 
 
 def notes(table: Table) -> list[str]:
     """Say what the marks of a table mean, and which of its rows are not ranked together."""
     found = [_LEGEND] if table.best else []
-    found += [_FRONT] if any(_is_mark(column) for column in table.columns) else []
+    found += [_FRONT] if any(c.name == PARETO for c in table.columns) else []
     found += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         found.append(f"rows of different {', '.join(table.apart)} are not compared")
     return found
 
 
-def _is_mark(column: Column) -> bool:
-    return column.name == PARETO
-
-
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_in_markdown, cells)) + " |"
+    return f"| {' | '.join(cells)} |"
 
 
 def _in_markdown(text: str) -> str:
@@ -79,11 +89,11 @@ def harmless(text: str) -> str:
     return text.replace("<", "&lt;").replace("[", "\\[")
 
 
-def as_csv(table: Table) -> str:
-    """Full precision, one header line, `<column>_stderr` beside a score."""
-    records = as_records(table)
+def as_csv(tables: Sequence[Table]) -> str:
+    """Write the first table: full precision, one header line, `<column>_stderr` beside a score."""
+    records = as_records(tables[0])
     names = []
-    for column in table.columns:
+    for column in tables[0].columns:
         names.append(column.name)
         if any(f"{column.name}_stderr" in record for record in records):
             names.append(f"{column.name}_stderr")
@@ -105,15 +115,11 @@ def as_latex(tables: Sequence[Table]) -> str:
 
 
 def _one_latex(table: Table) -> str:
-    kinds = "".join("r" if c.is_number else "c" if _is_mark(c) else "l" for c in table.columns)
     lines = ["% needs \\usepackage{booktabs}", "\\begin{table}", "\\centering"]
     lines += [f"\\caption{{{_in_latex(table.title)}}}"] if table.title else []
-    lines += [f"\\begin{{tabular}}{{{kinds}}}", "\\toprule"]
+    lines += [f"\\begin{{tabular}}{{{''.join(_aligned(table, 'r', 'c', 'l'))}}}", "\\toprule"]
     lines += [" & ".join(_in_latex(c.heading) for c in table.columns) + " \\\\", "\\midrule"]
-    for i, row in enumerate(table.rows):
-        cells = [_in_latex(shown(c, v)) for c, v in zip(table.columns, row, strict=True)]
-        bold = [f"\\textbf{{{t}}}" if (i, j) in table.best else t for j, t in enumerate(cells)]
-        lines.append(" & ".join(bold) + " \\\\")
+    lines += [" & ".join(row) + " \\\\" for row in _texts(table, _in_latex, "\\textbf{{{}}}")]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
 
 
@@ -135,9 +141,21 @@ def _plain(table: Table) -> dict[str, Any]:
     }
 
 
+def as_records(table: Table) -> list[dict[str, Any]]:
+    """Return the rows as plain mappings, standard errors under `<column>_stderr`."""
+    records = []
+    for row in table.rows:
+        record: dict[str, Any] = {}
+        for column, value in zip(table.columns, row, strict=True):
+            record[column.name] = value.raw
+            if value.stderr is not None:
+                record[f"{column.name}_stderr"] = value.stderr
+        records.append(record)
+    return records
+
+
 def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows of one shape as a table; figures get four decimals, None is left empty."""
-    from pytablewriter import MarkdownTableWriter
 
     def cell(value: Any) -> Any:
         if isinstance(value, str):
@@ -145,7 +163,13 @@ def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"{value:.4f}" if isinstance(value, float) else value
 
     cells = [[cell(value) for value in row.values()] for row in rows]
-    heads = [harmless(name) for name in rows[0]]
+    return padded([harmless(name) for name in rows[0]], cells)
+
+
+def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table whose columns line up in a terminal."""
+    from pytablewriter import MarkdownTableWriter
+
     return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
 
 
@@ -169,27 +193,35 @@ def as_html(tables: Sequence[Table]) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _PAGE.read_text(encoding="utf-8")
     )
-    first = tables[0]
+    first, *views = tables
     text = template.render(
         title=first.title or "moecache results",
         about=first.about,
         board=_board(first),
-        views=[_view(table) for table in tables[1:]],
+        views=[
+            {
+                "title": view.title,
+                "columns": view.columns,
+                "rows": [_cells(view, i, range(len(view.columns))) for i in range(len(view.rows))],
+            }
+            for view in views
+        ],
         notes=notes(first),
+        kind=_kind,
     )
     return text + "\n"
 
 
 def _board(table: Table) -> dict[str, Any]:
-    columns = list(enumerate(table.columns))
-    settings = [(j, c) for j, c in columns if not c.is_number and c.name != PARETO]
-    figures = [(j, c) for j, c in columns if c.is_number or c.name == PARETO]
-    has_mean = any(c.name == ACCURACY for _, c in columns)
-    figures.sort(key=lambda pair: _rank(pair[1], has_mean))
+    places = range(len(table.columns))
+    figures = [j for j in places if _kind(table.columns[j]) != "setting"]
+    settings = [j for j in places if j not in figures]
+    has_mean = any(c.name == ACCURACY for c in table.columns)
+    figures.sort(key=lambda j: _rank(table.columns[j], has_mean))
     rows = [_row(table, i, settings, figures) for i in range(len(table.rows))]
     return {
-        "heads": [_head(column) for _, column in figures],
-        "settings": [column.heading for _, column in settings],
+        "columns": [table.columns[j] for j in figures],
+        "settings": [table.columns[j].heading for j in settings],
         "rows": sorted(rows, key=lambda row: not row["is_front"]),
     }
 
@@ -203,22 +235,20 @@ def _rank(column: Column, has_mean: bool) -> int:
     return _FIRST.index(column.name) if column.name in _FIRST else len(_FIRST)
 
 
-def _row(
-    table: Table, i: int, settings: Sequence[tuple[int, Column]], figures: Sequence[Any]
-) -> dict[str, Any]:
-    values = table.rows[i]
-    given = [(c, str(values[j].raw)) for j, c in settings if values[j].raw not in (None, "")]
-    named = [text for c, text in given if c.name in _NAMING]
+def _row(table: Table, i: int, settings: Sequence[int], figures: Sequence[int]) -> dict[str, Any]:
+    row = list(zip(table.columns, table.rows[i], strict=True))
+    told = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
+    given = [(c, text) for c, text in told if text]
     others = [_told(c, text) for c, text in given if c.name not in (*_NAMING, *_PLACES)]
     others += [text for c, text in given if c.name in _PLACES]
     # The name is short; whatever tells two runs of one name apart is one click away.
     return {
-        "name": " ".join(named) or "run",
+        "name": " ".join(text for c, text in given if c.name in _NAMING) or "run",
         "more": ", ".join(filter(None, others)),
         "settings": [(c.heading, text) for c, text in given],
-        "keys": [str(values[j].raw or "") for j, _ in settings],
-        "cells": [_cell(table, i, j, column) for j, column in figures],
-        "is_front": any(c.name == PARETO and values[j].raw == "*" for j, c in figures),
+        "keys": [text for _, text in told],
+        "cells": _cells(table, i, figures),
+        "is_front": any(c.name == PARETO and value.raw == "*" for c, value in row),
     }
 
 
@@ -229,30 +259,23 @@ def _told(column: Column, text: str) -> str:
     return text if column.name == "parameters" else f"{column.heading.lower()} {text}"
 
 
-def _view(table: Table) -> dict[str, Any]:
-    rows = [
-        [_cell(table, i, j, column) for j, column in enumerate(table.columns)]
-        for i in range(len(table.rows))
-    ]
-    return {"title": table.title, "heads": [_head(c) for c in table.columns], "rows": rows}
-
-
-def _head(column: Column) -> dict[str, str]:
-    return {"text": column.heading, "kind": _kind(column), "words": column.words}
-
-
-def _cell(table: Table, i: int, j: int, column: Column) -> dict[str, Any]:
-    value = table.rows[i][j]
-    text, _, error = brief(column, value).partition(" ±")
-    return {
-        # What the page sorts by; a text that begins with a number is told apart there.
-        "key": "" if value.raw is None else str(value.raw),
-        "label": column.heading,
-        "kind": _kind(column),
-        "text": text,
-        "error": error,
-        "is_best": (i, j) in table.best,
-    }
+def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
+    cells = []
+    for j in places:
+        column, value = table.columns[j], table.rows[i][j]
+        text, _, error = brief(column, value).partition(" ±")
+        cells.append(
+            {
+                # What the page sorts by; a text that begins with a number is told apart there.
+                "key": "" if value.raw is None else str(value.raw),
+                "label": column.heading,
+                "kind": _kind(column),
+                "text": text,
+                "error": error,
+                "is_best": (i, j) in table.best,
+            }
+        )
+    return cells
 
 
 def brief(column: Column, value: Value) -> str:
@@ -273,8 +296,17 @@ def _four_digits(number: float) -> str:
 def _kind(column: Column) -> str:
     if column.name == PARETO:
         return "pareto"
-    if column.is_number:
-        return {True: "number higher", False: "number lower", None: "number"}[
-            column.higher_is_better
-        ]
-    return "setting"
+    if not column.is_number:
+        return "setting"
+    return {True: "number higher", False: "number lower", None: "number"}[column.higher_is_better]
+
+
+FORMS: Mapping[str, Callable[[Sequence[Table]], str]] = {
+    "md": as_markdown,
+    "csv": as_csv,
+    "html": as_html,
+    "json": as_json,
+    "latex": as_latex,
+}
+WRITTEN = ("md", "csv", "html", "json")
+"""What `moecache table --write` writes where no form is named."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytablewriter import MarkdownTableWriter
-
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.columns import metric_column
+from lm_eval_moecache.report.columns import choice_name, metric_column
 from lm_eval_moecache.report.metrics import MEGABYTE
+from lm_eval_moecache.report.render import padded
 
 _COLUMNS = (
     *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
@@ -31,13 +30,12 @@ def speed_table(report: Mapping[str, Any]) -> str:
 
     The title says under what; a line below warns of each setting that did nothing.
     """
-    writer = MarkdownTableWriter()
-    writer.headers = ["Task", *map(_heading, _COLUMNS)]
     rows = [*report["tasks"].items(), ("**all**", report["totals"])]
-    writer.value_matrix = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
+    cells = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
+    table = padded(["Task", *map(_heading, _COLUMNS)], cells)
     warnings = [f"Warning: {text}" for text in report["warnings"]]
     regime = [regime_line(report["regime"])] if "regime" in report else []
-    return "\n".join([_title(report), writer.dumps(), *regime, *warnings])
+    return "\n".join([_title(report), table, *regime, *warnings])
 
 
 def regime_line(regime: Mapping[str, Any]) -> str:
@@ -55,7 +53,7 @@ def regime_line(regime: Mapping[str, Any]) -> str:
 def _title(report: Mapping[str, Any]) -> str:
     policy, hardware = report["policy"], report["hardware"]
     parts = [
-        f"moecache ({policy['name']}: {' + '.join(_choice(policy[a]) for a in AXES)})",
+        f"moecache ({policy['name']}: {' + '.join(choice_name(policy[a]) for a in AXES)})",
         f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes"
         f"{' in a cache for each layer' if policy.get('cache') == 'layer' else ''}",
         f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
@@ -79,10 +77,6 @@ def _title(report: Mapping[str, Any]) -> str:
 def _link(bytes_per_s: float | None) -> str:
     """None is a real link that nothing slows down."""
     return "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
-
-
-def _choice(axis: Mapping[str, Any]) -> str:
-    return str(axis.get("name", axis.get("class_path")))
 
 
 def _heading(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Leaderboards from runs: one row a run; the same runs give the same table to the byte.
+"""Leaderboards and views from runs: the same runs give the same table to the byte.
 
 What is best and what lies on the Pareto front is marked among runs of one identity only, and by
 what a test tells apart: three documents of forty are no difference.
@@ -8,39 +8,39 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import (
-    DEFAULT_METRICS,
+    ACCURACY,
+    PARETO,
     PERCENTILES,
-    SETTINGS,
     Column,
     Value,
     accuracy,
+    column,
     find_score,
-    is_setting,
     metric_column,
     metric_value,
     score_column,
+    selected,
     setting,
-    unknown_column,
+    shown,
 )
-from lm_eval_moecache.report.identity import KEYS, groups, identity, varying
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Run, Score
+from lm_eval_moecache.report.results import Run, groups, identity, varying
 from lm_eval_moecache.report.statistics import holm, sign_test, z_test
 
-PARETO, ACCURACY = "pareto", "accuracy"
+if TYPE_CHECKING:
+    from lm_eval_moecache.records.schemas.report import Pick, View
+
 ALPHA = 0.05
 """Chance at which a figure counts as worse than the best of its column."""
+_SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 _RESOLVED = ("capacity", "link", "draft", "store")
-# Of these the means over documents have names of their own.
-_BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
-    name: (f"request_{name}", 1.0) for name in ("tok_per_s", "miss_rate", "collision_miss_rate")
-}
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
 
@@ -59,24 +59,6 @@ class Table:
     """Keys of identity in which rows differ: those rows are not ranked against each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A column, how it is read from a run, and its samples by document, where they were kept."""
-
-    column: Column
-    read: Callable[[Run], Value]
-    samples: Callable[[Run], Mapping[str, float]] = lambda run: {}
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A run's figure in a column, with its error (0 for none), and the samples it is made of."""
-
-    figure: float
-    stderr: float
-    samples: Mapping[str, float]
-
-
 def leaderboard(
     runs: Sequence[Run],
     *,
@@ -86,29 +68,29 @@ def leaderboard(
 ) -> Table:
     """Build the table. Raises ValueError naming a column that no run has."""
     names = expanded(columns) if columns else default_columns(runs)
-    readers = [reader(runs, name) for name in names]
-    ordered = _sorted(runs, sort or default_sort(runs))
+    found = [column(runs, name) for name in names]
+    ordered = sorted_runs(runs, sort or _default_sort(runs))
     ranked = groups(ordered)
-    front: set[int] = set()
+    rows = [[each.read(run) for each in found] for run in ordered]
     if PARETO in names:
-        axes = [reader(runs, name) for name in (ACCURACY, "tok_per_s")]
+        axes = [column(runs, name) for name in (ACCURACY, "tok_per_s")]
         front = {place for group in ranked for place in pareto_front(ordered, group, axes)}
-    rows = [
-        tuple(
-            Value("*" if index in front else "") if r.column.name == PARETO else r.read(run)
-            for r in readers
-        )
-        for index, run in enumerate(ordered)
-    ]
+        for i, row in enumerate(rows):
+            row[names.index(PARETO)] = Value("*" if i in front else "")
     best = {
         (i, j)
-        for j, each in enumerate(readers)
+        for j, each in enumerate(found)
         for group in ranked
         for i in _best(ordered, group, each)
     }
-    shown = tuple(each.column for each in readers)
-    apart = tuple(varying(runs))
-    return Table(title, shown, tuple(rows), frozenset(best), about(runs), apart)
+    return Table(
+        title,
+        tuple(found),
+        tuple(map(tuple, rows)),
+        frozenset(best),
+        about(runs),
+        tuple(varying(runs)),
+    )
 
 
 def expanded(columns: Sequence[str]) -> list[str]:
@@ -132,7 +114,7 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     if len([n for n in scored if _is_accuracy(runs, n)]) > 1:
         names.append(ACCURACY)
     names += scored
-    names += [m for m in DEFAULT_METRICS if any(metric_value(r, m).raw is not None for r in runs)]
+    names += [m for m in _SPEED if any(metric_value(r, m).raw is not None for r in runs)]
     if any(metric_value(r, "collision_miss_rate").number for r in runs):
         names.append("collision_miss_rate")
     has_speed = any(metric_value(run, "tok_per_s").raw is not None for run in runs)
@@ -152,7 +134,7 @@ def _untold(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def default_sort(runs: Sequence[Run]) -> list[str]:
+def _default_sort(runs: Sequence[Run]) -> list[str]:
     return [ACCURACY, "tok_per_s"] if any(accuracy(r).raw is not None for r in runs) else ["policy"]
 
 
@@ -173,140 +155,75 @@ def _is_accuracy(runs: Sequence[Run], name: str) -> bool:
     return column is not None and column.higher_is_better is True
 
 
-def reader(runs: Sequence[Run], name: str) -> Reader:
-    """Return a column by name. Raises ValueError where no run has it."""
-    if name == PARETO:
-        return Reader(Column(PARETO, "Pareto"), lambda run: Value(None))
-    if name == ACCURACY:
-        return Reader(Column(name, "Accuracy", 3, True, True), accuracy, _answers)
-    metric = metric_column(name)
-    if metric is not None:
-        return Reader(metric, lambda run: metric_value(run, name), lambda run: _speeds(run, name))
-    scored = score_column(runs, name)
-    if scored is not None:
-        return Reader(
-            scored,
-            lambda run: _score_value(run, name),
-            lambda run: _of_score(run, name.partition(":")[0], find_score(run, name)),
-        )
-    if is_setting(name, ()) or any(setting(run, name).raw is not None for run in runs):
-        is_number = name == "capacity_bytes"
-        return Reader(
-            Column(name, name.replace("_", " ").capitalize(), is_number=is_number),
-            lambda run: setting(run, name),
-        )
-    tasks = [task for run in runs for task in run.results]
-    given = [key for run in runs for key in (*run.model_args, *KEYS)]
-    raise unknown_column(
-        name, list(dict.fromkeys([*SETTINGS, *given, ACCURACY, *METRICS, *tasks, PARETO]))
-    )
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A run's figure in a column, with its error (0 for none), and the samples it is made of.
+
+    More is better: where less is, or no end is the better one, the sign is turned.
+    """
+
+    figure: float
+    stderr: float
+    samples: Mapping[str, float]
 
 
-def _score_value(run: Run, name: str) -> Value:
-    score = find_score(run, name)
-    return Value(None) if score is None else Value(score.value, score.stderr)
-
-
-def _of_score(run: Run, task: str, score: Score | None) -> dict[str, float]:
-    """Return the scores of a task's documents; of texts their log-likelihoods, less is worse."""
-    if score is None:
-        return {}
-    sign = 1.0 if score.higher_is_better else -1.0
-    documents = run.samples.get(task, {}).get(score.key, {})
-    return {
-        f"{task} {doc}": sign * value[0] if isinstance(value, list) else float(value)
-        for doc, value in documents.items()
-    }
-
-
-def _answers(run: Run) -> dict[str, float]:
-    """Return the answers to all documents whose primary score `accuracy` is the mean of."""
-    scores = [(task, score) for task in run.scored if (score := run.score(task))]
-    found: dict[str, float] = {}
-    for task, score in scores:
-        if score.higher_is_better:
-            found |= _of_score(run, task, score)
+def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, _Sampled]:
+    """Return what a group's runs have in a column, without those that have nothing."""
+    sign = 1 if column.higher_is_better else -1
+    found = {}
+    for i in group:
+        value = column.read(runs[i])
+        if value.number is not None:
+            samples = {doc: sign * each for doc, each in column.samples(runs[i]).items()}
+            found[i] = _Sampled(sign * value.number, value.stderr or 0.0, samples)
     return found
 
 
-def _speeds(run: Run, name: str) -> dict[str, float]:
-    """Return a metric by document: means only, as a percentile has no samples."""
-    metric, _, only = name.partition("@")
-    kept, sign = _BY_DOCUMENT.get(metric.removesuffix(".mean"), (metric.removesuffix(".mean"), 1.0))
-    return {
-        f"{task} {doc}": sign * value
-        for task, metrics in run.speed.items()
-        if only in ("", task)
-        for doc, value in metrics.get(kept, {}).items()
-    }
-
-
-def worse(one: Sampled, best: Sampled, *, higher_is_better: bool) -> float:
+def _worse(one: _Sampled, best: _Sampled) -> float:
     """Return the chance of one being as much worse than another if they were alike (one-sided).
 
     By the exact sign test over the documents of both (McNemar's, of right and wrong answers), else
     by the standard errors. Figures that have neither are counts: any difference is one.
     """
-    sign = 1 if higher_is_better else -1
     if len(one.samples) > 1 and one.samples.keys() == best.samples.keys():
-        losses = [(best.samples[doc] - one.samples[doc]) * sign for doc in one.samples]
+        losses = [best.samples[doc] - one.samples[doc] for doc in one.samples]
         return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
-    loss = (best.figure - one.figure) * sign
-    return z_test(loss, math.hypot(one.stderr, best.stderr))
+    return z_test(best.figure - one.figure, math.hypot(one.stderr, best.stderr))
 
 
-def _sampled(runs: Sequence[Run], group: Sequence[int], reader: Reader) -> dict[int, Sampled]:
-    """Return what a group's runs have in a column, without those that have nothing."""
-    found = {}
-    for i in group:
-        value = reader.read(runs[i])
-        if value.number is not None:
-            found[i] = Sampled(value.number, value.stderr or 0.0, reader.samples(runs[i]))
-    return found
-
-
-def _best(runs: Sequence[Run], group: Sequence[int], reader: Reader) -> set[int]:
+def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]:
     """Return the places of the best figure of a group and of those that no test tells from it.
 
     Only where the test tells each of these from every other of the group: else nobody is best.
     """
-    higher = reader.column.higher_is_better
-    if higher is None:
-        return set()
-    found = _sampled(runs, group, reader)
+    found = {} if column.higher_is_better is None else _sampled(runs, group, column)
     if len({each.figure for each in found.values()}) < 2:
         return set()
-    best = (max if higher else min)(found.values(), key=lambda each: each.figure)
-    chances = holm([worse(each, best, higher_is_better=higher) for each in found.values()])
+    best = max(found.values(), key=lambda each: each.figure)
+    chances = holm([_worse(each, best) for each in found.values()])
     marked = {
         i
         for (i, each), chance in zip(found.items(), chances, strict=True)
         if each.figure == best.figure or chance > ALPHA
     }
     others = found.keys() - marked
-    apart = all(
-        worse(found[i], found[j], higher_is_better=higher) <= ALPHA for i in others for j in marked
-    )
+    apart = all(_worse(found[i], found[j]) <= ALPHA for i in others for j in marked)
     return marked if others and apart else set()
 
 
-def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Reader]) -> set[int]:
+def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Column]) -> set[int]:
     """Return the places of the runs that no other run of the group is known to beat.
 
     One beats another where the test finds it better in one axis, and not worse in the other. Of an
     axis without a better end (the capacity) less is better.
     """
-    first, second = (_sampled(runs, group, axis) for axis in axes)
-    known = [i for i in first if i in second]
+    sides = [_sampled(runs, group, axis) for axis in axes]
+    known = [i for i in group if all(i in side for side in sides)]
     if len(known) < 2:
         return set()
 
     def is_worse(one: int, other: int) -> list[bool]:
-        return [
-            worse(kept[one], kept[other], higher_is_better=axis.column.higher_is_better is True)
-            <= ALPHA
-            for kept, axis in zip((first, second), axes, strict=True)
-        ]
+        return [_worse(side[one], side[other]) <= ALPHA for side in sides]
 
     def beats(one: int, other: int) -> bool:
         return any(is_worse(other, one)) and not any(is_worse(one, other))
@@ -314,7 +231,7 @@ def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Reade
     return {i for i in known if not any(beats(j, i) for j in known if j != i)}
 
 
-def _sorted(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
+def sorted_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
     """Sort by the columns, best first or text ascending; `:asc` or `:desc` forces an order.
 
     Runs come in order of experiment and id, and every sort is stable, so ties have one order.
@@ -322,8 +239,8 @@ def _sorted(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
     ordered = list(runs)
     for text in reversed(names):
         name, forced = split_order(text)
-        found = reader(runs, name)
-        descending = forced == "desc" or (not forced and found.column.higher_is_better is True)
+        found = column(runs, name)
+        descending = forced == "desc" or (not forced and found.higher_is_better is True)
         read = found.read
         present = [run for run in ordered if read(run).raw is not None]
         absent = [run for run in ordered if read(run).raw is None]
@@ -347,19 +264,6 @@ def sort_key(value: Value) -> tuple[int, float, str]:
         return (1, float(digits.partition("/")[0]), text)
     except ValueError:
         return (2, 0.0, text)
-
-
-def as_records(table: Table) -> list[dict[str, Any]]:
-    """Return the rows as plain mappings, standard errors under `<column>_stderr`."""
-    records = []
-    for row in table.rows:
-        record: dict[str, Any] = {}
-        for column, value in zip(table.columns, row, strict=True):
-            record[column.name] = value.raw
-            if value.stderr is not None:
-                record[f"{column.name}_stderr"] = value.stderr
-        records.append(record)
-    return records
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
@@ -402,3 +306,159 @@ def _listed(texts: Iterable[str]) -> str:
     names = sorted({text for text in texts if text})
     rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(names[:_MOST_LISTED]) + rest
+
+
+def view_table(runs: Sequence[Run], view: View) -> Table:
+    """Build one entry of `views`.
+
+    `where` selects runs by settings (a value or a list of them). Without `columns`, `values` are
+    the columns of a plain table. With `columns`, that setting's values head the columns, `rows`
+    (one setting or several) name the rows, and each cell holds its run's `values`. `relative_to`
+    adds changes in percent against the run with those settings; `pick` keeps of several runs in
+    one place the best within a budget (`with_changes` and `pick`).
+    """
+    chosen = [run for run in runs if selected(run, view.where)]
+    if not chosen:
+        raise ValueError(f"view {view.title!r}: no run has where={view.where!r}.")
+    across = view.columns
+    values = ["accuracy"] if view.values is None else view.values
+    rows = (["policy"] if across else []) if view.rows is None else view.rows
+    settings = [*rows, *([across] if across else [])]
+    if view.pick is not None:
+        chosen = pick(chosen, runs, settings, view.pick)
+    sort = view.sort or (settings if across else None)
+    flat = leaderboard(chosen, title=view.title, columns=[*settings, *values], sort=sort)
+    if view.relative_to is not None:
+        flat = with_changes(flat, len(settings), view.relative_to)
+    if across:
+        heads = [str(setting(run, across).raw) for run in sorted_runs(chosen, [across])]
+        flat = _pivot(flat, len(rows), list(dict.fromkeys(heads)))
+    return without_empty_columns(flat)
+
+
+def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
+    """Put the cells of a flat table elsewhere: its column after the rows' heads the columns."""
+    across, figures = flat.columns[width].name, flat.columns[width + 1 :]
+    cells: dict[tuple[tuple[str, ...], str], Sequence[Value]] = {}
+    for row in flat.rows:
+        place = (tuple(shown(Column("", ""), v) for v in row[:width]), str(row[width].raw))
+        if place in cells:
+            names = [column.name for column in flat.columns[: width + 1]]
+            raise ValueError(
+                f"view {flat.title!r}: several runs at "
+                f"{dict(zip(names, (*place[0], place[1]), strict=True))}. Add a setting to `rows`, "
+                "or a `where`."
+            )
+        cells[place] = row[width + 1 :]
+    single = len(figures) == 1
+    columns = [
+        replace(
+            each,
+            name=f"{each.name}[{across}={label}]",
+            heading=f"{across} {label}" if single else f"{each.heading} at {label}",
+            words="",
+        )
+        for label in labels
+        for each in figures
+    ]
+    empty = [Value(None)] * len(figures)
+    body = tuple(
+        (*map(Value, names), *(v for label in labels for v in cells.get((names, label), empty)))
+        for names in dict.fromkeys(names for names, _ in cells)
+    )
+    title = ": ".join(filter(None, (flat.title, figures[0].heading if single else "")))
+    return Table(title, (*flat.columns[:width], *columns), body, apart=flat.apart)
+
+
+def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]) -> Table:
+    """Put behind each figure its change in percent against the baseline's.
+
+    A row's baseline has the settings of `relative_to` and the row's own others; both are among
+    the first `num_settings` columns. The baselines themselves have no change.
+    """
+    names = [column.name for column in table.columns[:num_settings]]
+    for name in relative_to:
+        if name not in names:
+            raise unknown("views: relative_to", name, names)
+    others = [i for i, name in enumerate(names) if name not in relative_to]
+    wanted = [(names.index(name), str(value)) for name, value in relative_to.items()]
+
+    def place(row: Sequence[Value]) -> tuple[str, ...]:
+        return tuple(row[i].identity for i in others)
+
+    def is_base(row: Sequence[Value]) -> bool:
+        return all(row[i].identity == value for i, value in wanted)
+
+    bases = {place(row): row for row in table.rows if is_base(row)}
+    columns = [*table.columns[:num_settings]]
+    for each in table.columns[num_settings:]:
+        change = Column(f"{each.name}_change", f"{each.heading} change %", 1, None, True)
+        columns += [each, change]
+    rows = []
+    for row in table.rows:
+        base = None if is_base(row) else bases.get(place(row))
+        cells = [*row[:num_settings]]
+        for j in range(num_settings, len(row)):
+            cells += [row[j], _change(row[j], None if base is None else base[j])]
+        rows.append(tuple(cells))
+    return Table(table.title, tuple(columns), tuple(rows), apart=table.apart)
+
+
+def _change(value: Value, base: Value | None) -> Value:
+    if base is None or value.number is None or not base.number:
+        return Value(None)
+    return Value(100 * (value.number / base.number - 1))
+
+
+def without_empty_columns(table: Table) -> Table:
+    kept = [j for j in range(len(table.columns)) if any(r[j].raw is not None for r in table.rows)]
+    return replace(
+        table,
+        columns=tuple(table.columns[j] for j in kept),
+        rows=tuple(tuple(row[j] for j in kept) for row in table.rows),
+        best=frozenset((i, kept.index(j)) for i, j in table.best if j in kept),
+    )
+
+
+def pick(
+    chosen: Sequence[Run], runs: Sequence[Run], settings: Sequence[str], rule: Pick
+) -> list[Run]:
+    """Keep of the runs that agree in `settings` the one with the `best` metric within the budget.
+
+    Within the budget is a run whose `score` (a task) is at most `loss` (0.01: one percent) worse
+    than that of the baseline, the run of `runs` that has the settings of `relative_to` and agrees
+    in the others. Groups without a run within the budget are left out.
+    """
+    figures = metric_column(rule.best)
+    if figures is None or figures.higher_is_better is None:
+        allowed = [name for name, m in METRICS.items() if m.higher_is_better is not None]
+        raise unknown("views: pick: best", rule.best, allowed)
+    sign = 1 if figures.higher_is_better else -1
+    others = [name for name in settings if name not in rule.relative_to]
+    bases = {_place(r, others): r for r in runs if _has(r, rule.relative_to)}
+    best: dict[tuple[str, ...], tuple[float, Run]] = {}
+    for run in chosen:
+        base, figure = bases.get(_place(run, others)), figures.read(run).number
+        if base is None or figure is None or _loss(run, base, rule.score) > rule.loss:
+            continue
+        group = _place(run, settings)
+        if group not in best or sign * figure > best[group][0]:
+            best[group] = sign * figure, run
+    return [run for _, run in best.values()]
+
+
+def _place(run: Run, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(setting(run, name).identity for name in names)
+
+
+def _has(run: Run, wanted: Mapping[str, Any]) -> bool:
+    return all(setting(run, name).identity == str(value) for name, value in wanted.items())
+
+
+def _loss(run: Run, base: Run, task: str) -> float:
+    """How much worse a score is than the baseline's, as a share of it."""
+    new, old = find_score(run, task), find_score(base, task)
+    if new is None or old is None or not old.value:
+        raise ValueError(f"views: pick: {run.run_id} or its baseline has no score of {task!r}.")
+    change = new.value / old.value - 1
+    return -change if old.higher_is_better else change

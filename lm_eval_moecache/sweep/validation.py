@@ -13,10 +13,17 @@ from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.preflight import Bare
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.records.schemas.report import Figure, View
-from lm_eval_moecache.report.columns import SETTINGS, is_setting, metric_column, unknown_column
-from lm_eval_moecache.report.identity import KEYS
+from lm_eval_moecache.report.columns import (
+    ACCURACY,
+    PARETO,
+    SETTINGS,
+    is_setting,
+    metric_column,
+    unknown_column,
+)
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.tables import ACCURACY, PARETO, expanded, split_order
+from lm_eval_moecache.report.results import KEYS
+from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
 from lm_eval_moecache.sweep.on_traces import check_trace_cell

@@ -7,7 +7,7 @@ import pytest
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.ledger import COUNTED, Counters, PassRecord, total
 from lm_eval_moecache.report.columns import metric_column
-from lm_eval_moecache.report.metrics import METRICS, Metric, cache_metrics, share
+from lm_eval_moecache.report.metrics import METRICS, Metric, cache_metrics, per
 
 
 def record(index: int, **counts: float) -> PassRecord:
@@ -21,12 +21,7 @@ def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         METRICS,  # type: ignore[arg-type]
         "evictions_per_request",
         Metric(
-            "Evicted/req",
-            3,
-            False,
-            "evictions [per request]",
-            lambda t: share(t.counted.evictions, t.counted.requests),
-            True,
+            "Evicted/req", 3, False, "evictions [per request]", per("evictions", "requests"), True
         ),
     )
     found = cache_metrics(passes)
