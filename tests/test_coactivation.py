@@ -40,8 +40,3 @@ def test_it_writes_a_table_and_pictures(tmp_path: Path, capsys: pytest.CaptureFi
     assert {path.name for path in out.iterdir()} == {
         f"coactivation.{suffix}" for suffix in ("json", "md", "png", "svg")
     }
-
-
-def test_a_layer_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["analyze", "coactivation", "--max_tokens", "50", "--layer", "8"]) == 2
-    assert "layer=8 must lie between 0 and 7" in capsys.readouterr().err

@@ -125,35 +125,6 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
     assert len(hidden) == 6, "every eighth of 41 tokens"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give --tasks, --data or both"),
-        (["--data", "gone.txt"], "data='gone.txt': there is no such file"),
-        (["--data", "TEXT", "--alpha", "1.5"], "alpha=1.5 must be above 0 and at most 1"),
-        (["--data", "TEXT", "--alpha", "[0.9,0.8]"], "or 8, one for each MoE layer"),
-        (["--data", "TEXT", "--k_max", "0"], "k_max=0 must be 1 or more"),
-        (
-            ["--data", "TEXT", "--smoothing", "-1"],
-            "smoothing=-1.0 must be a number (finite, in plain digits), 0 or more",
-        ),
-        (["--data", "TEXT", "--warmup_weight", "2"], "warmup_weight=2.0 must lie between"),
-        (["--data", "TEXT", "--max_tokens", "3"], "never activated beside another"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_and_nothing_is_written(
-    arguments: list[str],
-    message: str,
-    text: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = [text if a == "TEXT" else a for a in arguments]
-    assert profile(*given, "--out", str(tmp_path / "p.safetensors")) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 class FakeManager:
     """lm-eval's index without its 10,000 tasks, and one task that has test documents only."""
 
@@ -179,13 +150,6 @@ def test_unknown_tasks_and_tasks_without_other_documents_are_refused(
         task_examples(["tiny_ark"], 5)
     with pytest.raises(ValueError, match=r"tasks='only_test' has no documents beside those it is"):
         task_examples(["only_test"], 5)
-
-
-def test_the_file_has_to_be_named_as_what_it_is(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert profile("--data", text, "--out", "profile.json") == 2
-    assert "must end in .safetensors" in capsys.readouterr().err
 
 
 def test_a_shipped_profile_without_similarity_is_not_a_whole_one(tmp_path: Path) -> None:

@@ -129,16 +129,3 @@ def test_profile_sensitivity_writes_what_the_routing_takes(
     assert len(json.loads(capsys.readouterr().out)["sensitivity"]) == 8
     arrays = read_artifact(out, SENSITIVITY, "profile").arrays
     assert arrays[LAYERS].shape == (8,) and arrays[THRESHOLDS].shape == (101,)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--out", "s.safetensors"], "give --tasks, --data or both"),
-        (["--out", "s.json", "--tasks", "tiny_arc"], "must end in .safetensors"),
-        (["--out", "s.safetensors", "--tasks", "tiny_arc", "--limit", "0"], "limit=0"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(argv: list[str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run_raw(["sensitivity", *argv])

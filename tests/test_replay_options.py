@@ -97,11 +97,6 @@ def test_what_a_file_gets_wrong_is_said_in_its_first_line(
     assert message in capsys.readouterr().err.split("\n")[0]
 
 
-def test_a_missing_file_is_named(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["replay", "x.parquet", "--config", str(tmp_path / "no.yaml")]) == 2
-    assert "no.yaml" in capsys.readouterr().err
-
-
 def test_help_says_what_the_default_policy_is_and_why(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(["replay", "--help"])
@@ -225,15 +220,6 @@ def test_help_pages_are_plain(name: str, capsys: Captured, monkeypatch: pytest.M
     text = capsys.readouterr().out
     assert "%%" not in text and "type: " not in text and "print_config" not in text
     assert "null" not in text and max(map(len, text.splitlines())) <= 80
-
-
-def test_an_algorithm_that_does_not_take_a_parameter_of_the_list_is_named(
-    tmp_path: Path, capsys: Captured
-) -> None:
-    path, _ = traces.record(tmp_path)
-    arguments = ["--eviction=least_stale,lru", "--eviction.order=fifo"]
-    assert main(["replay", str(path), *arguments]) == 2
-    assert "eviction.order='fifo' is not used by eviction=lru" in capsys.readouterr().err
 
 
 def test_bounds_stand_beside_the_rate_they_bound(tmp_path: Path, capsys: Captured) -> None:

@@ -22,6 +22,7 @@ from tests.soak.judge import (
     ACCEPTED,
     CLEAR,
     HANG,
+    LEFT,
     READERS,
     TRACEBACK,
     UNCLEAR,
@@ -72,7 +73,9 @@ def try_table(folder: Path, tally: Tally) -> None:
     with silent():
         for bad in table():
             verdict, told = judge(bad, folder, places)
-            tally.note(verdict, f"{describe(bad)}: wanted {bad.words!r}: {told}")
+            written = [*Path(places["folder"]).iterdir()]
+            verdict = LEFT if verdict == CLEAR and written else verdict
+            tally.note(verdict, f"{describe(bad)}: wanted {bad.words!r}: {told}, left {written}")
 
 
 def damages(folder: Path, seed: int) -> Iterator[Damaged]:
@@ -131,7 +134,7 @@ def soak(seconds: float, seed: int) -> int:
     )
     for text in [*violations, *tally.problems][:50]:
         sys.stdout.write(f"  {text[:400]}\n")
-    bad = sum(tally.counts[name] for name in (TRACEBACK, HANG, UNCLEAR, ACCEPTED))
+    bad = sum(tally.counts[name] for name in (TRACEBACK, HANG, UNCLEAR, ACCEPTED, LEFT))
     return 1 if violations or bad else 0
 
 

@@ -7,6 +7,7 @@ trace, a folder of sound results, an empty folder, and a text;
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import tempfile
@@ -27,6 +28,7 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.records.emulation import EMULATED_DIR
 from tests.engine import traces
+from tests.trace.test_trace import CSV, JSONL, ROUTED
 
 
 class Bad(NamedTuple):
@@ -49,6 +51,13 @@ def _trace(**header: Any) -> bytes:
             table = table.append_column(table.schema.field("layer"), table["layer"])
         pq.write_table(table.replace_schema_metadata(metadata), path)
         return path.read_bytes()
+
+
+def arrays_of(**arrays: Any) -> bytes:
+    """Return an engine's `.npz` of these arrays."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
 
 
 def _artifact(**header: Any) -> bytes:
@@ -340,6 +349,40 @@ FILES: list[tuple[str, str, str]] = [
     ("board", BOARD + "distinct: 7\n", "distinct=7 must be true or false"),
     ("board", BOARD + "distnct: true\n", "Did you mean 'distinct'"),
 ]  # fmt: skip
+HEADERS: list[tuple[str, Any]] = [
+    *(("version", 2), ("num_layers", "3"), ("top_k", 9), ("seed", None), ("predicted_depth", 3)),
+    *(("expert_bytes", [1000]), ("expert_bytes", [1000, -1, 1000]), ("precision", "fp3")),
+]
+"""Fields of a trace's metadata that do not fit, and are named."""
+OF_OTHERS: list[tuple[str, str, str, str]] = [
+    ("csv", "route_trace v1", "route_trace v2", "line 1"),
+    ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,9,0.6", "line 12: experts is [9, 2]"),
+    ("csv", "0,1,2,0,0,0,0.6", "0,1,2,0,0,x,0.6", "invalid value 'x'"),
+    ("csv", "0,1,2,0,1,2,0.4,1,0\n", "", "slot does not count"),
+    ("csv", "0,1,2,1,0,1,0.6,1,0\n0,1,2,1,1,0,0.4,1,0\n", "", "layer"),
+    ("csv", "0,1,2,0", "0,3,2,0", "phase is 3"),
+    ("csv", "# layer=1 expert_bytes=80 dense_bytes=10\n", "", "lack"),
+    ("jsonl", "[[1, 3]", "[[1, 3, 2]", "line 2: layers must hold"),
+    ("jsonl", "[[1, 3]", "[[3, 3]", "line 2, layer 0: experts is [3, 3]"),
+    ("jsonl", "[[1, 3]", "[[1, -3]", "line 2: layers"),
+    ("jsonl", "[[1, 3]", "[[1, 40000]", "line 2: layers"),
+    ("jsonl", '"tok": 2', '"tok": 1', "line 2: tok is 1 after 1"),
+    ("jsonl", '{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
+    ("jsonl", JSONL, "", "holds no rows"),
+]
+"""Traces in the formats of others: what is put in the place of what, and the refusal's words."""
+ARRAYS: list[tuple[dict[str, Any], str]] = [
+    ({"routed": ROUTED}, "no array 'routed_experts' [tokens, layers, top_k]"),
+    ({"routed_experts": ROUTED[0]}, "routed_experts is uint8 of shape [2, 2]"),
+    ({"routed_experts": ROUTED[:0]}, "routed_experts is uint8 of shape [0, 2, 2]"),
+    ({"routed_experts": ROUTED / 2}, "routed_experts is float64 of shape [2, 2, 2]"),
+    ({"routed_experts": ROUTED.astype(int) - 1}, "ids from -1 to 2, must be in 0..32767"),
+    ({"routed_experts": ROUTED, "num_experts": 3}, "has ids from 0 to 3, must be in 0..2"),
+    ({"routed_experts": ROUTED, "num_experts": [1, 2]}, "num_experts is int64 of shape [2]"),
+    ({"routed_experts": ROUTED, "num_experts": 0}, "num_experts=0 must be in"),
+    ({"routed_experts": ROUTED * 0}, "routed_experts[0, 0]: experts is [0, 0]"),
+    ({"routed_experts": np.array([[[print]]])}, "no readable .npz: Object arrays cannot"),
+]
 SPECIAL = "is no regular file"
 LIGHT: list[tuple[list[str], str]] = [
     (["claims", "{special}/pipe.yaml"], SPECIAL),
@@ -447,6 +490,35 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["polices"], "Did you mean 'policies'"),
     (["profile", "hardwar"], "Did you mean 'hardware'"),
     (["policies", "--config=none.yaml"], "there is no such file"),
+    (["replay", "x.parquet", "--config=none.yaml"], "none.yaml"),
+    (
+        ["replay", "{trace}", "--eviction=least_stale,lru", "--eviction.order=fifo"],
+        "eviction.order='fifo' is not used by eviction=lru",
+    ),
+    (["profile", "hardware", "--out={folder}/x.json"], "must end in .yaml"),
+    (["profile", "hardware", "--out={folder}/x.yaml", "--dtype=int8"], "dtype='int8'"),
+    (["profile", "hardware", "--out={folder}/x.yaml", "--device=gpu0"], "device='gpu0'"),
+    (["profile", "logit_range"], "--tasks"),
+    (["profile", "buddies", "--data={text}", "--out={folder}/x.json"], "must end in .safetensors"),
+    *(
+        (["profile", "buddies", "--out={folder}/x.safetensors", *options], words)
+        for options, words in (
+            ([], "give --tasks, --data or both"),
+            (["--data=gone.txt"], "data='gone.txt': there is no such file"),
+            (["--data={text}", "--alpha=1.5"], "alpha=1.5 must be above 0 and at most 1"),
+            (["--data={text}", "--alpha=[0.9,0.8]"], "or 8, one for each MoE layer"),
+            (["--data={text}", "--k_max=0"], "k_max=0 must be 1 or more"),
+            (["--data={text}", "--smoothing=-1"], "smoothing=-1.0 must be a number (finite"),
+            (["--data={text}", "--warmup_weight=2"], "warmup_weight=2.0 must lie between"),
+            (["--data={text}", "--max_tokens=3"], "never activated beside another"),
+        )
+    ),
+    (["profile", "sensitivity", "--out={folder}/s.safetensors"], "give --tasks, --data or both"),
+    (["profile", "sensitivity", "--out=s.json", "--tasks=tiny_arc"], "must end in .safetensors"),
+    (
+        ["profile", "sensitivity", "--out={folder}/s.safetensors", "--tasks=tiny_arc", "--limit=0"],
+        "limit=0",
+    ),
     (["policies", "--config=/dev/null"], SPECIAL),
     (["plot", "{results}", "--group=polcy"], "group='polcy' is not known. Did you mean 'policy'"),
     (["profile", "hardware", "--out={folder}/x.yaml", "--matmul=10000000"], "matmul=10000000 must"),
@@ -526,6 +598,13 @@ def table() -> Iterator[Bad]:
     yield Bad("trace", _trace(), "the column 'layer' stands twice")
     yield Bad("trace", _trace(precision="int9"), "precision='int9' is not known")
     yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata is another")
+    yield from (Bad("trace", _trace(**{field: value}), field) for field, value in HEADERS)
+    sound = {"csv": CSV, "jsonl": JSONL}
+    yield from (Bad(kind, sound[kind].replace(a, b), words) for kind, a, b, words in OF_OTHERS)
+    yield from (Bad("npz", arrays_of(**arrays), words) for arrays, words in ARRAYS)
+    whole = arrays_of(routed_experts=np.tile(ROUTED, (500, 1, 1)))
+    for data in (b"", b"PK", b"\x93NUMPY", whole[:-30], whole[:90]):
+        yield Bad("npz", data, "trace x.npz is no readable .npz")
     yield Bad("artifact", _artifact(format=1), "format version 1")
     yield Bad("artifact", _artifact(), "lacks 'digest'")
     yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata is another")

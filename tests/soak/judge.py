@@ -64,6 +64,7 @@ OBJECTIVE = Objective(
     budget=1.0,
 )
 CLEAR, ACCEPTED, UNCLEAR, TRACEBACK, HANG = "clear", "accepted", "unclear", "traceback", "hang"
+LEFT = "refused, but left a file"
 
 
 class HangError(BaseException):
@@ -160,6 +161,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "partial": ("x.parquet.partial", _use_trace),
     "csv": ("x.csv", _use_trace),
     "jsonl": ("x.jsonl", _use_trace),
+    "npz": ("x.npz", _use_trace),
     "artifact": ("x.safetensors", lambda path: read_artifact(path, "buddies", "miss.profile")),
     "data_aware": ("x.safetensors", lambda path: load_data_aware(str(path), GEOMETRY)),
     "use": ("x.json", lambda path: load_use(str(path)).hottest),
@@ -192,7 +194,7 @@ class Tally:
     def line(self) -> str:
         tried = sum(self.counts.values())
         rest = ", ".join(
-            f"{n} {self.counts[n]}" for n in (CLEAR, TRACEBACK, HANG, UNCLEAR, ACCEPTED)
+            f"{n} {self.counts[n]}" for n in (CLEAR, TRACEBACK, HANG, UNCLEAR, ACCEPTED, LEFT)
         )
         return f"bad inputs: tried {tried}, {rest}"
 

@@ -23,9 +23,18 @@ from lm_eval_moecache.tune.study import open_study
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
-from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP
+from tests.soak.corpus import (
+    BOARD,
+    CLAIMS,
+    EMULATED,
+    HARDWARE,
+    POLICY,
+    SPACE,
+    SWEEP,
+    arrays_of,
+)
 from tests.soak.judge import OBJECTIVE, READERS
-from tests.trace.test_trace import CSV, JSONL, forget, half_a_recording
+from tests.trace.test_trace import CSV, JSONL, ROUTED, forget, half_a_recording
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 1e308, math.inf, -math.inf, math.nan, 2**63, 10**400),
@@ -65,6 +74,7 @@ def sound_files(folder: Path) -> dict[str, bytes]:
         "data_aware": (folder / "d.safetensors").read_bytes(),
         "journal": (folder / "j" / "study.journal").read_bytes(),
         "trace": trace.read_bytes(),
+        "npz": arrays_of(routed_experts=ROUTED),
         "partial": partial.read_bytes(),
         "artifact": (folder / "a.safetensors").read_bytes(),
     }
@@ -198,5 +208,5 @@ def _drop(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
 _BYTES = (_flip, _cut, _insert, _drop)
 assert set(READERS) == {
     *(*CLOSED, *JSONS, *CHECKED),
-    *("emulated", "trace", "partial", "csv", "jsonl", "journal"),
+    *("emulated", "trace", "partial", "csv", "jsonl", "npz", "journal"),
 }

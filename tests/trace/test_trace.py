@@ -337,33 +337,6 @@ def test_weights_may_be_null_but_not_out_of_order(good: Path, tmp_path: Path) ->
         read_trace(rewritten(good, tmp_path / "r.parquet", weights=rising))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("version", 2),
-        ("num_layers", "3"),
-        ("top_k", 9),
-        ("expert_bytes", [1000]),
-        ("expert_bytes", [1000, -1, 1000]),
-        ("precision", "fp3"),
-        ("seed", None),
-        ("predicted_depth", 3),
-    ],
-)
-def test_a_header_that_does_not_fit_is_refused_by_field(
-    good: Path, tmp_path: Path, field: str, value: object
-) -> None:
-    table = pq.read_table(good)
-    header = json.loads(table.schema.metadata[b"moecache"])
-    header.pop("element_bytes")
-    header.pop("digest")
-    header[field] = value
-    metadata = {b"moecache": json.dumps(header).encode()}
-    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=field):
-        read_trace(tmp_path / "x.parquet")
-
-
 def test_a_flipped_bit_of_the_footer_is_refused_or_changes_nothing(
     good: Path, tmp_path: Path
 ) -> None:
@@ -450,24 +423,6 @@ def test_a_route_trace_becomes_one_prefill_pass_and_one_pass_per_step(tmp_path: 
     assert found == [[3, 1, 0], [6, 7], [0, 2], [5, 4]]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("route_trace v1", "route_trace v2", "line 1"),
-        ("0,1,2,0,0,0,0.6", "0,1,2,0,0,9,0.6", r"line 12: experts is \[9, 2\]"),
-        ("0,1,2,0,0,0,0.6", "0,1,2,0,0,x,0.6", "invalid value 'x'"),
-        ("0,1,2,0,1,2,0.4,1,0\n", "", "slot does not count"),
-        ("0,1,2,1,0,1,0.6,1,0\n0,1,2,1,1,0,0.4,1,0\n", "", "layer"),
-        ("0,1,2,0", "0,3,2,0", "phase is 3"),
-        ("# layer=1 expert_bytes=80 dense_bytes=10\n", "", "lack"),
-    ],
-)
-def test_a_damaged_route_trace_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    (tmp_path / "t.csv").write_text(CSV.replace(old, new))
-    with pytest.raises(ValueError, match=message):
-        load_trace(str(tmp_path / "t.csv"))
-
-
 JSONL = '{"tok": 1, "layers": [[0, 3], [1, 2]]}\n{"tok": 2, "layers": [[1, 3], [0, 2]]}\n'
 
 
@@ -477,24 +432,6 @@ def test_json_lines_are_decode_steps_without_sizes(tmp_path: Path) -> None:
     assert (trace.num_passes, trace.has_sizes, trace.geometry.num_experts) == (2, False, 4)
     sized = load_trace(str(tmp_path / "t.jsonl"), expert_bytes=12)
     assert sized.has_sizes and sized.geometry.expert_bytes == ((12,), (12,))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("[[1, 3]", "[[1, 3, 2]", "line 2: layers must hold"),
-        ("[[1, 3]", "[[3, 3]", r"line 2, layer 0: experts is \[3, 3\]"),
-        ("[[1, 3]", "[[1, -3]", "line 2: layers"),
-        ("[[1, 3]", "[[1, 40000]", "line 2: layers"),
-        ('"tok": 2', '"tok": 1', "line 2: tok is 1 after 1"),
-        ('{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
-        (JSONL, "", "holds no rows"),
-    ],
-)
-def test_damaged_json_lines_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    (tmp_path / "t.jsonl").write_text(JSONL.replace(old, new))
-    with pytest.raises(ValueError, match=message):
-        load_trace(str(tmp_path / "t.jsonl"))
 
 
 def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> None:
@@ -520,38 +457,3 @@ def test_routed_experts_of_an_engine_are_decode_steps(tmp_path: Path) -> None:
     sized = load_trace(str(path), expert_bytes=12)
     assert sized.has_sizes and sized.geometry.num_experts == 64
     assert sized.keys.tolist() == [0, 3, 65, 66, 1, 3, 64, 66]
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"routed": ROUTED}, r"no array 'routed_experts' \[tokens, layers, top_k\].*'routed'"),
-        ({"routed_experts": ROUTED[0]}, r"routed_experts is uint8 of shape \[2, 2\]"),
-        ({"routed_experts": ROUTED[:0]}, r"routed_experts is uint8 of shape \[0, 2, 2\]"),
-        ({"routed_experts": ROUTED / 2}, r"routed_experts is float64 of shape \[2, 2, 2\]"),
-        (
-            {"routed_experts": ROUTED.astype(int) - 1},
-            r"ids from -1 to 2, must be in 0\.\.32767",
-        ),
-        ({"routed_experts": ROUTED, "num_experts": 3}, r"has ids from 0 to 3, must be in 0\.\.2"),
-        ({"routed_experts": ROUTED, "num_experts": [1, 2]}, r"num_experts is int64 of shape \[2\]"),
-        ({"routed_experts": ROUTED, "num_experts": 0}, r"num_experts=0 must be in"),
-        ({"routed_experts": ROUTED * 0}, r"routed_experts\[0, 0\]: experts is \[0, 0\]"),
-        ({"routed_experts": np.array([[[print]]])}, r"no readable \.npz: Object arrays cannot"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(
-    tmp_path: Path, arrays: dict[str, Any], message: str
-) -> None:
-    np.savez(tmp_path / "t.npz", **arrays)
-    with pytest.raises(ValueError, match=message):
-        load_trace(str(tmp_path / "t.npz"))
-
-
-def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
-    whole = tmp_path / "whole.npz"
-    np.savez_compressed(whole, routed_experts=np.tile(ROUTED, (500, 1, 1)))
-    for data in (b"", b"PK", b"\x93NUMPY", whole.read_bytes()[:-30], whole.read_bytes()[:90]):
-        (tmp_path / "t.npz").write_bytes(data)
-        with pytest.raises(ValueError, match=r"^trace t\.npz is no readable \.npz"):
-            load_trace(str(tmp_path / "t.npz"))
