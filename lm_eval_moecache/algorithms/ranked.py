@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Container, Iterable
 from inspect import unwrap
 from typing import Any, ClassVar
 
@@ -20,38 +19,51 @@ from lm_eval_moecache.algorithms.features import (
     A_USE,
     A_WISH,
     AN_EVICTION,
+    Expert,
     Features,
+    Layer,
+    Now,
+    Rank,
     make_features,
 )
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import specialise
+from lm_eval_moecache.records.jit import as_records, compiled, compiled_function, has_numba
 
-Rank = Callable[[Features, int, int, int], tuple[float, float]]
+_NOBODY = -1
+"""In place of a layer: nobody has to leave."""
+_PLAIN_VICTIMS = 20_000
+"""Victims that are found by plain Python, in about the time that compiling takes, before it is."""
 
 
 class RankedEviction(EvictionAlgorithm):
     """An eviction that is a ranking of residents, which a compiled replay knows, too.
 
     A subclass names its `rank`, a plain function in the part of Python that numba compiles (see
-    `features.rank` for what it may do), or returns another one by its parameters. What it overrides
-    beside that must not change who leaves, or a replay would not be the live run's.
+    `features.Rank`), or returns another one by its parameters. What it overrides beside that must
+    not change who leaves, or a replay would not be the live run's.
 
-    What happens is noted in a log, which is taken in where somebody has to leave: one call of a
-    compiled function for each victim. Cost: O(layers + residents of a layer) per victim.
+    What happens is noted in a log, which is taken in where somebody has to leave. Once many had to,
+    that is one call of a compiled function. Cost: O(layers + residents of a layer) per victim.
     """
 
     rank: Any
     """A `Rank`, which says who leaves: the lowest."""
     ages: ClassVar[bool] = False
     """Whether the order within a layer changes with every event, used or not."""
+    moves: ClassVar[bool] = True
+    """Whether a rank can change with the layer being served."""
     growth: float = 0.0
-    """See `Features.weights`."""
+    """See `features.Now`."""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)
         self._log = array("q")
         self._features: Features | None = None
+        self._play: Callable[..., int] = features.play
+        self._rank: Any = None
+        self._add_weight: Callable[..., None] = features.add_weight
+        self._victims = 0
 
     @property
     def plain_rank(self) -> Rank:
@@ -71,7 +83,7 @@ class RankedEviction(EvictionAlgorithm):
             log.extend((A_USE, key, 0))
         log.extend((A_TURN, event.layer, 0))
         if len(log) > 4096:
-            self._play(np.empty(0, np.int64), 0)
+            self._take_in()
 
     def on_predicted(self, key: int) -> None:
         self._log.extend((A_WISH, key, 0))
@@ -81,36 +93,49 @@ class RankedEviction(EvictionAlgorithm):
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         if not isinstance(pinned, Iterable):
-            keys: Sequence[int] = range(self.geometry.num_layers * self.geometry.num_experts)
-            pinned = [key for key in keys if key in pinned]
-        found = self._play(np.fromiter(pinned, np.int64), layer)
+            every = range(self.geometry.num_layers * self.geometry.num_experts)
+            pinned = [key for key in every if key in pinned]
+        self._victims += 1
+        if self._victims == _PLAIN_VICTIMS and has_numba():
+            self._compile()
+        found = self._take_in([*pinned], layer)
         return None if found < 0 else found
 
     def _note_weights(self, event: Event, weights: Any, tokens: Any) -> None:
         """Note what an event's tokens gave each expert of its layer; `on_event` follows."""
-        f, base = self._take_in(), event.layer * self.geometry.num_experts
+        self._take_in()
+        base = event.layer * self.geometry.num_experts
         for key in event.keys:
-            features.add_weight(f, key, float(weights[key - base]), int(tokens[key - base]))
+            weight, count = float(weights[key - base]), int(tokens[key - base])
+            self._add_weight(self._features, key, weight, count)
 
-    def _take_in(self) -> Features:
-        """Return the features as they are now."""
-        self._play(np.empty(0, np.int64), 0)
-        assert self._features is not None
-        return self._features
-
-    def _play(self, pins: Any, layer: int) -> int:
-        geometry, log = self.geometry, self._log
+    def _take_in(self, pins: Any = (), layer: int = _NOBODY) -> int:
+        """Bring the features up to date; return who leaves, or -1."""
+        log: Any = self._log
         if self._features is None:
-            shape = geometry.num_layers, geometry.num_experts
-            self._features = make_features(*shape, growth=self.growth)
-            self._player = player(self.plain_rank, self.ages)
-        told = np.frombuffer(log, np.int64) if log else np.empty(0, np.int64)
-        found = int(self._player(*self._features, told, pins, layer))
-        del told, log[:]
+            self._features = make_features(
+                self.geometry.num_layers,
+                self.geometry.num_experts,
+                ages=self.ages,
+                moves=self.moves,
+                growth=self.growth,
+            )
+            self._rank = self.plain_rank
+        if self._play is not features.play:
+            log, pins = np.frombuffer(log, np.int64), np.asarray(pins, np.int64)
+        found = int(self._play(*self._features, self._rank, log, pins, layer))
+        self._log = array("q")
         return found
 
+    def _compile(self) -> None:
+        """From now on, let compiled functions work on records."""
+        self._take_in()
+        assert self._features is not None
+        self._features = Features(*map(as_records, self._features))
+        self._play, self._rank = compiled((features,), "play"), compiled_rank(self.plain_rank)
+        self._add_weight = compiled((features,), "add_weight")
 
-@cache
-def player(rank: Rank, ages: bool) -> Callable[..., int]:
-    """Return `features.play` for a rule."""
-    return specialise([features], "play", {"rank": rank, "AGES": ages})
+
+def compiled_rank(rank: Rank) -> Any:
+    """Return a rule's rank as compiled functions take it."""
+    return compiled_function(rank, Expert, Layer, Now)

@@ -1,11 +1,13 @@
-"""Lossless replays by one compiled loop over arrays: the same figures as the engine, much faster.
+"""Lossless replays by one loop over tables: the same figures as the engine, much faster.
 
 `reason_against` says what has to go through the engine event by event: lossy algorithms, evictions
-that are no ranking, several levels of precision, the host, drafts, scanned texts.
+that are no ranking, several levels of precision, the host, drafts, scanned texts. The loop is the
+same for all rules, and compiled once; what is over sooner than that runs as plain Python.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,68 +15,43 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms import features
-from lm_eval_moecache.algorithms.features import LOADED, NEXT_USE, RESIDENT, make_features
-from lm_eval_moecache.algorithms.ranked import Rank, RankedEviction
+from lm_eval_moecache.algorithms.features import make_features
+from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.engine import core
-from lm_eval_moecache.engine.core import (
-    BUSY,
-    BUSY_UNTIL,
-    CAPACITY,
-    CARRY_S,
-    END,
-    END_LAYER,
-    EVICTIONS,
-    EXPERT_OVERHEAD,
-    FIRST_LAYER,
-    FLOP_S,
-    INFLIGHT,
-    LIFETIME,
-    LINK_BUSY,
-    LOADS,
-    MOVED,
-    NBYTES,
-    NOW,
-    NUM_COUNTS,
-    NUM_TIMES,
-    PEAK,
-    READ_S,
-    SINCE,
-    STALL,
-    START,
-    TOKENS,
-    TRANSFERS,
-    UNUSED,
-    USED,
-    WAIT_OVERHEAD,
-    WARMED,
-    Piece,
-    make_state,
-)
+from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, State
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.records.event import PHASES
-from lm_eval_moecache.records.jit import has_numba, specialise
+from lm_eval_moecache.records.jit import (
+    Array,
+    as_records,
+    column,
+    compiled,
+    dtype_of,
+    has_numba,
+    is_kept,
+    make_table,
+)
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.stream import StreamedTrace
 from lm_eval_moecache.trace.trace import Trace
 
-Array = Any
-
-COUNTED = (
-    *("requests", "late", "misses", "collisions", "token_misses", "prefetch_hits"),
-    *("predicted", "predicted_right", "predictable", "evictions", "lifetime_tokens", "bytes_moved"),
+_TYPES = (
+    *(np.int32, np.int64, np.int64, np.int32, np.float32, np.float64, np.float64),
+    *(np.int64, np.int32, np.int64, np.bool_, np.int64),
 )
-"""Names of the core's counts, in its order."""
+"""Of the arrays of a piece, as they are compiled for."""
 _NOTHING = np.zeros(0, np.int64)
+_MODULES = features, core
+_PATIENCE_S = 4.0
+"""Seconds of plain Python, in all replays of a process, after which compiling is cheaper."""
 
 
 def reason_against(trace: Trace | StreamedTrace, engine: Engine) -> str:
     """Say why a replay cannot be compiled; empty where it can."""
     rules, executor, eviction = engine.executor.rules, engine.executor, engine.pools[0].eviction
-    if not has_numba():
-        return "numba is not installed"
     if rules.may_change:
         return "a lossy algorithm decides by what is resident"
     if not isinstance(executor, VirtualExecutor) or rules.ladder:
@@ -96,11 +73,18 @@ def reason_against(trace: Trace | StreamedTrace, engine: Engine) -> str:
     return ""
 
 
-@cache
-def compiled_run(rank: Rank, ages: bool, prefetches: bool) -> Callable[..., None]:
-    """Return `core.run` for a rule."""
-    bound = {"rank": rank, "AGES": ages, "PREFETCHES": prefetches}
-    return specialise([features, core], "run", bound)
+class _Patience:
+    """Seconds that plain Python has taken in this process, or inf where all is compiled already."""
+
+    def __init__(self) -> None:
+        self.spent_s = float("inf") if is_kept(_MODULES, "run") else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return has_numba() and self.spent_s > _PATIENCE_S
+
+
+_patience = cache(_Patience)
 
 
 class CompiledReplay:
@@ -112,50 +96,64 @@ class CompiledReplay:
         assert isinstance(executor, VirtualExecutor)
         self._executor = executor
         self._layers, self._experts = geometry.num_layers, geometry.num_experts
-        eviction = engine.pools[0].eviction
+        eviction, prefetch = engine.pools[0].eviction, engine.algorithms.prefetch
         assert isinstance(eviction, RankedEviction)
         self._eviction = eviction
-        self._weights = eviction.uses_weights
-        self._offline = eviction.is_offline
-        per_layer = len(engine.pools) > 1
-        self._s = make_state(self._layers, self._experts)
-        self._f = make_features(self._layers, self._experts, per_layer, eviction.growth)
-        prefetch = engine.algorithms.prefetch
-        whole = self._s.whole
-        whole[core.FIFO] = executor.link.fifo
-        whole[core.AFTER_LAYER] = prefetch.after_layer
-        whole[core.CACHED_FIRST] = engine.algorithms.miss.cached_first
-        whole[core.WEIGHTS], whole[core.OFFLINE] = self._weights, self._offline
-        self._run = compiled_run(eviction.plain_rank, eviction.ages, prefetch.is_active)
+        self._rank: Any = eviction.plain_rank
+        self._run: Callable[..., None] = core.run
+        rules = make_features(
+            self._layers,
+            self._experts,
+            len(engine.pools) > 1,
+            ages=eviction.ages,
+            moves=eviction.moves,
+            growth=eviction.growth,
+        )
+        machine = Machine(
+            now=executor.clock.now,
+            busy_until=executor.link.busy_until,
+            wait_overhead_s=executor.clock.wait_overhead_s,
+            expert_overhead_s=executor.clock.expert_overhead_s,
+            top_k=geometry.top_k,
+            fifo=int(executor.link.fifo),
+            prefetches=int(prefetch.is_active),
+            after_layer=int(prefetch.after_layer),
+            cached_first=int(engine.algorithms.miss.cached_first),
+            weighs=int(eviction.uses_weights),
+            offline=int(eviction.is_offline),
+        )
+        slots = make_table(Slot, self._layers * self._experts)
+        self._s = State(*rules, slots, make_table(Place, self._layers + 1), [machine])
         self._fill_in()
 
     def _fill_in(self) -> None:
-        """Write down what the machine and the caches are like, and who is resident already."""
-        s, executor, pools = self._s, self._executor, self._engine.pools
-        geometry, clock = self._engine.geometry, executor.clock
-        s.layers[:, NBYTES] = [levels[0] for levels in geometry.expert_bytes]
-        s.layer_s[:, CARRY_S] = [
-            executor.link.duration_s(int(size)) for size in s.layers[:, NBYTES]
-        ]
-        s.layer_s[:, FLOP_S], s.layer_s[:, READ_S] = np.transpose(
-            [clock.expert_parts_s(layer) for layer in range(self._layers)]
-        )
-        s.seconds[NOW], s.seconds[BUSY_UNTIL] = clock.now, executor.link.busy_until
-        s.seconds[WAIT_OVERHEAD] = clock.wait_overhead_s
-        s.seconds[EXPERT_OVERHEAD] = clock.expert_overhead_s
-        for place, (pool, layers) in enumerate(
-            zip(pools, self._engine.setting.capacity.partitions(self._layers), strict=True)
+        """Write down what layers and caches are like, and who is resident already."""
+        s, link, clock = self._s, self._executor.link, self._executor.clock
+        pools, capacity = self._engine.pools, self._engine.setting.capacity
+        for layer, (place, sizes) in enumerate(
+            zip(s.places, self._engine.geometry.expert_bytes, strict=False)
         ):
-            s.layers[place, CAPACITY], s.layers[place, USED] = pool.capacity_bytes, pool.used_bytes
-            s.layers[place, FIRST_LAYER], s.layers[place, END_LAYER] = layers.start, layers.stop
-            s.layers[place, PEAK], s.layers[place, WARMED] = pool.peak_bytes, pool.warmed
-        self._warm = np.asarray([key for pool in pools for key in pool.resident], np.int64)
-        if self._offline:
+            place.nbytes, place.carry_s = sizes[0], link.duration_s(sizes[0])
+            place.flop_s, place.read_s = clock.expert_parts_s(layer)
+        for place, pool, layers in zip(
+            s.places, pools, capacity.partitions(self._layers), strict=False
+        ):
+            place.capacity, place.used, place.peak = (
+                pool.capacity_bytes,
+                pool.used_bytes,
+                pool.peak_bytes,
+            )
+            place.first_layer, place.end_layer = layers.start, layers.stop
+            place.warmed = pool.warmed
+        for key, slot in enumerate(s.slots):
+            slot.home = key // self._experts
+        if self._eviction.is_offline:
             assert self._future is not None, "an offline eviction without a future"
-            self._f.keys[:, NEXT_USE] = self._future.first_use
-        for key in self._warm.tolist():
-            s.keys[key, SINCE] = 0
-            features.note_load(self._f, key, key // self._experts, False)
+            for expert, first in zip(s.experts, self._future.first_use.tolist(), strict=True):
+                expert.next_use = first
+        self._warm = [key for pool in pools for key in pool.resident]
+        for key in self._warm:
+            features.note_load(s, key, key // self._experts, False)
 
     def serve(
         self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
@@ -165,9 +163,11 @@ class CompiledReplay:
         bounds, rows = part.key_bounds[start : stop + 1], part.row_bounds[start : stop + 1]
         columns, places = part.columns, slice(bounds[0], bounds[-1])
         own_rows = slice(rows[0], rows[-1])
-        weights = np.zeros((0, 0), np.float32)
-        if self._weights and columns.weights is not None:
-            weights = np.require(columns.weights[own_rows], np.float32, ["C", "W"])
+        weights, next_use = np.zeros(0, np.float32), _NOTHING
+        if self._eviction.uses_weights and columns.weights is not None:
+            weights = np.require(columns.weights[own_rows], np.float32, ["C", "W"]).ravel()
+        if self._eviction.is_offline and self._future is not None:
+            next_use = self._future.next_use[places]
         tokens = np.diff(rows).reshape(-1, self._layers)
         phases = columns.phase[rows[: -1 : self._layers]]
         piece = Piece(
@@ -175,20 +175,38 @@ class CompiledReplay:
             keys=part.keys[places],
             bounds=bounds - bounds[0],
             rows=rows - rows[0],
-            experts=columns.experts[own_rows],
+            experts=columns.experts[own_rows].ravel(),
             weights=weights,
             dense_s=self._by_event(tokens, phases, self._dense_s),
             predict_s=self._by_event(tokens, phases, self._predicting_s),
-            next_use=self._future.next_use[places] if self._offline and self._future else _NOTHING,
+            next_use=next_use,
             proposed=proposed[0],
             proposed_bounds=proposed[1],
             cold=cold,
-            warm=self._warm,
+            warm=np.asarray(self._warm, np.int64),
         )
-        counts = np.zeros((last - first, NUM_COUNTS), np.int64)
-        times = np.zeros((last - first, NUM_TIMES))
-        self._run(self._s, self._f, piece, counts, times)
-        self._enter(phases, tokens, counts, times)
+        counts = self._run_piece(piece, last - first)
+        self._enter(phases, tokens, counts)
+
+    def _run_piece(self, piece: Piece, num_passes: int) -> Array:
+        """Let the loop serve a piece; return what each pass counted, as records."""
+        if self._run is core.run and _patience().is_over:
+            self._s = State(*map(as_records, self._s))
+            self._run, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
+        if self._run is not core.run:
+            counts = np.zeros(num_passes, dtype_of(Count))
+            arrays = [
+                np.require(own, kind, ["C", "W"])
+                for own, kind in zip(piece[1:], _TYPES, strict=True)
+            ]
+            self._run(*self._s, self._rank, Piece(piece.first_pass, *arrays), counts)
+            return counts
+        start_s = time.process_time()
+        objects = make_table(Count, num_passes)
+        lists = [piece.first_pass, *(own.tolist() for own in piece[1:])]
+        self._run(*self._s, self._rank, Piece(*lists), objects)
+        _patience().spent_s += time.process_time() - start_s
+        return as_records(objects)
 
     def _by_event(self, tokens: Array, phases: Array, of: Callable[..., list[float]]) -> Array:
         """Return what `of` says of each event, who is asked once per number of tokens and phase.
@@ -212,54 +230,43 @@ class CompiledReplay:
             ahead = [target_of(i, self._layers, PHASES[phase]) is not None for i in range(last + 1)]
         return [self._executor.predicting_s(i, int(n), tokens) for i, n in enumerate(ahead)]
 
-    def _enter(self, phases: Array, tokens: Array, counts: Array, times: Array) -> None:
+    def _enter(self, phases: Array, tokens: Array, counts: Array) -> None:
         """Write the passes to the ledger."""
         ledger, top_k = self._engine.ledger, self._engine.geometry.top_k
-        columns = zip(
-            *(phases.tolist(), tokens[:, 0].tolist(), tokens.sum(1).tolist()),
-            *(counts.tolist(), times.tolist()),
-            strict=True,
-        )
-        for phase, num_tokens, served, count, time in columns:
+        names = counts.dtype.names
+        own = [counts[name].tolist() for name in names]
+        rest = phases.tolist(), tokens[:, 0].tolist(), (tokens.sum(1) * top_k).tolist()
+        for phase, num_tokens, requests, *values in zip(*rest, *own, strict=True):
             record = PassRecord(
-                len(ledger.passes),
-                PHASES[phase],
-                num_tokens,
-                time[START],
-                time[END],
-                **dict(zip(COUNTED, count, strict=True)),
-                stall_s=time[STALL],
-                link_busy_s=time[LINK_BUSY],
-                token_requests=served * top_k,
+                index=len(ledger.passes),
+                phase=PHASES[phase],
+                num_tokens=num_tokens,
+                token_requests=requests,
+                **dict(zip(names, values, strict=True)),
             )
             ledger.passes.append(record)
 
     def finish(self) -> None:
         """Leave caches, link and clock as the engine would have: its laws can be checked."""
-        s, f, engine, executor = self._s, self._f, self._engine, self._executor
-        executor.clock.now = float(s.seconds[NOW])
-        link, inflight = executor.link, int(s.whole[INFLIGHT])
-        link.busy_until, link.busy_s = float(s.seconds[BUSY_UNTIL]), float(s.seconds[BUSY])
-        link.bytes_moved, link.transfers = int(s.whole[MOVED]), int(s.whole[TRANSFERS])
+        s, link = self._s, self._executor.link
+        value = {name: column(s.machine, name)[0].item() for name in dtype_of(Machine).names}
+        self._executor.clock.now = value["now"]
+        link.busy_until, link.busy_s = value["busy_until"], value["busy_s"]
+        link.bytes_moved, link.transfers = value["moved"], value["transfers"]
+        inflight = value["inflight"]
         link.inflight = None if inflight < 0 else inflight
-        for place, pool in enumerate(engine.pools):
-            keys = np.arange(
-                s.layers[place, FIRST_LAYER] * self._experts,
-                s.layers[place, END_LAYER] * self._experts,
-            )
-            found = keys[f.keys[keys, RESIDENT] > 0]
-            found = found[f.keys[found, LOADED].argsort()]
-            since = s.keys[found, SINCE].tolist()
-            pool.take_over(dict(zip(found.tolist(), since, strict=True)))
+        resident, loaded = column(s.experts, "resident"), column(s.experts, "loaded")
+        unused, since = column(s.slots, "unused"), column(s.slots, "since")
+        of_place = {name: column(s.places, name).tolist() for name in dtype_of(Place).names}
+        for place, pool in enumerate(self._engine.pools):
+            layers = range(of_place["first_layer"][place], of_place["end_layer"][place])
+            keys = np.arange(layers.start * self._experts, layers.stop * self._experts)
+            held = keys[resident[keys] > 0]
+            held = held[loaded[held].argsort()]
+            pool.take_over(dict(zip(held.tolist(), since[held].tolist(), strict=True)))
             pool.arriving = {inflight: 0} if inflight in keys else {}
-            pool.unused_prefetches = set(keys[s.keys[keys, UNUSED] > 0].tolist())
-            pool.used_bytes, pool.peak_bytes = (
-                int(s.layers[place, USED]),
-                int(s.layers[place, PEAK]),
-            )
-            pool.loads, pool.evictions = (
-                int(s.layers[place, LOADS]),
-                int(s.layers[place, EVICTIONS]),
-            )
-            pool.lifetime_tokens, pool.tokens = int(s.layers[place, LIFETIME]), int(s.whole[TOKENS])
-            pool.warmed = int(s.layers[place, WARMED])
+            pool.unused_prefetches = set(keys[unused[keys] > 0].tolist())
+            pool.used_bytes, pool.peak_bytes = of_place["used"][place], of_place["peak"][place]
+            pool.loads, pool.evictions = of_place["loads"][place], of_place["evictions"][place]
+            pool.lifetime_tokens, pool.tokens = of_place["lifetime"][place], value["tokens"]
+            pool.warmed = of_place["warmed"][place]

@@ -1,28 +1,20 @@
-"""Lossless passes over arrays: lookup, victims, link, prefetch queue and virtual time, in one loop.
+"""Lossless passes over tables: lookup, victims, link, prefetch queue and virtual time, in one loop.
 
 The rules are those of `virtual.executor`, `virtual.traffic` and `link`, whose names these functions
 keep; every float is made by the same operations in the same order, so that counts, bytes and times
-are theirs to the last digit. Plain functions in the part of Python that numba compiles;
-`engine.compiled` binds the eviction's `rank` and the constants below, and hands over the arrays.
+are theirs to the last digit. Plain functions in the part of Python that numba compiles (see
+`records.jit` and `algorithms.features`); `engine.compiled` hands over the tables.
 """
 
 # mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.features import (
-    CACHE_OF,
-    HELD,
-    NEXT_USE,
-    PASS,
-    PINNED,
-    RESIDENT,
-    UNCLEAR,
-    Features,
+    Rank,
     add_weight,
     find_lowest,
     note_eviction,
@@ -32,75 +24,129 @@ from lm_eval_moecache.algorithms.features import (
     note_use,
     note_wish,
 )
-
-Array = Any
-
-PREFETCHES = False
-"""Whether there is a prefetcher: bound before compiling, as an engine without is twice as fast."""
-
-NOW, BUSY_UNTIL, BUSY, WAIT_OVERHEAD, EXPERT_OVERHEAD = range(5)
-INFLIGHT, QUEUED, EARLIEST, TOKENS, MARK, MOVED, TRANSFERS = range(7)
-FIFO, AFTER_LAYER, CACHED_FIRST, WEIGHTS, OFFLINE = range(7, 12)
-NUM_SECONDS, NUM_WHOLE = 5, 12
-REQUESTS, LATE, MISSES, COLLISIONS, TOKEN_MISSES, PREFETCH_HITS = range(6)
-PREDICTED, RIGHT, PREDICTABLE, LEFT, LIVED, BYTES = range(6, 12)
-NUM_COUNTS = 12
-START, END, STALL, LINK_BUSY = range(4)
-NUM_TIMES = 4
+from lm_eval_moecache.records.jit import Array, Table
 
 
-HOME, UNUSED, SINCE, LEFT_IN, DUE, NEXT, PREVIOUS, FORETOLD, ABSENT, DONE = range(10)
-"""Columns of `State.keys`: the key's layer; whether a prefetch brought it and no event has used it;
-the tokens before its load; the pass in which it was evicted last; the event that its queued
-prefetch is for (-1: none waits) and its neighbours in that event's queue; the EPOCH of its layer in
-which it was predicted; marks of the last events that found it absent, and that executed it in a
-wave."""
-EPOCH, NUM_FORETOLD, NBYTES, CAPACITY, USED, PEAK, LOADS, WARMED, EVICTIONS = range(9)
-LIFETIME, FIRST_LAYER, END_LAYER = range(9, 12)
-"""Columns of `State.layers`: number of the prediction for the layer's coming turn, and how many
-keys it names; bytes of one expert; all others by cache."""
-CARRY_S, FLOP_S, READ_S = range(3)
-"""Columns of `State.layer_s`, of one expert: on a free link, a token's arithmetic, reading."""
+@dataclass(slots=True)
+class Slot:
+    """What happens to one expert on its way, beside what rules know of it."""
+
+    home: int = 0
+    """Its layer."""
+    absent: int = 0
+    done: int = 0
+    """Marks of the last events that found it absent, and that executed it in a wave."""
+    unused: int = 0
+    """Whether a prefetch brought it and no event has used it."""
+    foretold: int = 0
+    """The `epoch` of its layer in which it was predicted."""
+    since: int = 0
+    """Tokens before its load."""
+    left_in: int = -2
+    """The pass in which it was evicted last."""
+    due: int = -1
+    """The event that its queued prefetch is for, -1: none waits; and its neighbours there."""
+    next: int = -1
+    previous: int = -1
+    earliest_s: float = 0.0
+    """When its queued prefetch may start."""
+    serves: int = 0
+    """Scratch: tokens of the event in progress that it serves."""
+
+
+@dataclass(slots=True)
+class Place:
+    """What of one layer is no rule's business, and of the cache with its number."""
+
+    nbytes: int = 0
+    """Of one expert of the layer."""
+    carry_s: float = 0.0
+    """Moving it over a free link."""
+    flop_s: float = 0.0
+    read_s: float = 0.0
+    """A token's arithmetic with it, and reading it."""
+    epoch: int = 1
+    num_foretold: int = 0
+    """Number of the prediction for the layer's coming turn, and how many keys it names."""
+    first: int = -1
+    last: int = -1
+    """Ends of the queue of the due event whose number modulo the places this is."""
+    first_layer: int = 0
+    end_layer: int = 0
+    capacity: int = 0
+    used: int = 0
+    peak: int = 0
+    loads: int = 0
+    warmed: int = 0
+    evictions: int = 0
+    lifetime: int = 0
+
+
+@dataclass(slots=True)
+class Machine:
+    """Clock, link and bookkeeping."""
+
+    now: float = 0.0
+    busy_until: float = 0.0
+    busy_s: float = 0.0
+    wait_overhead_s: float = 0.0
+    expert_overhead_s: float = 0.0
+    top_k: int = 0
+    inflight: int = -1
+    """Key of the prefetch in flight, which lands at `busy_until`."""
+    queued: int = 0
+    """Prefetches that wait; `earliest` is the event of the next of them."""
+    earliest: int = 0
+    tokens: int = 0
+    mark: int = 0
+    moved: int = 0
+    """Bytes."""
+    transfers: int = 0
+    evictions: int = 0
+    lifetime: int = 0
+    fifo: int = 0
+    prefetches: int = 0
+    after_layer: int = 0
+    cached_first: int = 0
+    weighs: int = 0
+    offline: int = 0
+
+
+@dataclass(slots=True)
+class Count:
+    """What a pass has counted, by the names of `PassRecord`."""
+
+    requests: int = 0
+    late: int = 0
+    misses: int = 0
+    collisions: int = 0
+    token_misses: int = 0
+    prefetch_hits: int = 0
+    predicted: int = 0
+    predicted_right: int = 0
+    predictable: int = 0
+    evictions: int = 0
+    lifetime_tokens: int = 0
+    bytes_moved: int = 0
+    start_s: float = 0.0
+    end_s: float = 0.0
+    stall_s: float = 0.0
+    link_busy_s: float = 0.0
 
 
 class State(NamedTuple):
-    """What outlasts an event, beside the features. Whole numbers, but the last three."""
+    """What outlasts an event."""
 
-    keys: Array
-    layers: Array
-    served_by: Array
-    """[experts] Scratch: tokens of the event that each expert serves."""
-    first: Array
-    last: Array
-    """[layers + 1] Ends of the queue of each due event, by its number modulo the length."""
-    whole: Array
-    """INFLIGHT, QUEUED ... of link and bookkeeping; FIFO ... whether it is so, 0 or 1."""
-    earliest: Array
-    """By key: when its queued prefetch may start."""
-    layer_s: Array
-    seconds: Array
-    """NOW, BUSY_UNTIL ... of clock and link."""
-
-
-def make_state(num_layers: int, num_experts: int) -> State:
-    num_keys = num_layers * num_experts
-    s = State(
-        keys=np.zeros((num_keys, 10), np.int64),
-        layers=np.zeros((num_layers, 12), np.int64),
-        served_by=np.zeros(num_experts, np.int64),
-        first=np.full(num_layers + 1, -1),
-        last=np.full(num_layers + 1, -1),
-        whole=np.zeros(NUM_WHOLE, np.int64),
-        earliest=np.zeros(num_keys),
-        layer_s=np.zeros((num_layers, 3)),
-        seconds=np.zeros(NUM_SECONDS),
-    )
-    s.keys[:, HOME] = np.arange(num_keys) // num_experts
-    s.keys[:, LEFT_IN] = -2
-    s.keys[:, DUE] = -1
-    s.whole[INFLIGHT] = -1
-    s.layers[:, EPOCH] = 1
-    return s
+    experts: Table
+    """`Features`, of which each function of that module takes its part."""
+    layers: Table
+    now: Table
+    slots: Table
+    """By key."""
+    places: Table
+    """By layer, and one more for queues: events due at once are at most a pass apart."""
+    machine: Table
+    """A single record."""
 
 
 class Piece(NamedTuple):
@@ -115,6 +161,7 @@ class Piece(NamedTuple):
     """Event e's tokens are rows `rows[e]:rows[e + 1]` of `experts` and `weights`."""
     experts: Array
     weights: Array
+    """Flat, `top_k` for each row."""
     dense_s: Array
     predict_s: Array
     """Seconds before the layer's router has decided, and those of predicting from its input."""
@@ -129,504 +176,501 @@ class Piece(NamedTuple):
     """Keys that it starts with, the last one loaded last."""
 
 
-def run(s: State, f: Features, p: Piece, counts: Array, times: Array) -> None:
-    """Serve the passes; write what each counted to `counts` and `times` [passes, ...]."""
-    num_layers = len(f.layers)
+def run(
+    experts: Table,
+    layers: Table,
+    now: Table,
+    slots: Table,
+    places: Table,
+    machine: Table,
+    rank: Rank,
+    p: Piece,
+    counts: Table,
+) -> None:
+    """Serve the passes; write what each counted to `counts`."""
+    s = State(experts, layers, now, slots, places, machine)
+    num_layers, m = len(layers), machine[0]
     for index in range(len(p.cold)):
         if p.cold[index]:
-            reset(s, f, p)
-        number = p.first_pass + index
-        event = index * num_layers
-        begin_pass(s, f, number, p.rows[event + 1] - p.rows[event])
-        count, time = counts[index], times[index]
-        time[START] = s.seconds[NOW]
-        moved, busy = s.whole[MOVED], s.seconds[BUSY]
-        left, lived = s.layers[:, EVICTIONS].sum(), s.layers[:, LIFETIME].sum()
+            reset(s, p)
+        number, event, count = p.first_pass + index, index * num_layers, counts[index]
+        m.tokens += p.rows[event + 1] - p.rows[event]
+        note_pass(s, number)
+        moved, busy_s, evictions, lifetime = m.moved, m.busy_s, m.evictions, m.lifetime
+        count.start_s = m.now
         for layer in range(num_layers):
-            serve(s, f, p, event + layer, number * num_layers + layer, layer, count, time)
-        time[END] = s.seconds[NOW]
-        count[BYTES] = s.whole[MOVED] - moved
-        count[LEFT] = s.layers[:, EVICTIONS].sum() - left
-        count[LIVED] = s.layers[:, LIFETIME].sum() - lived
-        time[LINK_BUSY] = s.seconds[BUSY] - busy
+            serve(s, rank, p, event + layer, number * num_layers + layer, layer, count)
+        count.end_s = m.now
+        count.bytes_moved = m.moved - moved
+        count.evictions = m.evictions - evictions
+        count.lifetime_tokens = m.lifetime - lifetime
+        count.link_busy_s = m.busy_s - busy_s
 
 
-def begin_pass(s: State, f: Features, number: int, tokens: int) -> None:
-    s.whole[TOKENS] += tokens
-    note_pass(f, number)
-
-
-def serve(
-    s: State, f: Features, p: Piece, e: int, number: int, layer: int, count: Array, time: Array
-) -> None:
+def serve(s: State, rank: Rank, p: Piece, e: int, number: int, layer: int, count: Count) -> None:
     """Serve one event: number `e` of the piece, `number` of the run."""
-    seconds, whole = s.seconds, s.whole
-    seconds[NOW] += p.dense_s[e]
-    if PREFETCHES and is_active(s):
-        drain(s, f, -1, layer)
-    whole[MARK] += 1
-    mark = whole[MARK]
-    start, stop = p.bounds[e], p.bounds[e + 1]
-    tokens = p.rows[e + 1] - p.rows[e]
-    absent = look_up(s, f, p, start, stop, mark, count)
-    count[REQUESTS] += stop - start
-    if absent and tokens > 1:
-        count_tokens(s, f, p, e, count)
-    elif absent:
-        count[TOKEN_MISSES] += absent
-    if PREFETCHES:
-        judge(s, p, start, stop, layer, count)
-    f.layers[layer, UNCLEAR] = 1
-    gate_s = ready_s = seconds[NOW]
-    rest, assignments = stop - start, (p.rows[e + 1] - p.rows[e]) * p.experts.shape[1]
-    if tokens == 1:
-        assignments = rest
+    m = s.machine[0]
+    m.now += p.dense_s[e]
+    if m.prefetches:
+        drain(s, rank, -1, layer)
+    m.mark += 1
+    mark, start, stop = m.mark, p.bounds[e], p.bounds[e + 1]
+    tokens, rest = p.rows[e + 1] - p.rows[e], stop - start
+    absent = look_up(s, p, start, stop, mark, count)
+    count.requests += rest
+    assignments = rest if tokens == 1 else tokens * m.top_k
     if absent:
-        ready_s, rest, assignments = load(s, f, p, e, mark, layer, rest, assignments, time)
-        if s.whole[CACHED_FIRST]:
+        count.token_misses += absent if tokens == 1 else count_tokens(s, p, e, layer)
+    if m.prefetches:
+        judge(s, p, start, stop, layer, count)
+    s.layers[layer].unclear = 1
+    gate_s = ready_s = m.now
+    if absent:
+        if m.prefetches:
+            ready_s = await_what_is_under_way(s, rank, p, start, stop, mark, layer)
+        ready_s, rest, assignments = load(
+            s, rank, p, e, mark, layer, ready_s, rest, assignments, count
+        )
+        if m.cached_first:
             # The compute is busy from here on: predicting does not hide behind the wait.
-            wait_until(s, seconds[NOW] + p.predict_s[e])
-            own, ours = take(s, f, p, start, stop, tokens, mark, True)
+            wait_until(m, m.now + p.predict_s[e])
+            own, ours = take(s, p, start, stop, tokens, mark, True)
             execute(s, layer, own, ours)
             rest, assignments = rest - own, assignments - ours
-    if PREFETCHES and not s.whole[FIFO]:
+    if m.prefetches and not m.fifo:
         cancel_due(s, number)
     if absent:
-        time[STALL] += await_link(s, ready_s)
-    if PREFETCHES:
+        count.stall_s += await_link(m, ready_s)
+    if m.prefetches:
         ready_s = gate_s + p.predict_s[e]
-        if not s.whole[AFTER_LAYER]:
-            submit(s, f, p, e, number, layer, ready_s)
-        wait_until(s, ready_s)
+        if not m.after_layer:
+            submit(s, p, e, number, layer, ready_s)
+        wait_until(m, ready_s)
     execute(s, layer, rest, assignments)
-    if PREFETCHES:
-        if s.whole[AFTER_LAYER]:
-            submit(s, f, p, e, number, layer, seconds[NOW])
-        if is_active(s):
-            if whole[MARK] != mark:
-                mark = pin(s, f, p, start, stop, layer)
-            drain(s, f, mark, layer)
-    note(s, f, p, e, layer)
+    if m.prefetches:
+        if m.after_layer:
+            submit(s, p, e, number, layer, m.now)
+        if is_active(m):
+            if m.mark != mark:
+                mark = pin(s, p, start, stop, layer)
+            drain(s, rank, mark, layer)
+    note(s, p, e, layer)
 
 
-def look_up(s: State, f: Features, p: Piece, start: int, stop: int, mark: int, count: Array) -> int:
+def look_up(s: State, p: Piece, start: int, stop: int, mark: int, count: Count) -> int:
     """Pin the event's keys and count those that are not resident; return how many."""
-    absent, inflight, now = 0, s.whole[INFLIGHT], f.time[PASS]
+    absent, inflight, this_pass = 0, s.machine[0].inflight, s.now[0].pass_index
     for i in range(start, stop):
-        key = p.keys[i]
-        f.keys[key, PINNED] = mark
-        if f.keys[key, RESIDENT]:
+        expert = s.experts[p.keys[i]]
+        expert.pinned = mark
+        if expert.resident:
             continue
         absent += 1
-        s.keys[key, ABSENT] = mark
-        if PREFETCHES and (key == inflight or s.keys[key, DUE] >= 0):
-            count[LATE] += 1
+        slot = s.slots[p.keys[i]]
+        slot.absent = mark
+        if p.keys[i] == inflight or slot.due >= 0:
+            count.late += 1
         else:
-            count[MISSES] += 1
-            count[COLLISIONS] += s.keys[key, LEFT_IN] == now
+            count.misses += 1
+            count.collisions += slot.left_in == this_pass
     return absent
 
 
-def count_tokens(s: State, f: Features, p: Piece, e: int, count: Array) -> None:
-    """Count the tokens that each expert serves, and those that miss one."""
-    base = p.keys[p.bounds[e]] // len(s.served_by) * len(s.served_by)
-    s.served_by[:] = 0
-    for row in range(p.rows[e], p.rows[e + 1]):
-        for i in range(p.experts.shape[1]):
-            s.served_by[p.experts[row, i]] += 1
-    for expert in range(len(s.served_by)):
-        if s.served_by[expert] and not f.keys[base + expert, RESIDENT]:
-            count[TOKEN_MISSES] += s.served_by[expert]
+def count_tokens(s: State, p: Piece, e: int, layer: int) -> int:
+    """Count the tokens that each expert of an event serves; return how many miss one."""
+    m, base, missed = s.machine[0], layer * s.now[0].num_experts, 0
+    for i in range(p.bounds[e], p.bounds[e + 1]):
+        s.slots[p.keys[i]].serves = 0
+    for i in range(p.rows[e] * m.top_k, p.rows[e + 1] * m.top_k):
+        s.slots[base + p.experts[i]].serves += 1
+    for i in range(p.bounds[e], p.bounds[e + 1]):
+        if not s.experts[p.keys[i]].resident:
+            missed += s.slots[p.keys[i]].serves
+    return missed
 
 
-def judge(s: State, p: Piece, start: int, stop: int, layer: int, count: Array) -> None:
+def judge(s: State, p: Piece, start: int, stop: int, layer: int, count: Count) -> None:
     """Count what prefetches brought, and what was predicted and how much of it is needed."""
-    epoch = s.layers[layer, EPOCH]
-    right = 0
+    place, right = s.places[layer], 0
     for i in range(start, stop):
-        key = p.keys[i]
-        if s.keys[key, UNUSED]:
-            s.keys[key, UNUSED] = 0
-            count[PREFETCH_HITS] += 1
-        right += s.keys[key, FORETOLD] == epoch
-    if s.layers[layer, NUM_FORETOLD]:
-        count[PREDICTED] += s.layers[layer, NUM_FORETOLD]
-        count[RIGHT] += right
-        count[PREDICTABLE] += stop - start
-        s.layers[layer, EPOCH] = epoch + 1
-        s.layers[layer, NUM_FORETOLD] = 0
+        slot = s.slots[p.keys[i]]
+        count.prefetch_hits += slot.unused
+        slot.unused = 0
+        right += slot.foretold == place.epoch
+    if place.num_foretold:
+        count.predicted += place.num_foretold
+        count.predicted_right += right
+        count.predictable += stop - start
+        place.epoch += 1
+        place.num_foretold = 0
 
 
 def load(
     s: State,
-    f: Features,
+    rank: Rank,
     p: Piece,
     e: int,
     mark: int,
     layer: int,
+    ready_s: float,
     rest: int,
     assignments: int,
-    time: Array,
+    count: Count,
 ) -> tuple[float, int, int]:
     """Load what is absent, in waves where it does not fit together.
 
     Returns when the last one is there, and how many keys and assignments are still to be executed.
     """
-    cache, nbytes = f.layers[layer, CACHE_OF], s.layers[layer, NBYTES]
+    m, cache, nbytes = s.machine[0], s.layers[layer].cache, s.places[layer].nbytes
     start, stop = p.bounds[e], p.bounds[e + 1]
-    tokens = p.rows[e + 1] - p.rows[e]
-    ready_s, pins = s.seconds[NOW], mark
-    if PREFETCHES:
-        ready_s = await_what_is_under_way(s, f, p, start, stop, mark, layer)
+    pins = mark
     for i in range(start, stop):
         key = p.keys[i]
+        slot = s.slots[key]
         # What a prefetch has brought meanwhile, or a wave has executed, is no demand any more.
-        if s.keys[key, ABSENT] != mark or f.keys[key, RESIDENT] or s.keys[key, DONE] == mark:
+        if slot.absent != mark or s.experts[key].resident or slot.done == mark:
             continue
-        if not make_room(s, f, nbytes, cache, pins, layer):
-            own, ours = take(s, f, p, start, stop, tokens, mark, False)
+        while not make_room(s, rank, nbytes, cache, pins, layer):
+            own, ours = take(s, p, start, stop, p.rows[e + 1] - p.rows[e], mark, False)
             rest, assignments = rest - own, assignments - ours
-            time[STALL] += await_link(s, ready_s)
+            count.stall_s += await_link(m, ready_s)
             execute(s, layer, own, ours)
-            ready_s = s.seconds[NOW]
-            s.whole[MARK] += 1
-            pins = s.whole[MARK]
+            ready_s = m.now
+            m.mark += 1
+            pins = m.mark
             for j in range(start, stop):
-                if s.keys[p.keys[j], DONE] != mark:
-                    f.keys[p.keys[j], PINNED] = pins
-                elif s.whole[OFFLINE]:
-                    f.keys[p.keys[j], NEXT_USE] = p.next_use[j]
-            f.layers[layer, UNCLEAR] = 1
-            make_room(s, f, nbytes, cache, pins, layer)
+                if s.slots[p.keys[j]].done != mark:
+                    s.experts[p.keys[j]].pinned = pins
+                elif m.offline:
+                    s.experts[p.keys[j]].next_use = p.next_use[j]
+            s.layers[layer].unclear = 1
         ready_s = transfer(s, layer, ready_s)
         take_bytes(s, cache, nbytes)
-        insert(s, f, key, layer, False)
+        insert(s, key, layer, False)
     return ready_s, rest, assignments
 
 
 def await_what_is_under_way(
-    s: State, f: Features, p: Piece, start: int, stop: int, mark: int, layer: int
+    s: State, rank: Rank, p: Piece, start: int, stop: int, mark: int, layer: int
 ) -> float:
     """Let what goes before the demands land, and withdraw those that wait; return when."""
-    ready_s, inflight = s.seconds[NOW], s.whole[INFLIGHT]
-    if s.whole[FIFO]:
-        if is_active(s):
-            ready_s = max(ready_s, work_off(s, f, p, start, stop, mark, layer))
-    elif inflight >= 0:
-        if f.keys[inflight, PINNED] == mark:
-            ready_s = s.seconds[BUSY_UNTIL]
-        land(s, f)
+    m = s.machine[0]
+    ready_s = m.now
+    if m.fifo:
+        if is_active(m):
+            ready_s = max(ready_s, work_off(s, rank, p, start, stop, mark, layer))
+    elif m.inflight >= 0:
+        if s.experts[m.inflight].pinned == mark:
+            ready_s = m.busy_until
+        land(s)
     for i in range(start, stop):
         key = p.keys[i]
-        s.keys[key, UNUSED] = 0
-        if not s.whole[FIFO] and s.keys[key, DUE] >= 0:
+        s.slots[key].unused = 0
+        if not m.fifo and s.slots[key].due >= 0:
             withdraw(s, key)
     return ready_s
 
 
 def take(
-    s: State,
-    f: Features,
-    p: Piece,
-    start: int,
-    stop: int,
-    tokens: int,
-    mark: int,
-    found: bool,
+    s: State, p: Piece, start: int, stop: int, tokens: int, mark: int, found: bool
 ) -> tuple[int, int]:
     """Mark as executed what is resident (or was `found` so); return how many keys, assignments."""
     own = ours = 0
     for i in range(start, stop):
-        key = p.keys[i]
-        ready = s.keys[key, ABSENT] != mark if found else f.keys[key, RESIDENT] != 0
-        if ready and s.keys[key, DONE] != mark:
-            s.keys[key, DONE] = mark
+        slot = s.slots[p.keys[i]]
+        ready = slot.absent != mark if found else s.experts[p.keys[i]].resident != 0
+        if ready and slot.done != mark:
+            slot.done = mark
             own += 1
-            ours += 1 if tokens == 1 else s.served_by[key % len(s.served_by)]
+            ours += 1 if tokens == 1 else slot.serves
     return own, ours
 
 
-def pin(s: State, f: Features, p: Piece, start: int, stop: int, layer: int) -> int:
+def pin(s: State, p: Piece, start: int, stop: int, layer: int) -> int:
     """Pin all keys of the event anew, after waves; return the mark."""
-    s.whole[MARK] += 1
+    m = s.machine[0]
+    m.mark += 1
     for i in range(start, stop):
-        f.keys[p.keys[i], PINNED] = s.whole[MARK]
-    f.layers[layer, UNCLEAR] = 1
-    return s.whole[MARK]
+        s.experts[p.keys[i]].pinned = m.mark
+    s.layers[layer].unclear = 1
+    return m.mark
 
 
-def note(s: State, f: Features, p: Piece, e: int, layer: int) -> None:
+def note(s: State, p: Piece, e: int, layer: int) -> None:
     """Tell the eviction what was executed."""
-    start, stop = p.bounds[e], p.bounds[e + 1]
-    if s.whole[WEIGHTS]:
-        add_weights(s, f, p, e)
-    for i in range(start, stop):
-        key = p.keys[i]
-        note_use(f, key, layer)
-        if s.whole[OFFLINE]:
-            f.keys[key, NEXT_USE] = p.next_use[i]
-    note_turn(f, layer)
-
-
-def add_weights(s: State, f: Features, p: Piece, e: int) -> None:
+    m, turns = s.machine[0], s.layers[s.layers[layer].cache].turns
+    if m.weighs:
+        add_weights(s, p, e, layer)
     for i in range(p.bounds[e], p.bounds[e + 1]):
-        key = p.keys[i]
-        expert = key % len(s.served_by)
+        note_use(s, p.keys[i], turns)
+        if m.offline:
+            s.experts[p.keys[i]].next_use = p.next_use[i]
+    note_turn(s, layer)
+
+
+def add_weights(s: State, p: Piece, e: int, layer: int) -> None:
+    m, base = s.machine[0], layer * s.now[0].num_experts
+    for i in range(p.bounds[e], p.bounds[e + 1]):
         total, tokens = 0.0, 0
-        for row in range(p.rows[e], p.rows[e + 1]):
-            for j in range(p.experts.shape[1]):
-                if p.experts[row, j] == expert:
-                    total += p.weights[row, j]
-                    tokens += 1
-        add_weight(f, key, total, tokens)
+        for j in range(p.rows[e] * m.top_k, p.rows[e + 1] * m.top_k):
+            if p.experts[j] == p.keys[i] - base:
+                total += p.weights[j]
+                tokens += 1
+        add_weight(s, p.keys[i], total, tokens)
 
 
 # The clock.
 
 
-def wait_until(s: State, time_s: float) -> float:
-    stall_s = time_s - s.seconds[NOW]
+def wait_until(m: Machine, time_s: float) -> float:
+    stall_s = time_s - m.now
     if stall_s <= 0:
         return 0.0
-    s.seconds[NOW] = time_s
+    m.now = time_s
     return stall_s
 
 
-def await_link(s: State, time_s: float) -> float:
-    stall_s = wait_until(s, time_s)
+def await_link(m: Machine, time_s: float) -> float:
+    stall_s = wait_until(m, time_s)
     if stall_s:
-        s.seconds[NOW] += s.seconds[WAIT_OVERHEAD]
+        m.now += m.wait_overhead_s
     return stall_s
 
 
 def execute(s: State, layer: int, num_experts: int, assignments: int) -> None:
     if num_experts:
-        flop_s = s.layer_s[layer, FLOP_S] * assignments
-        read_s = s.layer_s[layer, READ_S] * num_experts
-        s.seconds[NOW] += (flop_s if flop_s > read_s else read_s) + s.seconds[EXPERT_OVERHEAD]
+        m = s.machine[0]
+        flop_s = s.places[layer].flop_s * assignments
+        read_s = s.places[layer].read_s * num_experts
+        m.now += (flop_s if flop_s > read_s else read_s) + m.expert_overhead_s
 
 
 # The cache.
 
 
-def make_room(s: State, f: Features, nbytes: int, cache: int, mark: int, layer: int) -> bool:
-    most = s.layers[cache, CAPACITY] - nbytes
-    while s.layers[cache, USED] > most:
-        key = find_lowest(f, s.layers[cache, FIRST_LAYER], s.layers[cache, END_LAYER], mark, layer)
+def make_room(s: State, rank: Rank, nbytes: int, cache: int, mark: int, layer: int) -> bool:
+    place = s.places[cache]
+    while place.used > place.capacity - nbytes:
+        key = find_lowest(s, rank, place.first_layer, place.end_layer, mark, layer)
         if key < 0:
             return False
-        evict(s, f, key)
+        evict(s, key)
     return True
 
 
-def evict(s: State, f: Features, key: int) -> None:
-    home = s.keys[key, HOME]
-    cache = f.layers[home, CACHE_OF]
-    s.layers[cache, EVICTIONS] += 1
-    s.layers[cache, LIFETIME] += s.whole[TOKENS] - s.keys[key, SINCE]
-    s.keys[key, LEFT_IN] = f.time[PASS]
-    s.layers[cache, USED] -= s.layers[home, NBYTES]
-    s.keys[key, UNUSED] = 0
-    note_eviction(f, key, home)
+def evict(s: State, key: int) -> None:
+    m, slot = s.machine[0], s.slots[key]
+    place, lived = s.places[s.layers[slot.home].cache], m.tokens - slot.since
+    place.evictions += 1
+    place.lifetime += lived
+    m.evictions += 1
+    m.lifetime += lived
+    slot.left_in = s.now[0].pass_index
+    place.used -= s.places[slot.home].nbytes
+    slot.unused = 0
+    note_eviction(s, key, slot.home)
 
 
 def take_bytes(s: State, cache: int, nbytes: int) -> None:
-    s.layers[cache, USED] += nbytes
-    s.layers[cache, PEAK] = max(s.layers[cache, PEAK], s.layers[cache, USED])
-    s.layers[cache, LOADS] += 1
+    place = s.places[cache]
+    place.used += nbytes
+    place.peak = max(place.peak, place.used)
+    place.loads += 1
 
 
-def insert(s: State, f: Features, key: int, home: int, prefetched: bool) -> None:
-    s.keys[key, SINCE] = s.whole[TOKENS]
-    s.keys[key, UNUSED] = prefetched
-    note_load(f, key, home, prefetched)
+def insert(s: State, key: int, home: int, prefetched: bool) -> None:
+    s.slots[key].since = s.machine[0].tokens
+    s.slots[key].unused = int(prefetched)
+    note_load(s, key, home, prefetched)
 
 
-def reset(s: State, f: Features, p: Piece) -> None:
-    """Start anew: an empty link, and caches as they began."""
-    s.first[:] = -1
-    s.last[:] = -1
-    s.keys[:, DUE] = -1
-    s.whole[QUEUED] = 0
-    s.layers[:, NUM_FORETOLD] = 0
-    for home in range(len(f.layers)):
-        s.layers[home, EPOCH] += 1
-    if s.whole[INFLIGHT] >= 0:
-        wait_until(s, s.seconds[BUSY_UNTIL])
-        land(s, f)
-    for home in range(len(f.layers)):
-        while f.layers[home, HELD]:
-            evict(s, f, f.members[home, f.layers[home, HELD] - 1])
+def reset(s: State, p: Piece) -> None:
+    """Start anew: an empty link, and caches as they began. No pass counts what that evicts."""
+    m, num_experts = s.machine[0], s.now[0].num_experts
+    for i in range(len(s.places)):
+        s.places[i].first = s.places[i].last = -1
+        s.places[i].num_foretold = 0
+        s.places[i].epoch += 1
+    for key in range(len(s.slots)):
+        s.slots[key].due = -1
+    m.queued = 0
+    if m.inflight >= 0:
+        wait_until(m, m.busy_until)
+        land(s)
+    for home in range(len(s.layers)):
+        while s.layers[home].held:
+            evict(s, s.experts[home * num_experts + s.layers[home].held - 1].member)
     for i in range(len(p.warm)):
-        key = p.warm[i]
-        home = s.keys[key, HOME]
-        take_bytes(s, f.layers[home, CACHE_OF], s.layers[home, NBYTES])
-        s.layers[f.layers[home, CACHE_OF], LOADS] -= 1
-        s.layers[f.layers[home, CACHE_OF], WARMED] += 1
-        insert(s, f, key, home, False)
+        home = s.slots[p.warm[i]].home
+        cache = s.layers[home].cache
+        take_bytes(s, cache, s.places[home].nbytes)
+        s.places[cache].loads -= 1
+        s.places[cache].warmed += 1
+        insert(s, p.warm[i], home, False)
 
 
 # The link.
 
 
-def is_active(s: State) -> bool:
-    return s.whole[INFLIGHT] >= 0 or s.whole[QUEUED] > 0
+def is_active(m: Machine) -> bool:
+    return m.inflight >= 0 or m.queued > 0
 
 
 def transfer(s: State, layer: int, now: float) -> float:
-    start = now if now > s.seconds[BUSY_UNTIL] else s.seconds[BUSY_UNTIL]
-    s.seconds[BUSY_UNTIL] = start + s.layer_s[layer, CARRY_S]
-    s.seconds[BUSY] += s.layer_s[layer, CARRY_S]
-    s.whole[MOVED] += s.layers[layer, NBYTES]
-    s.whole[TRANSFERS] += 1
-    return s.seconds[BUSY_UNTIL]
+    m, place = s.machine[0], s.places[layer]
+    m.busy_until = (now if now > m.busy_until else m.busy_until) + place.carry_s
+    m.busy_s += place.carry_s
+    m.moved += place.nbytes
+    m.transfers += 1
+    return m.busy_until
 
 
-def submit(
-    s: State, f: Features, p: Piece, e: int, number: int, layer: int, ready_s: float
-) -> None:
+def submit(s: State, p: Piece, e: int, number: int, layer: int, ready_s: float) -> None:
     """Queue what is proposed at an event; tell the eviction of what is resident already."""
-    num_layers = len(f.layers)
+    m, num_layers = s.machine[0], len(s.layers)
     for i in range(p.proposed_bounds[e], p.proposed_bounds[e + 1]):
         key = p.proposed[i]
-        home = s.keys[key, HOME]
-        if s.keys[key, FORETOLD] != s.layers[home, EPOCH]:
-            s.keys[key, FORETOLD] = s.layers[home, EPOCH]
-            s.layers[home, NUM_FORETOLD] += 1
-        if f.keys[key, RESIDENT]:
-            note_wish(f, key, home)
-        elif key != s.whole[INFLIGHT] and s.keys[key, DUE] < 0:
+        slot = s.slots[key]
+        home = slot.home
+        place = s.places[home]
+        if slot.foretold != place.epoch:
+            slot.foretold = place.epoch
+            place.num_foretold += 1
+        if s.experts[key].resident:
+            note_wish(s, key, home)
+        elif key != m.inflight and slot.due < 0:
             due = 0
-            if not s.whole[FIFO]:
+            if not m.fifo:
                 due = number - layer + home + (num_layers if home <= layer else 0)
             enqueue(s, key, due, ready_s)
 
 
 def enqueue(s: State, key: int, due: int, ready_s: float) -> None:
-    slot = due % len(s.first)
-    if s.whole[QUEUED] == 0 or due < s.whole[EARLIEST]:
-        s.whole[EARLIEST] = due
-    s.whole[QUEUED] += 1
-    s.keys[key, DUE], s.earliest[key] = due, ready_s
-    tail = s.last[slot]
-    s.keys[key, PREVIOUS], s.keys[key, NEXT], s.last[slot] = tail, -1, key
-    if tail >= 0:
-        s.keys[tail, NEXT] = key
+    m, slot, queue = s.machine[0], s.slots[key], s.places[due % len(s.places)]
+    if m.queued == 0 or due < m.earliest:
+        m.earliest = due
+    m.queued += 1
+    slot.due, slot.earliest_s = due, ready_s
+    slot.previous, slot.next = queue.last, -1
+    if queue.last >= 0:
+        s.slots[queue.last].next = key
     else:
-        s.first[slot] = key
+        queue.first = key
+    queue.last = key
 
 
 def head(s: State) -> int:
     """Return the key of the next queued prefetch, or -1."""
-    if s.whole[QUEUED] == 0:
+    m = s.machine[0]
+    if m.queued == 0:
         return -1
-    while s.first[s.whole[EARLIEST] % len(s.first)] < 0:
-        s.whole[EARLIEST] += 1
-    return s.first[s.whole[EARLIEST] % len(s.first)]
+    while s.places[m.earliest % len(s.places)].first < 0:
+        m.earliest += 1
+    return s.places[m.earliest % len(s.places)].first
 
 
 def withdraw(s: State, key: int) -> None:
-    slot = s.keys[key, DUE] % len(s.first)
-    before, after = s.keys[key, PREVIOUS], s.keys[key, NEXT]
-    if before >= 0:
-        s.keys[before, NEXT] = after
+    slot = s.slots[key]
+    queue = s.places[slot.due % len(s.places)]
+    if slot.previous >= 0:
+        s.slots[slot.previous].next = slot.next
     else:
-        s.first[slot] = after
-    if after >= 0:
-        s.keys[after, PREVIOUS] = before
+        queue.first = slot.next
+    if slot.next >= 0:
+        s.slots[slot.next].previous = slot.previous
     else:
-        s.last[slot] = before
-    s.keys[key, DUE] = -1
-    s.whole[QUEUED] -= 1
+        queue.last = slot.previous
+    slot.due = -1
+    s.machine[0].queued -= 1
 
 
 def cancel_due(s: State, number: int) -> None:
     """Drop the queued prefetches of an event: those of the ones before it are gone already."""
-    slot = number % len(s.first)
-    key = s.first[slot]
+    m, queue = s.machine[0], s.places[number % len(s.places)]
+    key = queue.first
     while key >= 0:
-        s.keys[key, DUE] = -1
-        s.whole[QUEUED] -= 1
-        key = s.keys[key, NEXT]
-    s.first[slot] = s.last[slot] = -1
-    # Further behind, two due events would have one slot.
-    s.whole[EARLIEST] = max(s.whole[EARLIEST], number + 1)
+        s.slots[key].due = -1
+        m.queued -= 1
+        key = s.slots[key].next
+    queue.first = queue.last = -1
+    # Further behind, two due events would have one queue.
+    m.earliest = max(m.earliest, number + 1)
 
 
-def drain(s: State, f: Features, mark: int, layer: int) -> None:
+def drain(s: State, rank: Rank, mark: int, layer: int) -> None:
     """Let the link work through its prefetches up to now.
 
     A transfer that could start at this instant is left: a demand at this instant goes first.
     """
-    now = s.seconds[NOW]
-    while True:
-        if s.whole[INFLIGHT] >= 0:
-            if s.seconds[BUSY_UNTIL] > now:
+    m = s.machine[0]
+    now = m.now
+    while is_active(m):
+        if m.inflight >= 0:
+            if m.busy_until > now:
                 return
-            land(s, f)
+            land(s)
         # Nothing starts before the link is free, whatever waits.
-        if s.seconds[BUSY_UNTIL] >= now:
+        if m.busy_until >= now:
             return
         key = head(s)
         if key < 0:
             return
-        start_s = max(s.earliest[key], s.seconds[BUSY_UNTIL])
+        start_s = max(s.slots[key].earliest_s, m.busy_until)
         if start_s >= now:
             return
-        if not begin(s, f, key, start_s, mark, layer):
+        if not begin(s, rank, key, start_s, mark, layer):
             # Everything else is in use until now.
-            s.earliest[key] = now
+            s.slots[key].earliest_s = now
             return
 
 
-def begin(s: State, f: Features, key: int, start_s: float, mark: int, layer: int) -> bool:
+def begin(s: State, rank: Rank, key: int, start_s: float, mark: int, layer: int) -> bool:
     """Begin a queued prefetch, or withdraw one that is resident; False where there is no room."""
-    home = s.keys[key, HOME]
-    cache = f.layers[home, CACHE_OF]
-    if f.keys[key, RESIDENT]:
+    home = s.slots[key].home
+    cache, nbytes = s.layers[home].cache, s.places[home].nbytes
+    if s.experts[key].resident:
         withdraw(s, key)
         return True
-    if not make_room(s, f, s.layers[home, NBYTES], cache, mark, layer):
+    if not make_room(s, rank, nbytes, cache, mark, layer):
         return False
-    take_bytes(s, cache, s.layers[home, NBYTES])
+    take_bytes(s, cache, nbytes)
     withdraw(s, key)
     transfer(s, home, start_s)
-    s.whole[INFLIGHT] = key
+    s.machine[0].inflight = key
     return True
 
 
-def land(s: State, f: Features) -> None:
-    key = s.whole[INFLIGHT]
-    s.whole[INFLIGHT] = -1
-    insert(s, f, key, s.keys[key, HOME], True)
+def land(s: State) -> None:
+    key = s.machine[0].inflight
+    s.machine[0].inflight = -1
+    insert(s, key, s.slots[key].home, True)
 
 
-def work_off(
-    s: State, f: Features, p: Piece, start: int, stop: int, mark: int, layer: int
-) -> float:
+def work_off(s: State, rank: Rank, p: Piece, start: int, stop: int, mark: int, layer: int) -> float:
     """Move what was asked for before these demands, which a fifo link does first.
 
     Where every demand is pending that is up to the last of them, else all that waits. What finds
     no room is dropped. Returns when the last of those that were pending is there, or 0.
     """
+    m = s.machine[0]
     ready_s, waits, absent = 0.0, 0, False
     for i in range(start, stop):
         key = p.keys[i]
-        if s.keys[key, ABSENT] == mark:
-            pending = key == s.whole[INFLIGHT] or s.keys[key, DUE] >= 0
+        if s.slots[key].absent == mark:
+            pending = key == m.inflight or s.slots[key].due >= 0
             waits += pending
             absent = absent or not pending
-    while is_active(s) and (absent or waits):
-        key = s.whole[INFLIGHT]
+    while is_active(m) and (absent or waits > 0):
+        key = m.inflight
         if key >= 0:
-            if s.keys[key, ABSENT] == mark:
-                ready_s = s.seconds[BUSY_UNTIL]
+            if s.slots[key].absent == mark:
+                ready_s = m.busy_until
                 waits -= 1
-            land(s, f)
+            land(s)
             continue
         key = head(s)
-        start_s = max(s.earliest[key], s.seconds[BUSY_UNTIL])
-        if not begin(s, f, key, start_s, mark, layer):
-            waits -= s.keys[key, ABSENT] == mark
+        start_s = max(s.slots[key].earliest_s, m.busy_until)
+        if not begin(s, rank, key, start_s, mark, layer):
+            waits -= s.slots[key].absent == mark
             withdraw(s, key)
     return ready_s

@@ -1,77 +1,160 @@
-"""Compiles functions of arrays with numba, with what they leave open bound to a rule's own."""
+"""Runs functions of tables as the Python they are, or compiled by numba on the same tables.
+
+A table is a list of objects of a dataclass with int and float fields, or an array of numpy records
+with these fields: `experts[key].uses` reads in either. Objects are what plain Python is quickest
+with, records what numba compiles.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from inspect import isfunction
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+
+Table = Any
+"""Of records, as said above."""
+Array = Any
+"""A list of numbers, or a numpy array."""
+
 
 @cache
 def has_numba() -> bool:
-    """Whether functions are compiled; without numba they run as they are, and slower."""
+    """Whether functions can be compiled; without numba they run as they are, and slower."""
     try:
-        import numba  # noqa: F401
+        return not _numba().config.DISABLE_JIT
     except ImportError:
         return False
-    return True
 
 
-def specialise(
-    modules: Sequence[ModuleType], entry: str, bound: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Return the function `entry` of these modules with `bound` in place of their own globals.
+def _numba() -> Any:
+    """Return numba, whose types a reader of types knows in part."""
+    return import_module("numba")
 
-    All functions of the modules are made anew, so that each sees what is bound, and calls the
+
+def make_table(kind: type, count: int) -> Table:
+    """Return a table of objects, as they are made without arguments."""
+    return [kind() for _ in range(count)]
+
+
+@cache
+def dtype_of(kind: Any) -> Any:
+    """Return the type of numpy records with the fields of a dataclass."""
+    types = {"int": np.int64, "float": np.float64}
+    return np.dtype([(field.name, types[str(field.type)]) for field in fields(kind)], align=True)
+
+
+def as_records(table: Table) -> Table:
+    """Return an array of records with what a table of objects holds."""
+    entry: Any = type(table[0])
+    kind = dtype_of(entry)
+    found = np.zeros(len(table), kind)
+    for name in kind.names:
+        found[name] = [getattr(entry, name) for entry in table]
+    return found
+
+
+def column(table: Table, name: str) -> Any:
+    """Return one field of all records, as an array."""
+    if isinstance(table, np.ndarray):
+        return table[name]
+    return np.asarray([getattr(entry, name) for entry in table])
+
+
+def is_kept(modules: Sequence[ModuleType], entry: str) -> bool:
+    """Whether the compiled form of a function is on disk beside its module already."""
+    file = Path(str(modules[-1].__file__))
+    kept = (file.parent / "__pycache__").glob(f"*{entry}_{_digest_of(modules)}*.nbc")
+    return any(kept)
+
+
+@cache
+def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
+    """Return the function `entry` of the last module, compiled for the arguments it gets first.
+
+    So is all that it calls of these modules: their functions are made anew, so that each calls the
     others as they are made here. What was compiled is kept on disk beside the module (or in the
-    user's cache folder) under a name that follows from the sources and from what is bound: numba
-    itself looks neither at other files than the entry's nor at globals.
+    user's cache folder) under a name that follows from the sources: numba itself looks at no other
+    file than the entry's.
     """
     scopes = {module.__name__: dict(vars(module)) for module in modules}
-    own = [f for f in map(_as_function, bound.values()) if f is not None]
-    for module in modules:
-        own += [f for f in vars(module).values() if isfunction(f) and f.__module__ in scopes]
-    sources = {
-        file: Path(file).read_bytes() for file in {__file__, *(f.__code__.co_filename for f in own)}
+    own = [f for m in modules for f in vars(m).values() if isfunction(f) and f.__module__ in scopes]
+    made = {
+        function.__name__: _compiled(function, scopes[function.__module__], "")
+        for function in own
+        if function.__name__ != entry
     }
-    told = [f"{n}={getattr(v, '__qualname__', v)}" for n, v in sorted(bound.items())]
-    digest = hashlib.sha256(b"".join(sources[file] for file in sorted(sources)))
-    digest.update(" ".join(told).encode())
-    made = {}
-    for name, value in bound.items():
-        is_rule = isfunction(value)
-        made[name] = _compiled(value, value.__globals__, "") if is_rule else value
-    for function in own:
-        name, home = function.__name__, function.__module__
-        if home in scopes and name not in made:
-            key = digest.hexdigest()[:16] if name == entry else ""
-            made[name] = _compiled(function, scopes[home], key)
     for scope in scopes.values():
         scope.update({name: value for name, value in made.items() if name in scope})
-    return made[entry]  # type: ignore[no-any-return]
+    function, kept_as = getattr(modules[-1], entry), _digest_of(modules)
+    ready: list[Any] = []
+
+    def call(*arguments: Any) -> Any:
+        if not ready:
+            types = _types_of(*arguments)
+            ready.append(_compiled(function, scopes[modules[-1].__name__], kept_as, types))
+        return ready[0](*arguments)
+
+    return call
 
 
-def _as_function(value: object) -> Any:
-    return value if isfunction(value) else None
+def _types_of(*arguments: Any) -> tuple[Any, ...]:
+    """Return numba's types of arguments; a function's says what it takes, and not who it is.
+
+    So that another one can be given without compiling anew.
+    """
+    numba = _numba()
+    found = []
+    for argument in arguments:
+        is_function = isinstance(argument, numba.core.dispatcher.Dispatcher)
+        found.append(
+            numba.types.FunctionType(argument.nopython_signatures[0])
+            if is_function
+            else numba.typeof(argument)
+        )
+    return tuple(found)
 
 
-def _compiled(function: Any, scope: dict[str, Any], kept_as: str) -> Any:
+@cache
+def compiled_function(function: Any, *kinds: type) -> Any:
+    """Return a function of records of these kinds, which returns two floats, as an argument."""
+    numba = _numba()
+    records = [numba.from_dtype(dtype_of(kind)) for kind in kinds]
+    signature = numba.types.UniTuple(numba.types.float64, 2)(*records)
+    own = _digest(function.__code__.co_filename)
+    return _compiled(function, function.__globals__, own, signature)
+
+
+def _digest_of(modules: Sequence[ModuleType]) -> str:
+    return _digest(*(str(module.__file__) for module in modules))
+
+
+def _digest(*files: str) -> str:
+    sources = [
+        Path(file).read_bytes() for file in sorted((__file__, *files)) if Path(file).exists()
+    ]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+
+
+def _compiled(function: Any, scope: dict[str, Any], kept_as: str, *signature: Any) -> Any:
     """Return the function with these globals, compiled; an entry is kept under a name."""
+    numba = _numba()
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    if not has_numba():
-        return made
-    import numba
-
     # Without counting references, which costs more than all the rest: nothing here makes arrays.
     options: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
     if not kept_as:
+        # Nobody but compiled functions calls it.
+        options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         return numba.njit(forceinline=True, **options)(made)
     made.__qualname__ = f"{function.__name__}_{kept_as}"
     try:
-        return numba.njit(cache=True, nogil=True, **options)(made)
+        return numba.njit(*signature, cache=True, nogil=True, **options)(made)
     except RuntimeError:  # no folder that it may write to: compiled anew in each process
-        return numba.njit(nogil=True, **options)(made)
+        return numba.njit(*signature, nogil=True, **options)(made)

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.compiled import compiled_run
+from lm_eval_moecache.engine.compiled import _MODULES, _patience
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.jit import has_numba, is_kept
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.trace.columns import Columns
@@ -208,23 +210,53 @@ def test_random_traces(data: st.DataObject) -> None:
     assert_equal(trace, setting, data.draw(st.sampled_from(["never", "request"])))
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-def test_compiled_by_numba(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other tests run the same functions as the plain Python that they are (conftest)."""
+@pytest.fixture
+def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile at once what is plain Python in the other tests (conftest)."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    compiled_run.cache_clear()
+    for known in (has_numba, _patience):
+        known.cache_clear()
+    _patience().spent_s = float("inf")
+    yield
+    for known in (has_numba, _patience):
+        known.cache_clear()
+
+
+def test_compiled_by_numba(machine_code: None) -> None:
     trace = draw_trace(7, 6, 16, 3)
-    for capacity in ("2", "30%", "5/layer"):
-        for link in ("priority", "fifo"):
-            setting = Setting(
-                policy=load_policy(policy),
-                capacity=parse_capacity(capacity, trace.geometry),
-                hardware=HARDWARE,
-                link=link,
-            )
-            assert_equal(trace, setting)
-    compiled_run.cache_clear()
+    for policy, axes in (
+        ("on_demand", {}),
+        ("specmd", {}),
+        ("on_demand", {"eviction": "score", "eviction.history": "decayed"}),
+        ("on_demand", {"eviction": "belady", "miss": "fetch_cached_first"}),
+    ):
+        for capacity in ("2", "30%", "5/layer"):
+            for link in ("priority", "fifo"):
+                setting = Setting(
+                    policy=load_policy(policy, axes),
+                    capacity=parse_capacity(capacity, trace.geometry),
+                    hardware=HARDWARE,
+                    link=link,
+                )
+                assert_equal(trace, setting)
+    assert is_kept(_MODULES, "run")
+
+
+def test_a_live_rule_that_is_compiled_in_between(
+    machine_code: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = draw_trace(7, 6, 16, 3)
+    for axes in ({"eviction": "least_stale"}, {"eviction": "score"}):
+        setting = Setting(
+            policy=load_policy("on_demand", {**axes, "prefetch": "next_gate"}),
+            capacity=parse_capacity("30%", trace.geometry),
+            hardware=HARDWARE,
+        )
+        monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 10**9)
+        plain = replay(trace, setting, compiled=False)
+        monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 20)
+        assert figures(replay(trace, setting, compiled=False)) == figures(plain)
 
 
 @pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import A_NEXT_USE, NEXT_USE, Features
+from lm_eval_moecache.algorithms.features import A_NEXT_USE, Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.trace.future import Future
 
 
-def furthest_use(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(-f.keys[key, NEXT_USE]), 0.0
+def furthest_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(-expert.next_use), 0.0
 
 
 class Belady(RankedEviction):
@@ -33,13 +33,15 @@ class Belady(RankedEviction):
 
     source: ClassVar[str] = "Belady 1966"
     is_offline: ClassVar[bool] = True
+    moves: ClassVar[bool] = False
     rank = staticmethod(furthest_use)
 
     def prepare(self, future: Future) -> None:
         self._times, self._ranks = future.times, future.ranks
         self._cursor = future.start[:-1]
         self._pass = 0
-        self._take_in().keys[:, NEXT_USE] = future.first_use
+        for key, first in enumerate(future.first_use.tolist()):
+            self._log.extend((A_NEXT_USE, key, first))
 
     def on_pass(self, pass_index: int) -> None:
         super().on_pass(pass_index)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import LOADED, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def oldest_load(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(f.keys[key, LOADED]), 0.0
+def oldest_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(expert.loaded), 0.0
 
 
 class FIFO(RankedEviction):
@@ -20,4 +20,5 @@ class FIFO(RankedEviction):
     """
 
     source: ClassVar[str] = "the textbook baseline; SpecMD section 4.2 uses its order in a queue"
+    moves: ClassVar[bool] = False
     rank = staticmethod(oldest_load)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.features import LAST_USE, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.geometry import Geometry
 
 
-def furthest_either_way(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+def furthest_either_way(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     # Of two layers equally far, the earlier one goes first.
-    return float((home > layer) - 2 * abs(home - layer)), float(f.keys[key, LAST_USE])
+    ahead = home.index - now.layer
+    return float((ahead > 0) - 2 * abs(ahead)), float(expert.last_use)
 
 
-def furthest_ahead(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(-((home - layer) % len(f.layers))), float(f.keys[key, LAST_USE])
+def furthest_ahead(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(-((home.index - now.layer) % now.num_layers)), float(expert.last_use)
 
 
 class FLD(RankedEviction):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.features import USES, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.geometry import Geometry
 
 
-def uses_by_nearness(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+def uses_by_nearness(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     # Times layers, to compare whole numbers: a quotient could tie by rounding.
-    num_layers = len(f.layers)
-    return float(f.keys[key, USES] * (num_layers - (home - layer) % num_layers)), 0.0
+    ahead = (home.index - now.layer) % now.num_layers
+    return float(expert.uses * (now.num_layers - ahead)), 0.0
 
 
-def uses_by_shallowness(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(f.keys[key, USES] * (len(f.layers) - home)), 0.0
+def uses_by_shallowness(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(expert.uses * (now.num_layers - home.index)), 0.0
 
 
 class FrequencyLayer(RankedEviction):

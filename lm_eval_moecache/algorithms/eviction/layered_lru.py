@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import HELD, LAST_USE, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def fullest_layer(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    num_layers = len(f.layers)
-    away = (home - layer - 1) % num_layers
-    return -float(f.layers[home, HELD] * num_layers + away), float(f.keys[key, LAST_USE])
+def fullest_layer(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    away = (home.index - now.layer - 1) % now.num_layers
+    return -float(home.held * now.num_layers + away), float(expert.last_use)
 
 
 class LayeredLRU(RankedEviction):

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from lm_eval_moecache.algorithms.features import CURRENT, LOADED, PASS, WANTED, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.geometry import Geometry
 
 
-def protected_by_use(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
+def protected_by_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
     """Stale before current, left before those to come; then the one longest not wanted."""
-    num_layers, is_current = len(f.layers), f.keys[key, CURRENT] == f.time[PASS]
-    turn = home if home <= layer else 2 * num_layers - home
-    return float(turn + 2 * num_layers * is_current), float(f.keys[key, WANTED])
+    cycle = 2 * now.num_layers
+    turn = home.index if home.index <= now.layer else cycle - home.index
+    return float(turn + cycle * (expert.current == now.pass_index)), float(expert.wanted)
 
 
-def protected_by_load(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    num_layers, is_current = len(f.layers), f.keys[key, CURRENT] == f.time[PASS]
-    turn = home if home <= layer else 2 * num_layers - home
-    return float(turn + 2 * num_layers * is_current), float(f.keys[key, LOADED])
+def protected_by_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    cycle = 2 * now.num_layers
+    turn = home.index if home.index <= now.layer else cycle - home.index
+    return float(turn + cycle * (expert.current == now.pass_index)), float(expert.loaded)
 
 
-def unprotected_by_use(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    is_current = f.keys[key, CURRENT] == f.time[PASS]
-    return float(home + len(f.layers) * is_current), float(f.keys[key, WANTED])
+def unprotected_by_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    is_current = expert.current == now.pass_index
+    return float(home.index + now.num_layers * is_current), float(expert.wanted)
 
 
-def unprotected_by_load(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    is_current = f.keys[key, CURRENT] == f.time[PASS]
-    return float(home + len(f.layers) * is_current), float(f.keys[key, LOADED])
+def unprotected_by_load(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    is_current = expert.current == now.pass_index
+    return float(home.index + now.num_layers * is_current), float(expert.loaded)
 
 
 _RANKS = {

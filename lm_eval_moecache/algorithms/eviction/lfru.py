@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import CACHE_OF, LAST_USE, TURN, TURNS, USES, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def uses_by_age(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    age = f.layers[f.layers[home, CACHE_OF], TURNS] + 1 - f.keys[key, TURN]
-    return (f.keys[key, USES] + 1) / age, float(f.keys[key, LAST_USE])
+def uses_by_age(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return (expert.uses + 1) / (now.turns + 1 - expert.turn), float(expert.last_use)
 
 
 class LFRU(RankedEviction):
@@ -26,4 +25,5 @@ class LFRU(RankedEviction):
 
     source: ClassVar[str] = "LFRU of engines' proposals (vLLM, llama.cpp#21609); our reading"
     ages: ClassVar[bool] = True
+    moves: ClassVar[bool] = False
     rank = staticmethod(uses_by_age)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import USES, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def fewest_uses(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(f.keys[key, USES]), 0.0
+def fewest_uses(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(expert.uses), 0.0
 
 
 class LFU(RankedEviction):
@@ -21,4 +21,5 @@ class LFU(RankedEviction):
     """
 
     source: ClassVar[str] = "SpecMD appendix B; MoE-Infinity's cache (CommitMoE section 5.1)"
+    moves: ClassVar[bool] = False
     rank = staticmethod(fewest_uses)

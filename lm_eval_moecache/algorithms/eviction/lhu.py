@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import A_LESSER_USE, A_TURN, A_USE, USES, Features
+from lm_eval_moecache.algorithms.features import (
+    A_LESSER_USE,
+    A_TURN,
+    A_USE,
+    Expert,
+    Layer,
+    Now,
+)
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import Event
 
 
-def fewest_uses(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(f.keys[key, USES]), 0.0
+def fewest_uses(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(expert.uses), 0.0
 
 
 class LHU(RankedEviction):
@@ -31,6 +38,7 @@ class LHU(RankedEviction):
     pairs_because: ClassVar[str] = (
         "it counts uses at high precision, which are all uses where nothing is loaded lower"
     )
+    moves: ClassVar[bool] = False
     rank = staticmethod(fewest_uses)
 
     def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import LAST_USE, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def oldest_use(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(f.keys[key, LAST_USE]), 0.0
+def oldest_use(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(expert.last_use), 0.0
 
 
 class LRU(RankedEviction):
@@ -23,4 +23,5 @@ class LRU(RankedEviction):
     """
 
     source: ClassVar[str] = "Eliseev & Mazur 2023 (Mixtral offloading); SpecMD appendix B"
+    moves: ClassVar[bool] = False
     rank = staticmethod(oldest_use)

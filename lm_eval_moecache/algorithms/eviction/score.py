@@ -7,19 +7,19 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.features import SERVED_TOKENS, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 
 
-def lowest_sum(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return (f.weights[key] if f.keys[key, SERVED_TOKENS] else -math.inf), 0.0
+def lowest_sum(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return (expert.weight if expert.served_tokens else -math.inf), 0.0
 
 
-def lowest_mean(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    tokens = f.keys[key, SERVED_TOKENS]
-    return (f.weights[key] / tokens if tokens else -math.inf), 0.0
+def lowest_mean(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    tokens = expert.served_tokens
+    return (expert.weight / tokens if tokens else -math.inf), 0.0
 
 
 class Score(RankedEviction):
@@ -36,6 +36,7 @@ class Score(RankedEviction):
 
     source: ClassVar[str] = "SpecMD appendix B (score-based); Zhu et al. 2025"
     uses_weights: ClassVar[bool] = True
+    moves: ClassVar[bool] = False
 
     def __init__(
         self,

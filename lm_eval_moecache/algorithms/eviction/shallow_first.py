@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.features import LAST_USE, Features
+from lm_eval_moecache.algorithms.features import Expert, Layer, Now
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 
 
-def deepest(f: Features, key: int, home: int, layer: int) -> tuple[float, float]:
-    return float(-home), float(f.keys[key, LAST_USE])
+def deepest(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    return float(-home.index), float(expert.last_use)
 
 
 class ShallowFirst(RankedEviction):
@@ -23,4 +23,5 @@ class ShallowFirst(RankedEviction):
 
     source: ClassVar[str] = "Fang et al. 2025 (Fate), as in BuddyMoE section 6"
     compares_layers: ClassVar[bool] = True
+    moves: ClassVar[bool] = False
     rank = staticmethod(deepest)
