@@ -53,8 +53,8 @@ def dtype_of(kind: Any) -> Any:
 
 def as_records(table: Table) -> Table:
     """Return an array of records with what a table of objects holds."""
-    entry: Any = type(table[0])
-    kind = dtype_of(entry)
+    made_of: Any = type(table[0])
+    kind = dtype_of(made_of)
     found = np.zeros(len(table), kind)
     for name in kind.names:
         found[name] = [getattr(entry, name) for entry in table]
