@@ -103,8 +103,10 @@ def run_tests(device: str, limit_s: float) -> dict[str, Any]:
     name = "scripted" if device == "cpu" else device
     environment = {**os.environ, "MOECACHE_TEST_DEVICE": name}
     result = _run([*command, "tests/model/wall/test_on_device.py"], limit_s, environment)
-    last = result["output"].strip().splitlines()[-1:] or [""]
-    return {**result, "found": {}, "said": last[0], "passed": result["code"] == 0}
+    lines = result["output"].strip().splitlines() or [""]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    said = "; ".join([*failed, lines[-1]])
+    return {**result, "found": {}, "said": said, "passed": result["code"] == 0}
 
 
 def run_script(name: str, device: str, shape: str, limit_s: float, quick: bool) -> dict[str, Any]:
