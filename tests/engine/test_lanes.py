@@ -12,6 +12,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, Setting
 from lm_eval_moecache.engine.virtual.lanes import arrivals
+from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import Counters, total
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -20,15 +21,31 @@ from tests.engine import traces
 
 
 def test_two_lanes_share_the_link_and_one_alone_gets_no_more_than_its_own() -> None:
-    found = arrivals([60, 30, 30], lanes=2, lane_rate=20, link_rate=30, latency_s=0.5)
+    found = arrivals((60, 30, 30), lanes=2, lane_rate=20, link_rate=30, latency_s=0.5)
     # Half a second, then 15 each: the second is there after 2.5 and leaves 30 of the first, which
     # has 20 for half a second (10) until the third moves too: 20 and 30 at 15 each.
     assert found == pytest.approx([0.5 + 2 + 0.5 + 20 / 15, 2.5, 2.5 + 0.5 + 20 / 15 + 10 / 20])
 
 
 def test_one_lane_is_a_queue() -> None:
-    found = arrivals([10, 20, 5], lanes=1, lane_rate=10, link_rate=10, latency_s=0.1)
+    found = arrivals((10, 20, 5), lanes=1, lane_rate=10, link_rate=10, latency_s=0.1)
     assert found == pytest.approx([1.1, 3.2, 3.8])
+
+
+def test_two_reads_are_gate_and_up_together_then_down() -> None:
+    """Two lanes of 1 byte/s, two experts of 3 bytes: both have gate and up first, then down."""
+    lanes = replace(
+        traces.HARDWARE,
+        link_bytes_per_s=2.0,
+        link_lanes=2,
+        link_lane_bytes_per_s=1.0,
+        link_latency_s=0.0,
+    )
+    found = VirtualLink(lanes, reads_per_expert=2).batch([3, 3], 0.0)
+    assert found == [pytest.approx([2, 3]), pytest.approx([2, 3])]
+    # Three reads are alike: two lanes take the six of them in turn.
+    found = VirtualLink(lanes, reads_per_expert=3).batch([3, 3], 0.0)
+    assert found == [pytest.approx([1, 2, 3]), pytest.approx([1, 2, 3])]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -55,7 +72,7 @@ def test_arrivals_are_those_of_small_steps(seed: int) -> None:
             slow[int(each[0])] = now
             active.remove(each)
     fast = arrivals(
-        sizes, lanes=lanes, lane_rate=lane_rate, link_rate=link_rate, latency_s=latency_s
+        tuple(sizes), lanes=lanes, lane_rate=lane_rate, link_rate=link_rate, latency_s=latency_s
     )
     assert fast == pytest.approx(slow, abs=0.003)
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 
+def read_shares(reads: int) -> tuple[float, ...]:
+    """Return which part of an expert each of its reads brings, in their order.
+
+    An expert is three projections of as many weights each: gate, up, down. Read by two, as engines
+    do that keep gate and up in one tensor, the first read brings two of the three.
+    """
+    return (2 / 3, 1 / 3) if reads == 2 else (1 / reads,) * reads
+
+
+@lru_cache(maxsize=4096)
 def arrivals(
-    sizes: Sequence[float], *, lanes: int, lane_rate: float, link_rate: float, latency_s: float
-) -> list[float]:
+    sizes: tuple[float, ...], *, lanes: int, lane_rate: float, link_rate: float, latency_s: float
+) -> tuple[float, ...]:
     """Return when each request has arrived, in seconds from the first one's start.
 
     Requests are served in their order, as many at once as there are `lanes`. Each waits its
@@ -37,4 +47,4 @@ def arrivals(
         else:
             del moving[first]
             times[first] = now
-    return times
+    return tuple(times)

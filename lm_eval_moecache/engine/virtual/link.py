@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_eval_moecache.engine.link import Link
-from lm_eval_moecache.engine.virtual.lanes import arrivals
+from lm_eval_moecache.engine.virtual.lanes import arrivals, read_shares
 from lm_eval_moecache.records.hardware import Hardware
 
 
@@ -24,7 +24,7 @@ class VirtualLink(Link):
         super().__init__()
         self.fifo = fifo
         self._lanes, self._lane_rate = hardware.link_lanes, hardware.lane_rate
-        self._reads_per_expert = reads_per_expert
+        self._shares = read_shares(reads_per_expert)
         self._latency_s = hardware.link_latency_s
         self._bytes_per_s = hardware.lane_rate
         self._link_rate = hardware.link_rate
@@ -56,9 +56,9 @@ class VirtualLink(Link):
         each of its reads lands.
         """
         start = now if now > self.busy_until else self.busy_until
-        reads, count = self._reads_per_expert, len(sizes)
+        count = len(sizes)
         times = arrivals(
-            [size / reads for size in sizes] * reads,
+            tuple([size * share for share in self._shares for size in sizes]),
             lanes=self._lanes,
             lane_rate=self._lane_rate,
             link_rate=self._link_rate,
