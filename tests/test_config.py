@@ -431,6 +431,18 @@ def test_numbers_parsed_by_the_harness_are_capacities_too() -> None:
         ({"clock": "wall", "store_dir": "x"}, ("store_dir='x'", "store=disk")),
         ({"clock": "wall", "execute": "as_they_arrive"}, ("execute='as_they", "clock=virtual")),
         ({"clock": "wall", "reads_per_expert": 2}, ("reads_per_expert=2", "clock=virtual")),
+        ({"clock": "wall", "attention": "context"}, ("attention='context'", "clock=virtual")),
+        ({"attention": "context"}, ("attention='context' needs emulate=", "attention=flat")),
+        (
+            {
+                "attention": "context",
+                "emulate": "OLMoE-1B-7B",
+                "scoring": "scan",
+                "policy": "on_demand",
+                "capacity": "2/layer",
+            },
+            ("attention='context'", "scoring=parallel"),
+        ),
         ({"execute": "as_they_arive"}, ("execute='as_they_arive'", "Did you mean 'as_they_arrive")),
         ({"execute": "as_they_arrive", "precision": "int8:int4"}, ("precision='int8:int4' has 2",)),
         ({"clock": "wall", "store": "tape"}, ("store='tape'", "disk, ram")),

@@ -98,6 +98,20 @@ def test_cache_reset_replays_exactly_too(lm: MoECacheLM, tmp_path: Path) -> None
     assert again.ledger.passes == lm.engine.ledger.passes
 
 
+def test_attention_to_the_context_replays_exactly(lm: MoECacheLM, tmp_path: Path) -> None:
+    given = {"capacity": "40%", "emulate": "Qwen3-30B-A3B", "hardware": "rtx-4090"}
+    lm.install(read_config(given))
+    _run(lm)
+    flat = lm.engine.ledger.passes
+    lm.install(read_config({**given, "attention": "context", "trace": str(tmp_path)}))
+    _run(lm)
+    path, live = lm.finish_trace(), lm.engine.ledger.passes
+    assert lm.report()["attention"] == "context"
+    assert sum(p.duration_s for p in live) > sum(p.duration_s for p in flat)
+    again = replay(load_trace(str(path), predicted=True), lm.engine.setting)
+    assert again.ledger.passes == live
+
+
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
 def test_a_warmed_run_equals_its_replay(lm: MoECacheLM, tmp_path: Path, cache_reset: str) -> None:
     given = {"policy": "on_demand", "cache_reset": cache_reset, "capacity": "40%"}

@@ -22,7 +22,15 @@ from jsonargparse import ArgumentParser
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.parsers import make_parser
-from lm_eval_moecache.engine.setting import EXECUTIONS, LINKS, MOST_READS, PRIORITY, TOGETHER
+from lm_eval_moecache.engine.setting import (
+    ATTENTIONS,
+    EXECUTIONS,
+    FLAT,
+    LINKS,
+    MOST_READS,
+    PRIORITY,
+    TOGETHER,
+)
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
@@ -67,6 +75,7 @@ def run_raw(argv: list[str]) -> int:
         reads_per_expert=read_count(
             "reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS
         ),
+        attention=arguments.attention,
         emulate=None if arguments.emulate is None else load_real_model(arguments.emulate),
         warm=None if arguments.warm is None else load_use(arguments.warm),
     )
@@ -104,6 +113,8 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     made.add_argument("--execute", choices=list(EXECUTIONS), default=TOGETHER, help=order)
     reads = "requests that an expert is read by: its projections, over a link of lanes"
     made.add_argument("--reads_per_expert", type=str, default="1", help=reads)
+    context = "context: charge attention to it and its KV cache, as --emulate has them"
+    made.add_argument("--attention", choices=list(ATTENTIONS), default=FLAT, help=context)
     reset = "request: each starts as the first one did"
     made.add_argument("--cache_reset", choices=["never", "request"], default="never", help=reset)
     bounds = "also what LRU on demand misses, and the fewest misses that there can be"

@@ -20,6 +20,7 @@ from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, State
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.virtual.attention import attention_s
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.records.jit import (
@@ -170,6 +171,9 @@ class CompiledReplay:
             next_use = self._future.next_use[places]
         tokens = np.diff(rows).reshape(-1, self._layers)
         phases = columns.phase[rows[: -1 : self._layers]]
+        dense_s = self._by_event(tokens, phases, self._dense_s)
+        if self._engine.wants_positions:
+            dense_s += np.repeat(self._attention_s(part, phases, first, last), self._layers)
         piece = Piece(
             first_pass=part.first_pass + first,
             keys=part.keys[places],
@@ -177,7 +181,7 @@ class CompiledReplay:
             rows=rows - rows[0],
             experts=columns.experts[own_rows].ravel(),
             weights=weights,
-            dense_s=self._by_event(tokens, phases, self._dense_s),
+            dense_s=dense_s,
             predict_s=self._by_event(tokens, phases, self._predicting_s),
             next_use=next_use,
             proposed=proposed[0],
@@ -218,6 +222,16 @@ class CompiledReplay:
         table = [of(*divmod(int(kind), len(PHASES))) for kind in kinds]
         by_kind = np.asarray(table, np.float64)
         return by_kind[place.reshape(tokens.shape), np.arange(self._layers)].ravel()
+
+    def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
+        """Return what a layer's attention to the context takes in each pass."""
+        setting, layers, found = self._engine.setting, self._layers, []
+        assert setting.emulate is not None, "attention to the context of no known model"
+        for number, phase in zip(range(first, last), phases.tolist(), strict=True):
+            rows = slice(part.row_bounds[number * layers], part.row_bounds[number * layers + 1])
+            positions = part.columns.token[rows].astype(np.int64)
+            found.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
+        return found
 
     def _dense_s(self, tokens: int, phase: int) -> list[float]:
         clock = self._executor.clock

@@ -12,11 +12,11 @@ from lm_eval_moecache.engine.clock import Clock
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.link import Link
-from lm_eval_moecache.engine.setting import Setting, offline, without_draft
+from lm_eval_moecache.engine.setting import CONTEXT, Setting, offline, without_draft
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Mover
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import BEFORE, DECODE, NO_PREDICTIONS, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import Ledger, PassRecord
@@ -172,10 +172,22 @@ class Engine:
             pool.begin_pass(index, 0)
         return self.draft_stage
 
+    @property
+    def wants_positions(self) -> bool:
+        """Whether passes are charged by where their tokens stand in their sequences."""
+        return self.setting.attention == CONTEXT
+
     def begin_pass(
-        self, phase: str, num_tokens: int, foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS
+        self,
+        phase: str,
+        num_tokens: int,
+        foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS,
+        positions: IntArray | None = None,
     ) -> PassRecord:
-        """Begin a pass; `foreseen` are its layers' logits, for prefetchers that ask for them."""
+        """Begin a pass; `foreseen` are its layers' logits, for prefetchers that ask for them.
+
+        `positions` are those of its tokens, where they are wanted.
+        """
         self.executor.recover()
         stage = self.draft_stage
         if stage is not None and stage.is_open:
@@ -190,6 +202,8 @@ class Engine:
             for pool in self.pools:
                 pool.begin_pass(record.index, num_tokens)
         self.executor.begin_pass(record)
+        if positions is not None:
+            self.executor.attend(positions)
         self.record = record
         if self._foresees:
             self.executor.foresee(

@@ -13,6 +13,7 @@ from lm_eval_moecache.engine.decide import Plan, Rules, decide
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.prefetches import Prefetches
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -56,6 +57,10 @@ class Executor(ABC):
         self.record = record
         self.rules.algorithms.routing.on_pass(record.index)
         self.rules.algorithms.prefetch.on_pass(record.index)
+
+    def attend(self, positions: IntArray) -> None:
+        """Note where the tokens of the pass that begins stand in their sequences."""
+        return
 
     def foresee(self, event: Event) -> None:
         """Prefetch by what is foreseen of the pass that begins: an event of layer `BEFORE`."""

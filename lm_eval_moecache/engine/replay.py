@@ -11,7 +11,7 @@ import numpy as np
 from lm_eval_moecache.engine.compiled import CompiledReplay, reason_against
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.redraft import Redraft
-from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.setting import CONTEXT, Setting
 from lm_eval_moecache.engine.sights import Sights, events_of, proposals
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import BEFORE, PREFILL, UNSEEN_SCORES, Event
@@ -44,6 +44,11 @@ def replay(
     Raises ValueError where the trace lacks what an algorithm of the policy has to see.
     """
     setting = setting.with_draft(trace.drafted.draft or setting.draft)
+    if setting.attention == CONTEXT and trace.scans:
+        raise ValueError(
+            f"attention={setting.attention!r} does not go with trace {trace.name}, whose texts were"
+            " scanned layer by layer. Allowed with it: attention='flat'."
+        )
     engine = Engine(trace.geometry, setting, future)
     if on_engine is not None:
         on_engine(engine)
@@ -146,7 +151,7 @@ def _serve(
             _run_scan(engine, part, needs, first, last - first)
         else:
             redraft.before(pass_index)
-            _run_pass(engine, events, num_layers)
+            _run_pass(engine, events, num_layers, _positions(engine, part, pass_index))
             redraft.after(part.first_pass + pass_index)
 
 
@@ -235,11 +240,22 @@ def _run_scan(engine: Engine, trace: Trace, needs: Sights, first: int, count: in
     engine.end_scan()
 
 
-def _run_pass(engine: Engine, events: Iterator[Event], num_layers: int) -> None:
+def _positions(engine: Engine, part: Trace, pass_index: int) -> IntArray | None:
+    """Return where a pass's tokens stand in their sequences, if the clock wants to know."""
+    if not engine.wants_positions:
+        return None
+    first = pass_index * part.geometry.num_layers
+    rows = slice(part.row_bounds[first], part.row_bounds[first + 1])
+    return part.columns.token[rows].astype(np.int64)
+
+
+def _run_pass(
+    engine: Engine, events: Iterator[Event], num_layers: int, positions: IntArray | None
+) -> None:
     for layer in range(num_layers):
         event = next(events)
         if layer == 0:
-            engine.begin_pass(event.phase, event.num_tokens)
+            engine.begin_pass(event.phase, event.num_tokens, positions=positions)
         engine.enter(layer, event.num_tokens)
         engine.run(event)
     engine.end_pass()

@@ -23,6 +23,8 @@ MOST_READS = 64
 TOGETHER, AS_THEY_ARRIVE = EXECUTIONS = ("together", "as_they_arrive")
 """When an event's experts are executed: all of them once the last is there; or the resident ones
 at once, and each absent one as it arrives, so that later arrivals hide behind that work."""
+FLAT, CONTEXT = ATTENTIONS = ("flat", "context")
+"""Whether a pass is charged for its tokens' attention to their contexts, and for the KV cache."""
 PRIORITY, FIFO = LINKS = ("priority", "fifo")
 """Disciplines of the link: demands first, or everything in order of issue."""
 
@@ -64,12 +66,22 @@ class Setting:
     """When an event's experts are executed (virtual clock only): one of `EXECUTIONS`."""
     reads_per_expert: int = 1
     """Requests that an expert is read by: its projections, where an engine reads these apart."""
+    attention: str = FLAT
+    """What attention is charged (virtual clock only): one of `ATTENTIONS`."""
     emulate: RealModel | None = None
     """The model whose sizes each layer is charged as (virtual clock only)."""
     warm: UseProfile | None = None
     """What the cache holds before the first request (virtual clock only); None for nothing."""
     throttle_bytes_per_s: float | None = None
     """What the real link is slowed down to (wall clock only); None for as fast as it is."""
+
+    def __post_init__(self) -> None:
+        if self.attention == CONTEXT and self.emulate is None:
+            raise ValueError(
+                f"attention={self.attention!r} needs emulate=, whose configuration says what heads "
+                "and KV caches there are. Allowed with it: emulate=NAME, or the folder of the model"
+                " itself; or attention='flat'."
+            )
 
     @property
     def is_one_server(self) -> bool:

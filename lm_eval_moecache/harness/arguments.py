@@ -22,7 +22,9 @@ from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_po
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.setting import (
     AS_THEY_ARRIVE,
+    CONTEXT,
     FIFO,
+    FLAT,
     MOST_READS,
     PRIORITY,
     PROMPT_LOOKUP,
@@ -122,6 +124,11 @@ class ModelArguments(Schema):
     reads_per_expert: Annotated[int, count(1, MOST_READS)] = Field(
         1, description="requests that an expert is read by: its projections, over a link of lanes"
     )
+    attention: Literal["flat", "context"] = Field(
+        "flat",
+        description="`context`: charge attention to the context and its KV cache, as `emulate` has "
+        "them; `flat` leaves them out",
+    )
     emulate: Name = Field(
         None, description="charge each layer as one of this model: a name, a folder or a YAML"
     )
@@ -216,6 +223,8 @@ class Config:
     """When an event's experts are executed (virtual clock only)."""
     reads_per_expert: int = 1
     """Requests that an expert is read by (virtual clock only)."""
+    attention: str = FLAT
+    """What attention is charged (virtual clock only)."""
     emulate: RealModel | None = None
     """The real model whose sizes the layers are charged as (virtual clock only)."""
     warm: UseProfile | None = None
@@ -238,6 +247,7 @@ class Config:
             link=self.link,
             execute=self.execute,
             reads_per_expert=self.reads_per_expert,
+            attention=self.attention,
             warm=placement(self.policy, self.warm, geometry),
             hardware=self.hardware,
             seed=self.seed,
@@ -307,6 +317,7 @@ def read_config(
     check_cache_form(policy, is_per_layer(capacity))
     _check_clock(asked, given, policy)
     _check_scan(asked.scoring, policy, capacity)
+    _check_attention(asked)
     bandwidth = None if asked.bandwidth is None else str(asked.bandwidth)
     wall = asked.clock == "wall"
     draft, draft_tokens = _read_draft(asked, policy, speculative)
@@ -330,6 +341,7 @@ def read_config(
         link=asked.link,
         execute=asked.execute,
         reads_per_expert=asked.reads_per_expert,
+        attention=asked.attention,
         draft=draft,
         draft_tokens=draft_tokens,
     )
@@ -367,11 +379,11 @@ def _check_clock(asked: ModelArguments, given: Mapping[str, Any], policy: Policy
             f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
             "the model's own experts. Allowed with it: clock=virtual."
         )
-    for key in ("execute", "reads_per_expert"):
+    for key in ("execute", "reads_per_expert", "attention"):
         if key in given:
             raise ValueError(
-                f"{key}={given[key]!r} does not go with clock='wall', whose engine has an order of "
-                "its own and reads an expert at once. Allowed with it: clock=virtual."
+                f"{key}={given[key]!r} does not go with clock='wall', which measures what this "
+                "machine does in its own order. Allowed with it: clock=virtual."
             )
     if "store_dir" in given and asked.store != "disk":
         raise ValueError(
@@ -385,6 +397,22 @@ def _check_clock(asked: ModelArguments, given: Mapping[str, Any], policy: Policy
             f"scoring='scan' does not go with miss={policy.miss.name!r} and clock='wall': who is "
             "sooner done, host or link, shows only while a token is served, and all tokens of a "
             "text are decided first. Allowed with scan: miss=fetch, or clock=virtual."
+        )
+
+
+def _check_attention(asked: ModelArguments) -> None:
+    if asked.attention != CONTEXT:
+        return
+    if asked.emulate is None:
+        raise ValueError(
+            f"attention={asked.attention!r} needs emulate=, whose configuration says what heads and"
+            " KV caches there are. Allowed with it: emulate=NAME, or the folder of the model itself"
+            "; or attention=flat."
+        )
+    if asked.scoring == "scan":
+        raise ValueError(
+            f"attention={asked.attention!r} does not go with scoring='scan', which goes through a "
+            "text layer by layer. Allowed with it: scoring=parallel."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
-from lm_eval_moecache.engine.setting import FIFO, TOGETHER
+from lm_eval_moecache.engine.setting import FIFO, FLAT, TOGETHER
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
@@ -85,8 +85,8 @@ def _warnings(
 
 
 def _execution(config: Config) -> dict[str, Any]:
-    """Return how the engine that is emulated reads and runs its experts, where not as usual."""
-    usual = {"execute": TOGETHER, "reads_per_expert": 1}
+    """Return what is charged and in which order experts run, where not as usual."""
+    usual = {"execute": TOGETHER, "reads_per_expert": 1, "attention": FLAT}
     told = {key: getattr(config, key) for key in usual}
     return {key: value for key, value in told.items() if value != usual[key]}
 

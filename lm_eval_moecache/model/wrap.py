@@ -30,10 +30,10 @@ from lm_eval_moecache.model.weighting.find import find_rules
 from lm_eval_moecache.model.weighting.rules import WeightingRule
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
-from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY, Event
+from lm_eval_moecache.records.event import DECODE, NO_PREDICTIONS, PREFILL, VERIFY, Event
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.trace.recorder import Recorder
+from lm_eval_moecache.trace.recorder import Recorder, positions_of
 
 
 class FinishedSequences:
@@ -171,7 +171,7 @@ class WrappedModel:
         past_length = 0 if past is None else past.get_seq_length()
         if self.reads_first is not None:
             self.reads_first(input_ids, past_length)
-        self._record = self._begin(phase, input_ids, past_length)
+        self._record = self._begin(phase, input_ids, past_length, kwargs.get("attention_mask"))
         # A recorder sees hidden states, which are not kept for the end of the pass.
         self._waits = self.engine.only_counts and not self._scanning and self.recorder is None
         self._weighed = self._scanning or self.recorder is not None
@@ -185,15 +185,21 @@ class WrappedModel:
             mask = kwargs.get("attention_mask")
             self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
 
-    def _begin(self, phase: str, input_ids: Tensor, past_length: int) -> PassRecord:
+    def _begin(
+        self, phase: str, input_ids: Tensor, past_length: int, mask: Tensor | None
+    ) -> PassRecord:
         """Begin the engine's pass; a scan's tokens have one each, and this one counts nothing."""
         if self._scanning:
             self.engine.begin_scan(self._num_tokens)
             return PassRecord(index=-1, phase=PREFILL, num_tokens=self._num_tokens, start_s=0.0)
-        if self._foresight is None:
-            return self.engine.begin_pass(phase, self._num_tokens)
-        foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
-        return self.engine.begin_pass(phase, self._num_tokens, foreseen)
+        positions = None
+        if self.engine.wants_positions:
+            positions = positions_of(input_ids, mask, past_length).ravel()
+            positions = positions if self._valid is None else positions[self._valid]
+        foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS
+        if self._foresight is not None:
+            foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
+        return self.engine.begin_pass(phase, self._num_tokens, foreseen, positions)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""

@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import PRIORITY, TOGETHER, Setting
+from lm_eval_moecache.engine.setting import FLAT, PRIORITY, TOGETHER, Setting
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
@@ -46,6 +46,7 @@ class SweepSetting:
     link: str = PRIORITY
     execute: str = TOGETHER
     reads_per_expert: int = 1
+    attention: str = FLAT
     emulate: RealModel | None = None
     """The model whose sizes the traced layers are charged as; None for the trace's own."""
     warm: UseProfile | None = None
@@ -219,6 +220,7 @@ class _Replays:
             link=self.setting.link,
             execute=self.setting.execute,
             reads_per_expert=self.setting.reads_per_expert,
+            attention=self.setting.attention,
             warm=placement(policy, self.setting.warm, self.trace.geometry),
         )
 

@@ -22,6 +22,7 @@ _DEFAULTS = {
     "link": "priority",
     "execute": "together",
     "reads_per_expert": 1,
+    "attention": "flat",
 }
 
 

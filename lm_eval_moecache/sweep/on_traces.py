@@ -27,7 +27,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 KEYS = (
     *("policy", *AXES, "phases", "capacity", "hardware", "bandwidth", "link", "emulate", "warm"),
-    *("execute", "reads_per_expert", "cache_reset", "seed", "expert_bytes"),
+    *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "expert_bytes"),
 )
 
 

@@ -32,7 +32,7 @@ _FORMAT = 1
 # A setting that is not listed keeps cells apart.
 _FREE = (
     *("policy", "capacity", "hardware", "emulate", "link", "warm"),
-    *("execute", "reads_per_expert", "cache_reset", "seed", "trace", "detail"),
+    *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "trace", "detail"),
 )
 
 

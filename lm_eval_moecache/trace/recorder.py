@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -47,6 +47,17 @@ class Propose(Protocol):
 
 
 _NONE: Mapping[str, Propose] = MappingProxyType({})
+
+
+def positions_of(input_ids: Tensor, mask: Tensor | None, past_length: int) -> IntArray:
+    """Return where the tokens of a pass stand in their sequences [rows, length], padding aside."""
+    rows, length = input_ids.shape
+    positions = np.arange(past_length, past_length + length)[None, :].repeat(rows, axis=0)
+    if mask is not None and mask.dim() == 2:
+        # Padding on the left moves a row's tokens to the right of their position.
+        padding = (mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+        positions = np.maximum(positions - padding.cpu().numpy(), 0)
+    return positions
 
 
 class Recorder:
@@ -107,11 +118,7 @@ class Recorder:
         for onlooker in self._onlookers:
             onlooker.begin_pass(input_ids, past_length, valid)
         rows, length = input_ids.shape
-        positions = np.arange(past_length, past_length + length)[None, :].repeat(rows, axis=0)
-        if mask is not None and mask.dim() == 2:
-            # Padding on the left moves a row's tokens to the right of their position.
-            padding = (mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-            positions = np.maximum(positions - padding.cpu().numpy(), 0)
+        positions = positions_of(input_ids, mask, past_length)
         owners = np.full(rows, NO_REQUEST)
         if self.row_requests:
             # A search with several beams has as many rows for each request.

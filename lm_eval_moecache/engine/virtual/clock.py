@@ -18,8 +18,9 @@ class VirtualClock:
     """Discrete time: each step takes max(FLOP / peak, bytes / memory bandwidth) + overheads.
 
     A pass over n tokens of a part with W weights costs 2 W n FLOP and reads W once. Attention
-    over the context and the KV cache are left out: they are the same for every policy, and small
-    beside the weights at the lengths the tasks have.
+    over the context and the KV cache are left out unless somebody sets `attention_s` for a pass
+    (`attention=context`): they are the same for every policy, and small beside the weights at the
+    lengths the tasks have.
 
     Experts stored at a low precision are read at that precision's bytes and multiplied at the
     compute dtype, as kernels do that dequantise in registers: FLOP follow the number of weights,
@@ -29,6 +30,8 @@ class VirtualClock:
 
     def __init__(self, hardware: Hardware, geometry: Geometry) -> None:
         self.now = 0.0
+        self.attention_s = 0.0
+        """Of the pass in progress: what each layer's attention to the context takes."""
         self._hardware = hardware
         flop_s_per_byte = 2 / geometry.element_bytes / hardware.peak_flops
         self._dense = tuple(
@@ -88,7 +91,8 @@ class VirtualClock:
     def dense_s(self, layer: int, num_tokens: int) -> float:
         flop_s, read_s = self._dense[layer]
         flop_s *= num_tokens
-        return (flop_s if flop_s > read_s else read_s) + self._dense_overhead_s[layer]
+        weights_s = flop_s if flop_s > read_s else read_s
+        return weights_s + self._dense_overhead_s[layer] + self.attention_s
 
     def gates(self, num_gates: int) -> float:
         """Return the seconds that applying `num_gates` further gates as predictors takes."""

@@ -8,17 +8,22 @@ from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, FIFO, Setting
+from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, CONTEXT, FIFO, Setting
+from lm_eval_moecache.engine.virtual.attention import attention_s
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.draft_stage import VirtualDraftStage
 from lm_eval_moecache.engine.virtual.host import HostStage
+from lm_eval_moecache.engine.virtual.lanes import read_shares
 from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.virtual.traffic import Traffic
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.data_aware import cost_of
 from lm_eval_moecache.records.draft import Draft
+from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs
 
 _NOTHING: frozenset[int] = frozenset()
@@ -44,7 +49,7 @@ class VirtualExecutor(Executor):
         )
         self._in_batches = not setting.is_one_server
         self._as_they_arrive = setting.execute == AS_THEY_ARRIVE
-        self._reads_per_expert = setting.reads_per_expert
+        self._shares = read_shares(setting.reads_per_expert)
         self._arrivals: dict[int, Sequence[float]] = {}
         """Demands of the event in progress -> when each of their reads is there."""
         if self._as_they_arrive and self.rules.ladder:
@@ -53,6 +58,9 @@ class VirtualExecutor(Executor):
                 f"{':'.join(geometry.precision)}. Allowed: execute='together'."
             )
         self.clock = VirtualClock(setting.hardware, geometry)
+        self._attends_to: tuple[RealModel, Hardware] | None = None
+        if setting.attention == CONTEXT and setting.emulate is not None:
+            self._attends_to = setting.emulate, setting.hardware
         self._geometry = geometry
         self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
         self._num_layers, self._num_experts = geometry.num_layers, geometry.num_experts
@@ -92,6 +100,11 @@ class VirtualExecutor(Executor):
         )
         stage.plan(self._geometry, setting.capacity.bytes_by_partition)
         return stage
+
+    def attend(self, positions: IntArray) -> None:
+        if self._attends_to is not None:
+            model, hardware = self._attends_to
+            self.clock.attention_s = attention_s(model, hardware, self.record.phase, positions)
 
     def foresee(self, event: Event) -> None:
         cost = self._foreseeing
@@ -229,7 +242,7 @@ class VirtualExecutor(Executor):
         self.clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
         ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
         under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
-        self._arrivals = {key: [ready_s] * self._reads_per_expert for key in under_way}
+        self._arrivals = {key: [ready_s] * len(self._shares) for key in under_way}
         if self._host is not None and fetches:
             event, fetches = self._host.begin(event, fetches, self.record)
             self._show_on_host(plan.event, event)
@@ -270,7 +283,7 @@ class VirtualExecutor(Executor):
         if self.on_wave is not None:
             self.on_wave(keys)
         launched = False
-        for part in range(self._reads_per_expert):
+        for part, share in enumerate(self._shares):
             order = [(0.0, present)] if present else []
             order += sorted((times[part], [key]) for key, times in arriving.items())
             for at_s, now in order:
@@ -278,7 +291,6 @@ class VirtualExecutor(Executor):
                 assignments = len(now)
                 if len(event.experts):
                     assignments = num_assignments(event, now, self._num_experts)
-                share = 1 / self._reads_per_expert
                 self.clock.experts(event.layer, len(now), assignments, 0, launched, share)
                 launched = True
 

@@ -103,6 +103,7 @@ class MoecacheRecord(_Part):
     link: Literal["priority", "fifo"] = "priority"
     execute: Literal["together", "as_they_arrive"] = "together"
     reads_per_expert: int = Field(1, description="requests that an expert is read by")
+    attention: Literal["flat", "context"] = "flat"
     seed: int
     model: ModelSizes
     device: str | None = Field(None, description="where the model ran, whatever was emulated")
