@@ -1,19 +1,29 @@
-"""The text that an artifact is made from: files, and tasks' documents outside their test split."""
+"""What the actions that read text share: its options and checks, the text, what is written.
+
+The text is files and tasks' documents outside their test split; or prompts, that a model goes on
+from.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.paths import TINY, task_configs_dir
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.model.moe_layers import MoELayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +97,104 @@ def _example(name: str, task: Any, doc: Any) -> Example:
     return Example(name, str(prompt), f"{task.config.target_delimiter}{target}")
 
 
+def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
+    """Add whose documents are read: a model's, from tasks or from files."""
+    parser.add_argument("--pretrained", type=str, default=TINY, help="tiny, a folder or a hub id")
+    parser.add_argument("--tasks", type=str | None, help="their training documents: a,b,c")
+    parser.add_argument("--data", type=str | None, help=files)
+    parser.add_argument("--include_path", type=str | None, help="folder with more tasks")
+    parser.add_argument("--limit", type=int, default=limit, help="documents of each task")
+
+
+def add_text_options(parser: ArgumentParser, limit: int = 200, max_tokens: int = 20_000) -> None:
+    """Add the options of an action that reads text as it is."""
+    add_source_options(parser, "plain text files: a.txt,b.txt", limit)
+    help_text = "how much text to read"
+    parser.add_argument("--max_tokens", type=int, default=max_tokens, help=help_text)
+
+
+def add_training_options(parser: ArgumentParser, what: str, defaults: Mapping[str, Any]) -> None:
+    """Add the options of an action that trains on what a model generates from prompts."""
+    parser.add_argument("--out", type=str, required=True, help=f"the {what}: NAME.safetensors")
+    add_source_options(parser, "files of prompts: a.txt,b.jsonl", defaults["limit"])
+    for name, words in (
+        ("tokens", "generated tokens of each prompt"),
+        ("prompts_per_batch", "generated together"),
+        ("learning_rate", "of Adam at the start"),
+        ("batch_size", "tokens, or texts, of a training step"),
+        ("max_epochs", "most epochs"),
+        ("patience", "epochs without gain until it stops"),
+        ("seed", "of the 80/20 split and the training"),
+    ):
+        default = {"prompts_per_batch": 64, "patience": 5, "seed": 42, **defaults}[name]
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=words)
+
+
+def check_counts(arguments: Namespace, names: Sequence[str], least: int = 1) -> None:
+    for name in names:
+        if getattr(arguments, name) < least:
+            raise ValueError(f"{name}={getattr(arguments, name)} must be {least} or more.")
+
+
+def check_out(out: str) -> None:
+    if Path(out).suffix != ".safetensors":
+        raise ValueError(f"out={out!r} must end in .safetensors.")
+
+
+def collect_texts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return the texts, and what to write down of where they come from."""
+    tasks, files = _named(arguments)
+    if not (tasks or files):
+        raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
+    check_counts(arguments, ("limit", "max_tokens"))
+    examples = task_examples(tasks, arguments.limit, arguments.include_path) if tasks else []
+    texts = [example.text for example in examples] + [read_file("data", name) for name in files]
+    names = [Path(name).name for name in files]
+    return texts, {"tasks": tasks, "data": names, "documents": len(examples)}
+
+
+def artifact_of(
+    kind: str,
+    model: str,
+    geometry: Geometry,
+    layers: Sequence[MoELayer],
+    made_from: dict[str, Any],
+    arrays: dict[str, Any],
+) -> Artifact:
+    """Return what was learned of a model, with the digest of the routers that it is of."""
+    from lm_eval_moecache.model.moe_layers import router_digest
+
+    return Artifact(
+        kind=kind,
+        model=model,
+        num_layers=geometry.num_layers,
+        num_experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        router_digest=router_digest(layers),
+        made_from=made_from,
+        arrays=arrays,
+    )
+
+
+def say(found: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    """Print what was found: as JSON, or in lines."""
+    sys.stdout.write((json.dumps(found, indent=2) if as_json else "\n".join(lines)) + "\n")
+
+
+def _named(arguments: Namespace) -> tuple[list[str], list[str]]:
+    """Return the names of tasks and files that were asked for."""
+    tasks, files = (
+        [name.strip() for name in (text or "").split(",") if name.strip()]
+        for text in (arguments.tasks, arguments.data)
+    )
+    return tasks, files
+
+
 def check_prompt_options(arguments: Namespace, counts: Sequence[str]) -> None:
     """Refuse options that no training from prompts can use; `counts` must be 1 or more."""
-    if Path(arguments.out).suffix != ".safetensors":
-        raise ValueError(f"out={arguments.out!r} must end in .safetensors.")
-    for name in counts:
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)} must be 1 or more.")
+    check_out(arguments.out)
+    check_counts(arguments, ("limit", "tokens", "prompts_per_batch", "batch_size", "max_epochs"))
+    check_counts(arguments, ("patience", *counts))
     if arguments.seed < 0:
         raise ValueError(f"seed={arguments.seed} must be 0 or more.")
     if not arguments.learning_rate > 0:
@@ -106,8 +207,7 @@ def check_prompt_options(arguments: Namespace, counts: Sequence[str]) -> None:
 
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     """Return the prompts, each once, and what to write down of where they come from."""
-    tasks = [name for name in (arguments.tasks or "").split(",") if name]
-    files = [name for name in (arguments.data or "").split(",") if name]
+    tasks, files = _named(arguments)
     prompts: list[str] = []
     if tasks:
         examples = task_examples(tasks, arguments.limit, arguments.include_path)

@@ -16,23 +16,17 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import read_file, task_examples
+from lm_eval_moecache.profiling._texts import add_text_options, collect_texts
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.paths import TINY
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--pretrained", type=str, default=TINY, help="tiny, a folder or a hub id")
-    parser.add_argument("--tasks", type=str | None, help="their training documents: a,b,c")
-    parser.add_argument("--data", type=str | None, help="plain text files: a.txt,b.txt")
-    parser.add_argument("--include_path", type=str | None, help="folder with more tasks")
-    parser.add_argument("--limit", type=int, default=200, help="documents of each task")
-    parser.add_argument("--max_tokens", type=int, default=20_000, help="how much text to read")
+    add_text_options(parser)
     parser.add_argument("--out", type=str | None, help="a JSON file to write them to")
 
 
 def run(arguments: Namespace) -> int:
-    texts = _texts(arguments)
+    texts, _ = collect_texts(arguments)
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 
@@ -64,17 +58,3 @@ def measure(analyzed: Any) -> list[float]:
             hooks.callback(layer.router.register_forward_hook(watch(index)).remove)
         analyzed.read({})
     return [total / count for total, count in zip(sums, counts, strict=True)]
-
-
-def _texts(arguments: Namespace) -> list[str]:
-    if (arguments.tasks is None) == (arguments.data is None):
-        raise ValueError(
-            "give either --tasks a,b,c or --data a.txt,b.txt: the text to calibrate on."
-        )
-    if arguments.data is not None:
-        return [read_file("data", path.strip()) for path in arguments.data.split(",")]
-    if arguments.limit < 1:
-        raise ValueError(f"limit={arguments.limit} must be 1 or more.")
-    names = [name.strip() for name in arguments.tasks.split(",")]
-    examples = task_examples(names, arguments.limit, arguments.include_path)
-    return [example.text for example in examples]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._counts import read_counts
+from lm_eval_moecache.profiling._texts import say
 from lm_eval_moecache.records.use import bare_name, write_use
 from lm_eval_moecache.trace.use import load_use
 
@@ -43,13 +42,10 @@ def run(arguments: Namespace) -> int:
         "never_used": flat.count(0),
         "share_of_the_most_used": shares,
     }
-    if arguments.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return 0
     lines = [
         f"{arguments.out}: {found['uses']} uses of {found['experts']} experts of "
         f"{profile.model or 'a model that is not named'}, {found['never_used']} of them never used:"
     ]
     lines += [f"  the {part} most used: {share:.1%}" for part, share in shares.items()]
-    sys.stdout.write("\n".join(lines) + "\n")
+    say(found, lines, arguments.json)
     return 0
