@@ -237,7 +237,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     from lm_eval_moecache.records.schemas.base import check
-    from lm_eval_moecache.records.schemas.policy import PolicyFile
+    from lm_eval_moecache.records.schemas.inputs import PolicyFile
 
     return check(PolicyFile, dict(data), where).model_dump(exclude_none=True, exclude_unset=True)
 

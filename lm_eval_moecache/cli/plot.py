@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.schemas.report import Figure
+from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.plots import write_figures, write_plots
 from lm_eval_moecache.report.results import Run, load_runs
@@ -63,4 +63,4 @@ def _chosen(runs: Sequence[Run], where: str | None) -> list[Run]:
 
 def figures_of(folder: Path) -> list[Figure]:
     path = folder / "sweep.yaml"
-    return [*map(Figure.model_validate, read_sweep(path).figures)] if path.is_file() else []
+    return read_sweep(path).figures if path.is_file() else []

@@ -10,8 +10,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import main as moecache
-from lm_eval_moecache.records.schemas.recipe import Recipe
-from lm_eval_moecache.records.schemas.sweep import check_limit, read_jobs
+from lm_eval_moecache.records.schemas.inputs import Recipe, check_limit, read_jobs
 from lm_eval_moecache.report.paper_comparison import comparison_table
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.results import RUNS, Run, load_runs

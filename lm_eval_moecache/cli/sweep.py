@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.records.schemas.sweep import read_jobs
+from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.sweep.spec import EXECUTORS, SweepFile, read_sweep
 
 if TYPE_CHECKING:
@@ -36,10 +35,11 @@ def run(arguments: Namespace) -> int:
     path = Path(arguments.sweep)
     sweep = read_sweep(path)
     if arguments.jobs is not None:
-        sweep = dataclasses.replace(sweep, jobs=read_jobs(arguments.jobs))
+        sweep = sweep.model_copy(update={"jobs": read_jobs(arguments.jobs)})
     if arguments.executor is not None and arguments.executor != sweep.executor:
         # The file's options are for the file's executor.
-        sweep = dataclasses.replace(sweep, executor=arguments.executor, executor_options={})
+        changes = {"executor": arguments.executor, "executor_options": {}}
+        sweep = sweep.model_copy(update=changes)
     if arguments.dry_run:
         return _list(sweep, path.parent, arguments)
     # Imported late: it brings torch and lm-eval, and a file that is wrong should not wait for them.

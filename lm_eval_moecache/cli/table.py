@@ -11,8 +11,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.found import FrontFile, RowsFile
-from lm_eval_moecache.records.schemas.report import Board
+from lm_eval_moecache.records.schemas.inputs import Board
+from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.render import FORMS, WRITTEN, rows_as_markdown
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs
@@ -162,7 +162,7 @@ def _board(folder: Path) -> Board:
     if not path.is_file():
         return Board()
     sweep = read_sweep(path)
-    return Board.model_validate({"title": sweep.title or sweep.name, "views": list(sweep.views)})
+    return Board(title=sweep.title or sweep.name, views=sweep.views)
 
 
 def _split(text: str | None) -> list[str] | None:

@@ -161,7 +161,7 @@ def _shipped(kind: str, model: str) -> str | None:
 
 
 def _header(text: str | None, path: str | Path, kind: str, key: str) -> dict[str, Any]:
-    from lm_eval_moecache.records.schemas.artifact import ArtifactHeader
+    from lm_eval_moecache.records.schemas.artifacts import ArtifactHeader
     from lm_eval_moecache.records.schemas.base import check
 
     foreign = (

@@ -162,7 +162,7 @@ def on_disk(hardware: Hardware) -> Hardware:
 
 def _read(path: Path) -> Hardware:
     from lm_eval_moecache.records.schemas.base import check
-    from lm_eval_moecache.records.schemas.hardware import hardware_schema
+    from lm_eval_moecache.records.schemas.inputs import hardware_schema
 
     data = read_yaml(path, f"hardware={str(path)!r}")
     if not isinstance(data, dict):

@@ -71,8 +71,8 @@ def bare_name(model: str) -> str:
 def read_use(path: str | Path) -> UseProfile:
     """Read the JSON of `moecache profile use`. Raises ValueError naming the field."""
     # Imported late: pydantic takes its time, and most runs read no profile.
+    from lm_eval_moecache.records.schemas.artifacts import UseFile
     from lm_eval_moecache.records.schemas.base import check
-    from lm_eval_moecache.records.schemas.use import UseFile
 
     what = f"warm={str(path)!r}"
     found = check(UseFile, read_json(path, what), what)

@@ -16,8 +16,14 @@ from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, read_yaml
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.records.schemas.base import check, check_as
-from lm_eval_moecache.records.schemas.claims import Bounds, Claim, Claims, Part
-from lm_eval_moecache.records.schemas.found import RowsFile, TraceCell
+from lm_eval_moecache.records.schemas.results import (
+    Bounds,
+    Claim,
+    Claims,
+    Part,
+    RowsFile,
+    TraceCell,
+)
 from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.evidence import Estimate, Samples, estimate, of_runs
 from lm_eval_moecache.report.results import Run, load_runs

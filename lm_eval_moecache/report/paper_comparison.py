@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm_eval_moecache.records.schemas.recipe import PaperValue, ReproducedValue
+from lm_eval_moecache.records.schemas.inputs import PaperValue, ReproducedValue
 from lm_eval_moecache.report.columns import Column, Value, figure_column, selected
 from lm_eval_moecache.report.results import Run
 from lm_eval_moecache.report.tables import Table

@@ -14,7 +14,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.schemas.report import Figure, Panel
+from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.columns import (
     ACCURACY,
     Column,

@@ -35,7 +35,7 @@ from lm_eval_moecache.report.results import Run, groups, identity, varying
 from lm_eval_moecache.report.statistics import holm, sign_test, z_test
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.records.schemas.report import Pick, View
+    from lm_eval_moecache.records.schemas.inputs import Pick, View
 
 ALPHA = 0.05
 """Chance at which a figure counts as worse than the best of its column."""

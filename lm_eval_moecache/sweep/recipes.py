@@ -12,7 +12,7 @@ from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.paths import TINY, recipes_dir
 from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.recipe import Recipe
+from lm_eval_moecache.records.schemas.inputs import Recipe
 
 # What each offline task stands for, with the paper's own benchmark in its place.
 REAL_TASKS: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""Reads `sweep.yaml` and expands it into cells. The form of the file is in `SweepFile`."""
+"""Reads `sweep.yaml` (the fields of `SweepFile`) and expands it into cells."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel
+from pydantic import Field
 
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import is_file, read_yaml
-from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.sweep import Options, SweepSchema
+from lm_eval_moecache.records.schemas.base import Schema, check, count
+from lm_eval_moecache.records.schemas.inputs import (
+    MOST_JOBS,
+    Fewshot,
+    Figure,
+    Limit,
+    Mappings,
+    Names,
+    Options,
+    View,
+)
 
-EXECUTORS = ("local", "ray", "submitit")
+Executor = Literal["local", "ray", "submitit"]
+EXECUTORS: tuple[str, ...] = get_args(Executor)
 # What a cell gives to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
-OPTIONS = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "system_instruction")
+OPTIONS = tuple(Options.model_fields)
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
 MOST_CELLS = 20_000
 REPLAY = "replay"
@@ -51,8 +61,11 @@ class Cell:
         return {key: value for key, value in self.model_args.items() if key != what}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepFile:
+def _one_empty() -> list[dict[str, Any]]:
+    return [{}]
+
+
+class SweepFile(Schema):
     """The fields of `sweep.yaml`.
 
     Each mapping of `runs` (one empty run where there is none) is crossed with every combination
@@ -64,29 +77,29 @@ class SweepFile:
     replayed on each of them, and no model runs. Then `eviction: belady` is a value like any other.
     """
 
-    name: str
+    name: Annotated[str, Field(min_length=1, max_length=200)]
     title: str = ""
     model: str = "moecache"
-    tasks: tuple[str, ...] = ()
-    traces: tuple[str, ...] = ()
-    limit: float | None = None
-    num_fewshot: int | None = None
-    include_path: tuple[str, ...] = ()
-    base: Mapping[str, Any]
-    grid: tuple[Mapping[str, Any], ...] = ({},)
-    runs: tuple[Mapping[str, Any], ...] = ({},)
-    exclude: tuple[Mapping[str, Any], ...] = ()
-    bounds: tuple[str, ...] = ()
-    executor: str = "local"
-    executor_options: Mapping[str, Any]
-    jobs: int = 1
-    views: tuple[Mapping[str, Any], ...] = ()
-    figures: tuple[Mapping[str, Any], ...] = ()
+    tasks: Names = Field(default_factory=list)
+    traces: Names = Field(default_factory=list)
+    limit: Limit = None
+    num_fewshot: Fewshot | None = None
+    include_path: Names = Field(default_factory=list)
+    base: dict[str, Any] = Field(default_factory=dict)
+    grid: Mappings = Field(default_factory=_one_empty)
+    runs: Mappings = Field(default_factory=_one_empty)
+    exclude: Mappings = Field(default_factory=list)
+    bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
+    executor: Executor = "local"
+    executor_options: dict[str, Any] = Field(default_factory=dict)
+    jobs: Annotated[int, count(1, MOST_JOBS)] = 1
+    views: list[View] = Field(default_factory=list)
+    figures: list[Figure] = Field(default_factory=list)
 
     def cells(self) -> list[Cell]:
         """Expand to cells, in the order written, the last key of a grid varying fastest."""
         chosen = [given for given in self._combinations() if not self._excluded(given)]
-        found = [self._replay_cell(file, given) for file in self.traces for given in chosen]
+        found = [self._replay_cell(file, given) for file in self.trace_files for given in chosen]
         if not self.traces:
             found = [self._cell(given) for given in chosen]
         if not found:
@@ -95,9 +108,15 @@ class SweepFile:
 
     def _combinations(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:
-            for grid in self.grid:
+            for grid in map(_axes, self.grid):
                 for values in itertools.product(*grid.values()):
                     yield {**self.base, **run, **dict(zip(grid, values, strict=True))}
+
+    @property
+    def trace_files(self) -> list[str]:
+        """The files that the names and patterns of `traces` stand for, in order, each once."""
+        found = [file for name in self.traces for file in sorted(glob.glob(name)) or [name]]
+        return list(dict.fromkeys(found))
 
     def _excluded(self, given: Mapping[str, Any]) -> bool:
         return any(all(given.get(k) == v for k, v in entry.items()) for entry in self.exclude)
@@ -116,7 +135,7 @@ class SweepFile:
             model_args={k: v for k, v in given.items() if k not in _RUN_KEYS},
             tasks=tasks,
             options=_options({k: whole[k] for k in OPTIONS if whole.get(k) is not None}),
-            include_path=self.include_path,
+            include_path=tuple(self.include_path),
             label=None if label is None else str(label),
         )
 
@@ -153,29 +172,11 @@ def read_sweep(path: Path) -> SweepFile:
     if not isinstance(data, dict):
         raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
     given = {key: value for key, value in data.items() if value is not None}
-    given.setdefault("name", path.resolve().parent.name)
-    found = check(SweepSchema, given, what)
-    fields = {key: _plain(value) for key, value in found}
-    fields["traces"] = tuple(_expand(fields["traces"]))
-    fields["grid"] = tuple(_axes(grid) for grid in found.grid)
-    sweep = SweepFile(**fields)
+    sweep = check(SweepFile, {"name": path.resolve().parent.name, **given}, what)
     _check_traces(sweep, given)
     _check_size(sweep)
     _check_exclude(sweep)
     return sweep
-
-
-def _plain(value: Any) -> Any:
-    """Return lists as tuples, and entries that have a schema of their own as they were written."""
-    if isinstance(value, list):
-        return tuple(_plain(item) for item in value)
-    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-
-
-def _expand(traces: Sequence[str]) -> list[str]:
-    """Return the files that the names and patterns stand for, in order, each once."""
-    found = [file for name in traces for file in sorted(glob.glob(name)) or [name]]
-    return list(dict.fromkeys(found))
 
 
 def _check_traces(sweep: SweepFile, given: Mapping[str, Any]) -> None:
@@ -192,8 +193,9 @@ def _check_traces(sweep: SweepFile, given: Mapping[str, Any]) -> None:
 
 def _check_size(sweep: SweepFile) -> None:
     """Refuse more cells than anybody runs before they are expanded."""
-    per_run = sum(math.prod(len(values) for values in grid.values()) for grid in sweep.grid)
-    total = per_run * len(sweep.runs) * max(1, len(sweep.traces))
+    grids = map(_axes, sweep.grid)
+    per_run = sum(math.prod(len(values) for values in grid.values()) for grid in grids)
+    total = per_run * len(sweep.runs) * max(1, len(sweep.trace_files))
     if total > MOST_CELLS:
         raise ValueError(
             f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "

@@ -12,7 +12,6 @@ from lm_eval_moecache.harness.evaluation_options import check_generation
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.preflight import Bare
 from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.records.schemas.report import Figure, View
 from lm_eval_moecache.report.columns import (
     ACCURACY,
     PARETO,
@@ -83,7 +82,7 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
             allowed = [*SETTINGS, *sorted(given), *KEYS, *figures]
             raise ValueError(f"{place}: {unknown_column(name, list(dict.fromkeys(allowed)))}")
 
-    for view in map(View.model_validate, sweep.views):
+    for view in sweep.views:
         place = f"views: {view.title!r}"
         across = [] if view.columns is None else [view.columns]
         check(f"{place}: rows or columns", [*(view.rows or ()), *across], setting=True)
@@ -93,7 +92,7 @@ def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
         if view.pick is not None:
             check(f"{place}: pick", [view.pick.best, view.pick.score], setting=False)
             check(f"{place}: pick: relative_to", list(view.pick.relative_to), setting=True)
-    for figure in map(Figure.model_validate, sweep.figures):
+    for figure in sweep.figures:
         place = f"figures: {figure.name!r}"
         check(f"{place}: group or where", [*(figure.group or ()), *figure.where], setting=True)
         for panel in figure.panels:
@@ -109,7 +108,7 @@ def _is_figure(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
     if task in tasks or sweep.traces:
         return task in tasks
     try:
-        check_task_names([task], sweep.include_path)
+        check_task_names([task], tuple(sweep.include_path))
     except ValueError:
         return False
     return True

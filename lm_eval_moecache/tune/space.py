@@ -13,7 +13,7 @@ from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.space import SIZES, SpaceFile
+from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
 
 DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.records.schemas.report import Figure
+from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report import plots
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.mpl_style import COLOURS, look

@@ -24,8 +24,8 @@ from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.claims import Part
-from lm_eval_moecache.records.schemas.report import Board
+from lm_eval_moecache.records.schemas.inputs import Board
+from lm_eval_moecache.records.schemas.results import Part
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report import claims as report_claims
 from lm_eval_moecache.report.claims import page

@@ -1,16 +1,22 @@
-"""The form of a results JSON: a sweep's own record, or what lm-eval writes of a moecache run.
+"""The forms of results: runs, analyses and searches as they are read, and the claims over them.
 
-Both may hold more than is read here (lm-eval's facts differ by release), but what is read has the
-kind that its readers count on.
+What others' releases write may hold more than is read here, but what is read has the kind that its
+readers count on.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from lm_eval_moecache.records.schemas.base import OpenSchema
+from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.records.schemas.base import OpenSchema, Schema, number
+
+Number = Annotated[float, number()]
+Plain = str | bool | int | float | None
+Name = Annotated[str, Field(min_length=1)]
+# --- a results JSON: a sweep's own record, or what lm-eval writes of a moecache run ---
 
 
 def _choice(value: object) -> object:
@@ -101,3 +107,168 @@ class ResultsFile(OpenSchema):
     group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
     scores: dict[str, Samples] = Field(default_factory=dict)
     environment: dict[str, Any] = Field(default_factory=dict)
+
+
+# --- what analyses, searches and replays of traces leave for tables and claims ---
+
+
+class RowsFile(OpenSchema):
+    """The JSON of `moecache analyze`: rows of one shape."""
+
+    rows: Annotated[list[dict[str, Plain]], Field(min_length=1)]
+
+    @field_validator("rows")
+    @classmethod
+    def _one_shape(cls, rows: list[dict[str, Plain]]) -> list[dict[str, Plain]]:
+        for row in rows:
+            if list(row) != list(rows[0]):
+                raise ValueError(f"has a row with {shown(list(row))}, not {shown(list(rows[0]))}")
+        return rows
+
+
+class Found(OpenSchema):
+    """One policy that a search has measured."""
+
+    name: str
+    policy: dict[str, Any]
+    accuracy: Number
+    stderr: Number | None
+    speed: Number
+    measured_by: str
+    within_budget: bool
+
+    @field_validator("policy")
+    @classmethod
+    def _axes(cls, policy: dict[str, Any]) -> dict[str, Any]:
+        for axis in ("routing", "prefetch", "eviction", "miss"):
+            if not isinstance(policy.get(axis), dict):
+                raise ValueError(f"lacks {axis!r}, a mapping with the algorithm's name")
+        return policy
+
+
+class Confirmation(OpenSchema):
+    """What the best of a search does on documents that it has not seen."""
+
+    documents: dict[str, int]
+    points_lost: Number
+    accuracy: Number
+    reference_accuracy: Number
+    within_budget: bool
+    speed: Number
+    reference_speed: Number
+
+
+class Question(OpenSchema):
+    """What a search was asked."""
+
+    metric: str
+
+
+class FrontFile(OpenSchema):
+    """The JSON of `moecache tune`."""
+
+    question: Question
+    verdict: str
+    best: Found | None
+    front: list[Found]
+    shipped: list[Found]
+    left_out: dict[str, str]
+    confirmation: Confirmation | None = None
+
+
+class TraceCell(OpenSchema):
+    """One cell of `cells.json.gz`: its setting, and beside it its metrics."""
+
+    cell: dict[str, Plain]
+
+
+# --- a claims file: what papers say, and which runs answer it by which test ---
+
+
+class Bounds(Schema):
+    """Where a figure has to lie for the claim to hold; both ends open where not given."""
+
+    above: Number | None = None
+    below: Number | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Bounds:
+        if self.above is None and self.below is None:
+            raise ValueError("must have `above`, `below` or both")
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            raise ValueError("must have `above` smaller than `below`")
+        return self
+
+
+class Rows(Schema):
+    """Paired samples in an analysis' JSON: two columns of its rows (or one and nothing)."""
+
+    file: Name
+    new: Name
+    old: Name | None = None
+    unit: Name
+
+
+class Part(Schema):
+    """One comparison. `where` picks one run of `runs`, `versus` replaces settings for the other."""
+
+    what: Name
+    runs: str | None = None
+    """Folder of the runs, from the claims file's own."""
+    rows: Rows | None = None
+    cells: str | None = None
+    """Cells of real traces (`cells.json.gz`): each trace is a sample."""
+    metric: Name = "miss_rate"
+    task: str | None = None
+    where: dict[str, Any] = Field(default_factory=dict)
+    versus: dict[str, Any] | None = None
+    form: Literal["ratio", "difference", "value"] = "ratio"
+    expect: Bounds
+    aside: bool = False
+    """Told, but no part of the verdict: another regime than the paper's, or another measure."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Part:
+        if sum(source is not None for source in (self.runs, self.rows, self.cells)) != 1:
+            raise ValueError("a part must have one of `runs`, `rows` and `cells`")
+        if self.rows is None and (self.form == "value") != (self.versus is None):
+            raise ValueError("a part must have `versus`, unless its form is value")
+        return self
+
+
+class Claim(Schema):
+    """One claim of a paper, with the comparisons that answer it."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Z]\d+$")]
+    claim: Name
+    where: Name
+    """Paper and section."""
+    regime: Name
+    why: Name
+    untestable: str | None = None
+    """Why it cannot be answered here whatever the parts say."""
+    parts: list[Part] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _answerable(self) -> Claim:
+        if not self.parts and self.untestable is None:
+            raise ValueError("a claim must have `parts`, or say why it is `untestable`")
+        return self
+
+
+class Claims(Schema):
+    """The file. `alpha`: chance of a false verdict within one claim (Holm over its parts)."""
+
+    title: Name
+    about: Name
+    alpha: Annotated[float, number(above=0, below=1)] = 0.05
+    claims: Annotated[list[Claim], Field(min_length=1)]
+
+    @field_validator("claims")
+    @classmethod
+    def _once_each(cls, claims: list[Claim]) -> list[Claim]:
+        names = [claim.id for claim in claims]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"has {', '.join(twice)} twice")
+        return claims

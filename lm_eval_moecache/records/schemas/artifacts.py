@@ -1,0 +1,100 @@
+"""The forms of what this package writes to be read again: artifacts, profiles of use, traces."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lm_eval_moecache.records.draft import MOST_DRAFTED
+from lm_eval_moecache.records.numbers import plain_number
+from lm_eval_moecache.records.schemas.base import OpenSchema, Schema, count, number
+
+# Of one expert, or of what is read on the way to a layer's experts.
+MOST_BYTES = 2**53
+MOST_LAYERS, MOST_EXPERTS = 10_000, 32_767
+"""Experts are int16 in a trace."""
+
+Sizes = list[Annotated[int, count(1, MOST_BYTES)]]
+Counts = Annotated[list[Annotated[int, count()]], Field(min_length=1)]
+
+
+def _alpha(value: object) -> object:
+    listed = value if isinstance(value, list) else [value]
+    numbers = [None if isinstance(n, str) else plain_number(n) for n in listed]
+    if not listed or not all(n is not None and 0 < n <= 1 for n in numbers):
+        raise ValueError("must be above 0 and at most 1: one number, or one for each MoE layer")
+    return value
+
+
+class ArtifactHeader(Schema):
+    """The JSON of an artifact's metadata key `moecache`."""
+
+    format: Literal[2]
+    kind: str
+    model: str
+    num_layers: Annotated[int, count(1, 10_000)]
+    num_experts: Annotated[int, count(1, 100_000)]
+    top_k: Annotated[int, count(1, 100_000)]
+    router_digest: Annotated[str, Field(pattern="^[0-9a-f]*$")]
+    made_from: dict[str, Any]
+    versions: dict[str, str]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class MadeBuddies(OpenSchema):
+    """What the lists of a buddy artifact rest on, beside its data."""
+
+    alpha: Annotated[Any, BeforeValidator(_alpha)]
+    k_max: Annotated[int, count(1, 100_000)]
+    smoothing: Annotated[float, number(least=0)]
+
+
+class UseFile(Schema):
+    """A profile of use: `moecache profile use`."""
+
+    format: Literal[1]
+    kind: Literal["use"]
+    model: str
+    num_layers: Annotated[int, count(1, 10_000)]
+    num_experts: Annotated[int, count(1, 100_000)]
+    made_from: str = ""
+    counts: Annotated[list[Counts], Field(min_length=1)]
+
+
+class ModelSizes(Schema):
+    """The sizes of a model; a file of another maker may leave out what has a default."""
+
+    model: str
+    num_layers: Annotated[int, count(1, MOST_LAYERS)]
+    num_experts: Annotated[int, count(1, MOST_EXPERTS)]
+    top_k: Annotated[int, count(1, MOST_EXPERTS)]
+    expert_bytes: Sizes
+    dense_bytes: list[Annotated[int, count(0, MOST_BYTES)]]
+    precision: str
+    element_bytes: Annotated[float, number(above=0, most=16)] | None = None
+    levels: Annotated[list[Sizes], Field(min_length=1)] | None = None
+    compute_bytes: Sizes = Field(default_factory=list)
+    hidden_size: Annotated[int, count(0, 2**20)] = 0
+
+
+class DraftSizes(ModelSizes):
+    """The draft of a drafted run, and how much is kept of what it foretells."""
+
+    level: Annotated[int, count(0, 99)]
+    nbytes: Annotated[int, count(0, MOST_BYTES)]
+    tokens: Annotated[int, count(1, MOST_DRAFTED)]
+    targets: list[Annotated[int, count(-1, MOST_LAYERS)]]
+    ranked: Annotated[int, count(0, MOST_EXPERTS)]
+
+
+class TraceHeader(ModelSizes):
+    """The metadata key `moecache` of a trace."""
+
+    version: Literal[1]
+    seed: Annotated[int, count(0, 2**63 - 1)]
+    predicted_depth: Annotated[int, count(0, MOST_LAYERS)] = 0
+    predicted_by: str = ""
+    proposals: list[str] = Field(default_factory=list)
+    draft: DraftSizes | None = None
+    digest: str | None = None

@@ -1,0 +1,324 @@
+"""The forms of what users write: compositions, profiles of hardware, evaluation options, what a
+folder shows of its runs, search spaces, and recipes of papers' figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, create_model
+
+from lm_eval_moecache.records.numbers import plain_number, read_count, shown
+from lm_eval_moecache.records.schemas.base import Schema, check, count, number
+
+MOST_JOBS = 1024
+MOST_CHOICES = 1000
+SIZES = ("top_k", "num_experts")
+"""What of the model may stand for a number of a search space."""
+_MOST_FEWSHOT = 1000
+_INFINITE = ("peak_flops", "memory_bytes_per_s")
+"""Compute that takes no time is an idealisation of some use; a link or a memory without end would
+leave nothing to measure."""
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+# --- compositions: `policies/NAME.yaml` ---
+
+
+def _algorithm(value: object) -> object:
+    named = isinstance(value, dict) and ("name" in value) != ("class_path" in value)
+    if not isinstance(value, str) and not named:
+        raise ValueError(
+            "must be an algorithm's name, or a mapping with `name` (or `class_path`) and its "
+            "parameters"
+        )
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        path = value.get("name", value.get("class_path"))
+        if wrong or not isinstance(path, str):
+            raise ValueError("must have text for its name and for the names of its parameters")
+    return value
+
+
+Algorithm = Annotated[Any, BeforeValidator(_algorithm)]
+
+
+class PolicyFile(Schema):
+    """An algorithm on each axis, by name or with its parameters."""
+
+    name: str | None = None
+    source: str = ""
+    phases: str = "all"
+    cache: Literal["model", "layer"] = "model"
+    """`layer`: one cache for each layer, among which any capacity is divided equally."""
+    placement: Literal["none", "use"] = "none"
+    """`use`: starts from the most used experts, by a profile (`warm=`)."""
+    routing: Algorithm
+    prefetch: Algorithm
+    eviction: Algorithm
+    miss: Algorithm
+
+
+# --- profiles of hardware ---
+
+
+def _figure(value: object) -> float:
+    found = plain_number(value)
+    if found is None:
+        raise ValueError("is not a number that is finite and in plain digits")
+    return float(found)
+
+
+def _figure_or_infinite(value: object) -> float:
+    return value if isinstance(value, float) and math.isinf(value) else _figure(value)
+
+
+@cache
+def hardware_schema(record: type[Any]) -> type[BaseModel]:
+    """Return the schema of the profile's record: its fields are the file's, named once."""
+    figure = Annotated[float, BeforeValidator(_figure)]
+    kinds: dict[str, Any] = {
+        "float": figure,
+        "float | None": figure | None,
+        "int": int,
+        "str": str,
+    }
+    found: dict[str, Any] = {}
+    for field in fields(record):
+        kind = kinds.get(str(field.type), dict[str, str] | str)
+        if field.name in _INFINITE:
+            kind = Annotated[float, BeforeValidator(_figure_or_infinite)]
+        found[field.name] = (kind, ... if field.default is MISSING else field.default)
+    schema: type[BaseModel] = create_model("HardwareFile", __base__=Schema, **found)
+    return schema
+
+
+# --- what a folder shows of its runs: `views`, `figures` and `table.yaml` ---
+
+
+def _names(value: object) -> object:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError("must be a name or a list of names")
+    return listed
+
+
+def _settings(value: object) -> object:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a mapping of settings to a value or a list of values")
+    for wanted in value.values():
+        listed = wanted if isinstance(wanted, list) else [wanted]
+        if not listed or any(isinstance(each, (dict, list)) for each in listed):
+            raise ValueError(f"has {shown(wanted)}, which is no value or list of values")
+    return value
+
+
+Names = Annotated[list[str], BeforeValidator(_names)]
+Settings = Annotated[dict[str, Any], BeforeValidator(_settings)]
+
+
+class Pick(Schema):
+    """Of several runs in one place the best within a budget."""
+
+    best: str
+    score: str
+    loss: Annotated[float, number(least=0)]
+    relative_to: Settings
+
+
+class View(Schema):
+    """One entry of `views`."""
+
+    title: str = ""
+    where: Settings = Field(default_factory=dict)
+    rows: Names | None = None
+    columns: str | None = None
+    values: Names | None = None
+    sort: Names | None = None
+    relative_to: Settings | None = None
+    pick: Pick | None = None
+
+
+class Panel(Schema):
+    """One set of axes of a figure."""
+
+    x: str
+    y: str
+    title: str = ""
+    where: Settings = Field(default_factory=dict)
+
+
+class Figure(Schema):
+    """One entry of `figures`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[\w.+-]+$")]
+    panels: Annotated[list[Panel], Field(min_length=1, max_length=20)]
+    group: Names | None = None
+    title: str = ""
+    where: Settings = Field(default_factory=dict)
+    line: bool = False
+
+
+class Board(Schema):
+    """`table.yaml`: the leaderboard over what lies below a folder."""
+
+    title: str = ""
+    where: Settings = Field(default_factory=dict)
+    distinct: bool = False
+    """Show of several runs with one setting the first."""
+    columns: Names | None = None
+    sort: Names | None = None
+    views: list[View] = Field(default_factory=list)
+
+
+# --- sweeps, and what a cell of one gives to the evaluation ---
+
+
+def _limit(value: object) -> object:
+    found = plain_number(value)
+    if isinstance(value, str) or found is None or found <= 0 or (found > 1 and found % 1):
+        raise ValueError("must be a whole number of documents above 0, or a share below 1")
+    return value if found < 1 else read_count("limit", found)
+
+
+def _gen_kwargs(value: object) -> object:
+    is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    is_text = isinstance(value, str) and all("=" in item for item in value.split(","))
+    if not is_mapping and not is_text:
+        raise ValueError("must be a mapping of generation arguments, or text like 'temperature=0'")
+    return value
+
+
+def _mappings(value: object) -> object:
+    listed = [value] if isinstance(value, dict) else value
+    if not isinstance(listed, list) or not listed:
+        raise ValueError("must be a mapping or a list of mappings")
+    for item in listed:
+        if not isinstance(item, dict) or not all(isinstance(key, str) for key in item):
+            raise ValueError("must be a mapping of names to values, or a list of such")
+    return listed
+
+
+Mappings = Annotated[list[dict[str, Any]], BeforeValidator(_mappings)]
+Limit = Annotated[Any, BeforeValidator(_limit)]
+Fewshot = Annotated[int, count(0, _MOST_FEWSHOT)]
+
+
+class Options(Schema):
+    """What of a cell goes to lm-eval's `simple_evaluate`."""
+
+    limit: Limit = None
+    num_fewshot: Fewshot | None = None
+    gen_kwargs: Annotated[Any, BeforeValidator(_gen_kwargs)] = None
+    apply_chat_template: bool | str | None = None
+    system_instruction: str | None = None
+
+
+def read_jobs(value: object) -> int:
+    """Return what `--jobs` asks for."""
+    return read_count("--jobs", value, least=1, most=MOST_JOBS)
+
+
+def check_limit(limit: object, what: str) -> None:
+    """Raise ValueError where `--limit` is given and no number of documents."""
+    if limit is not None:
+        check(Options, {"limit": limit}, what)
+
+
+# --- search spaces: `space.yaml` ---
+
+
+def _values(value: object) -> object:
+    if isinstance(value, list) and 0 < len(value) <= MOST_CHOICES and all(map(_is_plain, value)):
+        return value
+    if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "log"}:
+        ends = [value["low"], value["high"]]
+        numbers = [
+            end for end in ends if not isinstance(end, str) and plain_number(end) is not None
+        ]
+        names = [end for end in ends if end in SIZES]
+        log = value.get("log", False)
+        fits = len(numbers) + len(names) == 2 and (len(numbers) < 2 or numbers[0] <= numbers[1])
+        if fits and isinstance(log, bool) and not (log and numbers[:1] and numbers[0] <= 0):
+            return value
+    raise ValueError(
+        "must be a list of choices, or `low` and `high` (and `log: true`, above 0) as numbers or "
+        f"{' or '.join(SIZES)}, low not above high"
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (str, bool)) or plain_number(value) is not None
+
+
+def _algorithms(value: object) -> object:
+    if not isinstance(value, dict) or not value:
+        raise ValueError("must map algorithms to their parameters")
+    return {name: {} if given is None else given for name, given in value.items()}
+
+
+Values = Annotated[Any, BeforeValidator(_values)]
+Algorithms = Annotated[dict[str, dict[str, Values]], BeforeValidator(_algorithms)]
+
+
+class SpaceFile(Schema):
+    """For each axis its algorithms, for each parameter its range."""
+
+    routing: Algorithms
+    prefetch: Algorithms
+    eviction: Algorithms
+    miss: Algorithms
+
+
+# --- recipes: one table or figure of a paper, and what the paper says in it ---
+
+
+class ReproducedValue(Schema):
+    """How our figure beside the paper's is had: a metric of the one run that has these settings."""
+
+    metric: Text
+    where: dict[str, Any] = Field(default_factory=dict)
+    versus: dict[str, Any] | None = None
+    """The run that `form` compares with: these settings in place of those of `where`."""
+    form: Literal["value", "ratio", "reduction", "difference"] = "value"
+
+
+class PaperValue(Schema):
+    """One number of the paper: a value, a range from and to, or words."""
+
+    what: Text
+    paper: int | float | Annotated[list[int | float], Field(min_length=2, max_length=2)] | str
+    ours: ReproducedValue | None = None
+    """None where the picture or the table has to be looked at."""
+
+
+class Analysis(Schema):
+    """A call of `moecache analyze`, for figures that no grid of runs makes."""
+
+    analysis: Text
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Recipe(Schema):
+    """The file. Either `sweep` (fields of a sweep file) or `analyze`."""
+
+    paper: Text
+    where: Text
+    """Which table or figure, in which section."""
+    title: Text
+    claims: list[str] = Field(default_factory=list)
+    notes: str = ""
+    like: str | None = None
+    """Another recipe, PAPER/FIGURE, whose `sweep` this one changes: its fields replace those."""
+    sweep: dict[str, Any] = Field(default_factory=dict)
+    analyze: Analysis | None = None
+    tiny: dict[str, Any] = Field(default_factory=dict)
+    """Model arguments that only the shipped model needs: a link scaled to its experts."""
+    real: dict[str, Any] = Field(default_factory=dict)
+    """Model arguments that stand in their place for any other model."""
+    real_tasks: dict[str, str] = Field(default_factory=dict)
+    """Offline task -> the benchmark that it stands for here, beyond the usual ones."""
+    said: list[PaperValue] = Field(default_factory=list)
