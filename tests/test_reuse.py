@@ -117,7 +117,8 @@ def test_figures_of_any_task_stand_beside_its_scores_and_on_its_samples(
 ) -> None:
     results = evaluate(lm, manager, "asked", "chosen")
     requests = lm.engine.ledger.requests
-    ttft_ms = [request_metrics(r)["ttft_ms"] for r in requests if r.task == "asked"]
+    asked = [r for r in requests if r.task == "asked"]
+    ttft_ms = [request_metrics(r)["ttft_ms"] for r in asked]
     row = results["results"]["asked"]
     assert row["ttft_ms,speed"] == pytest.approx(sum(ttft_ms) / 4)
     assert row["ttft_ms_stderr,speed"] > 0
@@ -125,6 +126,10 @@ def test_figures_of_any_task_stand_beside_its_scores_and_on_its_samples(
     assert results["higher_is_better"]["asked"]["request_miss_rate"] is False
     samples = results["samples"]["asked"]
     assert [s["speed"]["ttft_ms"] for s in samples] == ttft_ms
+    # What a latency is read against is no figure of its own in the table of results.
+    assert [s["speed"]["prompt_tokens"] for s in samples] == [r.prompt_tokens for r in asked]
+    assert 0 < asked[0].prompt_tokens < asked[3].prompt_tokens
+    assert "prompt_tokens,speed" not in row
     # Two choices of a document are one figure: their mean.
     both = [request_metrics(r)["e2el_ms"] for r in requests if r.task == "chosen"]
     assert results["samples"]["chosen"][0]["speed"]["e2el_ms"] == pytest.approx(sum(both[:2]) / 2)

@@ -15,15 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import lm_eval.evaluator
-from lm_eval.api.metrics import mean, mean_stderr
 
-from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER, Figures, mean_figures
+from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER, document_figures, speed_row
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.results import SPEED_FILTER
 
 SAMPLE_KEY = "speed"
-"""Of a line that `--log_samples` writes: the figures of its document."""
+"""Of a line that `--log_samples` writes: its document's figures, and tokens of its prompt."""
 
 
 class Evaluated(Protocol):
@@ -67,44 +65,18 @@ def add_figures(
     What `SpeedTask` has put there already is left alone: the figures are the same. `chosen` are
     lm-eval's `samples`: task -> documents, where not all of them were asked for.
     """
-    for task, documents in _by_document(records).items():
+    for task, documents in document_figures(records).items():
         if task not in results["results"]:
             continue
         order = chosen.get(task)
-        figures = {
-            doc if order is None else order[doc]: mean_figures(map(_figures_of, requests))
-            for doc, requests in documents.items()
-        }
+        figures = {d if order is None else order[d]: found for d, found in documents.items()}
         for sample in results.get("samples", {}).get(task, []):
             sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
         row = results["results"][task]
         if not any(key.endswith(f",{SPEED_FILTER}") for key in row):
-            found = _row(list(figures.values()))
+            found = speed_row(figures.values())
             row.update(found)
             arrows = results.setdefault("higher_is_better", {}).setdefault(task, {})
             arrows.update(
                 {n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{SPEED_FILTER}" in found}
             )
-
-
-def _by_document(records: Sequence[RequestRecord]) -> dict[str, dict[int, list[RequestRecord]]]:
-    found: dict[str, dict[int, list[RequestRecord]]] = {}
-    for record in records:
-        if record.document is not None:
-            found.setdefault(record.task, {}).setdefault(record.document, []).append(record)
-    return found
-
-
-def _figures_of(record: RequestRecord) -> Figures:
-    return Figures(request_metrics(record))
-
-
-def _row(documents: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for name in HIGHER_IS_BETTER:
-        values = [figures[name] for figures in documents if name in figures]
-        if values:
-            row[f"{name},{SPEED_FILTER}"] = mean(values)
-            error = mean_stderr(values) if len(values) > 1 else "N/A"
-            row[f"{name}_stderr,{SPEED_FILTER}"] = error
-    return row

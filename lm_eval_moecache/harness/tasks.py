@@ -15,10 +15,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.metrics import mean
+from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.results import SPEED_FILTER
+
+PROMPT_TOKENS = "prompt_tokens"
+"""Of a document: what its speed is read against, and no figure of speed itself."""
 
 #: Figure of a request -> whether more of it is better (the arrow in lm-eval's table). Means of
 #: rates over requests are not the task's rates, which are told under `tok_per_s`, `hit_rate` ...
@@ -49,6 +54,43 @@ def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
         for name, value in figures.items():
             values.setdefault(name, []).append(value)
     return {name: mean(values[name]) for name in HIGHER_IS_BETTER if name in values}
+
+
+def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, dict[str, float]]]:
+    """Return task -> document -> the means of its requests' figures, and of their prompt's tokens.
+
+    A request that a task repeats has the figures of its last time.
+    """
+    last: dict[str, dict[tuple[int, int], RequestRecord]] = {}
+    for record in records:
+        if record.document is not None:
+            last.setdefault(record.task, {})[record.document, record.place] = record
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for task, by_place in last.items():
+        documents: dict[int, list[RequestRecord]] = {}
+        for (document, _), record in sorted(by_place.items(), key=lambda item: item[0]):
+            documents.setdefault(document, []).append(record)
+        found[task] = {
+            document: {
+                **mean_figures(Figures(request_metrics(request)) for request in requests),
+                PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
+            }
+            for document, requests in documents.items()
+        }
+    return found
+
+
+def speed_row(documents: Iterable[Mapping[str, float]]) -> dict[str, Any]:
+    """Return a task's row of speed, by lm-eval's own arithmetic over documents."""
+    documents = list(documents)
+    row: dict[str, Any] = {}
+    for name in HIGHER_IS_BETTER:
+        values = [figures[name] for figures in documents if name in figures]
+        if values:
+            row[f"{name},{SPEED_FILTER}"] = mean(values)
+            error = mean_stderr(values) if len(values) > 1 else "N/A"
+            row[f"{name}_stderr,{SPEED_FILTER}"] = error
+    return row
 
 
 class SpeedTask(ConfigurableTask):

@@ -25,7 +25,7 @@ from lm_eval_moecache.report.results import KEYS
 from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.identity import Planned, plan
-from lm_eval_moecache.sweep.on_traces import check_trace_cell
+from lm_eval_moecache.sweep.replaying import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, SweepFile
 
 

@@ -15,9 +15,8 @@ from typing import Any
 from lm_eval_moecache.sweep.evaluation import evaluate, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import Planned
-from lm_eval_moecache.sweep.on_traces import replayed_trace
 from lm_eval_moecache.sweep.provenance import environment
-from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed
+from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed, replayed_trace
 from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.sweep.validation import model_parts

@@ -35,7 +35,7 @@ from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.render import as_json, as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.tables import distinct, leaderboard
-from lm_eval_moecache.sweep.on_traces import check_trace_cell
+from lm_eval_moecache.sweep.replaying import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.testing.base import GEOMETRY
