@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import lm_eval_moecache
-from lm_eval_moecache.harness.lm import check_arguments
-from lm_eval_moecache.harness.preflight import resolve_device
-from lm_eval_moecache.harness.spec_lm import check_arguments as check_spec
+from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 
@@ -97,7 +95,7 @@ def test_a_precision_and_a_draft_are_checked_for_the_device_of_the_run(device: s
     given = {} if device is None else {"device": device}
     _, theirs = check_arguments("tiny", {"precision": "int8", **given})
     assert theirs["device"] == "cpu"
-    _, theirs = check_spec("tiny", given)
+    _, theirs = check_arguments("tiny", given, speculative=True)
     assert theirs["device"] == "cpu"
 
 

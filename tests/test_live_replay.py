@@ -15,7 +15,8 @@ from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import KEPT, read_config
-from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.report.metrics import task_metrics

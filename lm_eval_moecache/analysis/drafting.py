@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.harness.draft_checks import check_fit
+from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax
@@ -33,7 +33,7 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> Rows:
     output, `next_gate` the same gate on the target's layer before, `frequency` the experts chosen
     most often by the tokens before, `random` the chance. Entropies are in bits, per token.
     """
-    check_fit(draft, analyzed.name, {}, needs_layers=True)
+    check_draft(draft, analyzed.name, {}, needs_layers=True)
     model = make_draft(draft, analyzed.model)
     seen = [_read(analyzed, model, window) for window in analyzed.windows]
     layers = range(len(analyzed.layers))

@@ -10,13 +10,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import textwrap
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, InstanceOf
 
 from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
@@ -24,9 +23,7 @@ from lm_eval_moecache.engine.setting import (
     AS_THEY_ARRIVE,
     CONTEXT,
     FIFO,
-    FLAT,
     MOST_READS,
-    PRIORITY,
     PROMPT_LOOKUP,
     TOGETHER,
     Setting,
@@ -82,7 +79,8 @@ def _text(value: object) -> str | None:
     return str(value)
 
 
-Name = Annotated[str | None, BeforeValidator(_text)]
+# `Any`: what a name stands for takes its place in `Config`.
+Name = Annotated[Any, BeforeValidator(_text)]
 
 
 class ModelArguments(Schema):
@@ -188,49 +186,26 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 """Key -> the values it may have, the default first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """Our share of the model arguments, checked; the rest is HFLM's."""
+class Config(ModelArguments):
+    """Our share of the model arguments, checked, with its names resolved; the rest is HFLM's.
 
-    policy: Policy
+    What replaces an axis is part of `policy` here, and `bandwidth` of `hardware` (on the wall clock
+    of `throttle_bytes_per_s`): their own keys are empty.
+    """
+
+    policy: InstanceOf[Policy]
     capacity: str
-    hardware: Hardware
-    clock: str
-    scoring: str
-    cache_reset: str
-    seed: int
-    trace: str | None = None
-    """Folder to record a routing trace into."""
-    trace_keep: str = LOSSLESS
-    """What it keeps: see KEPT."""
-    detail: Detail | None = None
-    """The same, as a sweep or a search says it."""
-    draft: str | None = None
-    """What drafts (`moecache-spec`): a model, `self:PRECISION` or `prompt_lookup`."""
-    draft_tokens: int | None = None
-    """Tokens drafted for each verify pass."""
-    store: str = "ram"
-    """Where experts lie that are not resident (wall clock only)."""
-    encoded_dir: str | None = None
-    """Folder in which encoded experts are kept for later loads."""
-    store_dir: str | None = None
-    """Folder for the files of `store=disk`."""
+    precision: str | None
+    hardware: InstanceOf[Hardware]
+    emulate: InstanceOf[RealModel] | None
+    warm: InstanceOf[UseProfile] | None
     throttle_bytes_per_s: float | None = None
     """What the wall clock slows its link down to."""
-    link: str = PRIORITY
-    """Discipline of the virtual link."""
-    execute: str = TOGETHER
-    """When an event's experts are executed (virtual clock only)."""
-    reads_per_expert: int = 1
-    """Requests that an expert is read by (virtual clock only)."""
-    attention: str = FLAT
-    """What attention is charged (virtual clock only)."""
-    emulate: RealModel | None = None
-    """The real model whose sizes the layers are charged as (virtual clock only)."""
-    warm: UseProfile | None = None
-    """What the cache holds before the first request (virtual clock only)."""
-    precision: str | None = None
-    """Levels at which experts are stored, best first; None for the model's own dtype."""
+    detail: InstanceOf[Detail] | None = None
+    """What a trace keeps, as a sweep or a search says it."""
+
+    def with_changes(self, **changes: Any) -> Config:
+        return self.model_copy(update=changes)
 
     @property
     def ladder(self) -> Ladder | None:
@@ -315,36 +290,44 @@ def read_config(
     capacity = capacity_text(asked.capacity)
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
-    _check_clock(asked, given, policy)
-    _check_scan(asked.scoring, policy, capacity)
-    _check_attention(asked)
-    bandwidth = None if asked.bandwidth is None else str(asked.bandwidth)
+    ladder = () if asked.precision is None else parse_ladder(asked.precision)
+    needs_draft = getattr(policy.prefetch.algorithm, "needs_draft", False)
+    draft = (asked.draft or DEFAULT_DRAFT) if speculative or needs_draft else None
+    conflicts = [
+        *_clock_conflicts(asked, given, policy),
+        *_scan_conflicts(asked, policy, capacity),
+        *_attention_conflicts(asked),
+        *_storage_conflicts(asked, given, ladder, draft),
+        *_draft_conflicts(asked, policy, needs_draft, speculative),
+    ]
+    if conflicts:
+        key, why, allowed = conflicts[0]
+        value = given.get(key, getattr(asked, key))
+        raise ValueError(f"{key}={value!r} {why}. Allowed with it: {allowed}.")
+    for key in ("store_dir", "encoded_dir"):
+        _check_folder(key, getattr(asked, key))
     wall = asked.clock == "wall"
-    draft, draft_tokens = _read_draft(asked, policy, speculative)
-    return Config(
-        policy=policy,
-        capacity=capacity,
-        hardware=_hardware(asked, policy, None if wall else bandwidth),
-        throttle_bytes_per_s=parse_bandwidth(bandwidth) if wall and bandwidth else None,
-        store=asked.store,
-        store_dir=asked.store_dir,
-        encoded_dir=_encoded_dir(asked),
-        seed=asked.seed,
-        precision=_precision(asked, policy, draft),
-        emulate=None if asked.emulate is None else load_real_model(asked.emulate),
-        warm=None if asked.warm is None else load_use(asked.warm),
-        trace=_trace_folder(asked, given),
-        trace_keep=asked.trace_keep,
-        clock=asked.clock,
-        scoring=asked.scoring,
-        cache_reset=asked.cache_reset,
-        link=asked.link,
-        execute=asked.execute,
-        reads_per_expert=asked.reads_per_expert,
-        attention=asked.attention,
-        draft=draft,
-        draft_tokens=draft_tokens,
-    )
+    bandwidth = None if asked.bandwidth is None else str(asked.bandwidth)
+    hardware = load_hardware(str(asked.hardware), None if wall else bandwidth)
+    if policy.miss.algorithm.uses_host and not wall:
+        check_host(hardware)
+    if asked.trace is not None:
+        if not asked.trace.strip():
+            raise ValueError(f"trace={asked.trace!r} names no folder. Allowed: one, or no trace=.")
+        prepare_folder(asked.trace)
+    resolved = {
+        **dict.fromkeys((*AXES, "phases", "bandwidth")),
+        "policy": policy,
+        "capacity": capacity,
+        "precision": ":".join(ladder) or None,
+        "hardware": hardware,
+        "throttle_bytes_per_s": parse_bandwidth(bandwidth) if wall and bandwidth else None,
+        "emulate": None if asked.emulate is None else load_real_model(asked.emulate),
+        "warm": None if asked.warm is None else load_use(asked.warm),
+        "draft": draft,
+        "draft_tokens": (asked.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None,
+    }
+    return Config.model_construct(**{**dict(asked), **resolved})
 
 
 def _check_online(policy: Policy) -> None:
@@ -354,185 +337,138 @@ def _check_online(policy: Policy) -> None:
             raise offline(algorithm)
 
 
-def _check_clock(asked: ModelArguments, given: Mapping[str, Any], policy: Policy) -> None:
-    """Refuse keys that belong to the other clock, and what the wall clock cannot do."""
+# --- settings that cannot stand together ---
+
+
+Conflicts = Iterator[tuple[str, str, str]]
+"""The key of a value that does not fit the others, why, and what it goes with."""
+
+
+def _clock_conflicts(asked: ModelArguments, given: Mapping[str, Any], policy: Policy) -> Conflicts:
+    """Find keys that belong to the other clock, and what the wall clock cannot do."""
     if asked.clock == "virtual":
-        for key in ("store", "store_dir"):
-            if key in given:
-                raise ValueError(
-                    f"{key}={given[key]!r} has no effect with clock='virtual', where nothing is "
-                    "moved. Allowed with it: clock=wall."
-                )
+        for key in [k for k in ("store", "store_dir") if k in given]:
+            yield key, "has no effect with clock='virtual', where nothing is moved", "clock=wall"
         return
     if "hardware" in given:
-        raise ValueError(
-            f"hardware={given['hardware']!r} has no effect with clock='wall', which measures this "
-            "machine. Allowed with it: bandwidth, which slows the real link down; or clock=virtual."
-        )
+        why = "has no effect with clock='wall', which measures this machine"
+        yield "hardware", why, "bandwidth, which slows the real link down; or clock=virtual"
     if asked.link == FIFO:
-        raise ValueError(
-            "link='fifo' does not go with clock='wall', whose demands always go first. Allowed "
-            "with it: clock=virtual."
+        why = "does not go with clock='wall', whose demands always go first"
+        yield "link", why, "clock=virtual"
+    for key in [k for k in ("execute", "reads_per_expert", "attention") if k in given]:
+        why = (
+            "does not go with clock='wall', which measures what this machine does in its own order"
         )
+        yield key, why, "clock=virtual"
     if "emulate" in given:
-        raise ValueError(
-            f"emulate={given['emulate']!r} does not go with clock='wall', which moves and times "
-            "the model's own experts. Allowed with it: clock=virtual."
-        )
-    for key in ("execute", "reads_per_expert", "attention"):
-        if key in given:
-            raise ValueError(
-                f"{key}={given[key]!r} does not go with clock='wall', which measures what this "
-                "machine does in its own order. Allowed with it: clock=virtual."
-            )
+        why = "does not go with clock='wall', which moves and times the model's own experts"
+        yield "emulate", why, "clock=virtual"
     if "store_dir" in given and asked.store != "disk":
-        raise ValueError(
-            f"store_dir={given['store_dir']!r} has no effect with store='ram'. Allowed with it: "
-            "store=disk."
-        )
-    if asked.store_dir is not None:
-        _check_folder("store_dir", asked.store_dir)
+        yield "store_dir", "has no effect with store='ram'", "store=disk"
     if policy.miss.algorithm.uses_host and asked.scoring == "scan":
-        raise ValueError(
-            f"scoring='scan' does not go with miss={policy.miss.name!r} and clock='wall': who is "
-            "sooner done, host or link, shows only while a token is served, and all tokens of a "
-            "text are decided first. Allowed with scan: miss=fetch, or clock=virtual."
+        why = (
+            f"does not go with miss={policy.miss.name!r} and clock='wall': who is sooner done, "
+            "host or link, shows only while a token is served, and all tokens of a text are "
+            "decided first"
         )
+        yield "scoring", why, "miss=fetch, or clock=virtual"
 
 
-def _check_attention(asked: ModelArguments) -> None:
+def _scan_conflicts(asked: ModelArguments, policy: Policy, capacity: str) -> Conflicts:
+    """Find where routing token after token inside a layer is not decoding the text."""
+    if asked.scoring != "scan":
+        return
+    if not (is_per_layer(capacity) or policy.per_layer):
+        why = (
+            f"needs a cache per layer, but capacity={capacity!r} is one cache for all layers: "
+            "routing token after token inside a layer has no order across layers"
+        )
+        yield "scoring", why, "a capacity like '30/layer'"
+    if policy.prefetch.algorithm.is_active:
+        why = (
+            f"does not go with prefetch={policy.prefetch.name!r}: prefetches cross layers, and "
+            "scan goes through one layer at a time"
+        )
+        yield "scoring", why, "prefetch=none"
+    if getattr(policy.routing.algorithm, "depth", 0):
+        why = (
+            f"does not go with routing={policy.routing.name!r}, which decides a layer's experts in "
+            "the layer before"
+        )
+        yield "scoring", why, "a routing of one layer"
+    if asked.precision is not None and policy.miss.algorithm.uses_ladder:
+        why = (
+            f"does not go with miss={policy.miss.name!r}: tokens of one text would run one expert "
+            "at different precisions, but are executed together"
+        )
+        yield "scoring", why, "one precision"
+
+
+def _attention_conflicts(asked: ModelArguments) -> Conflicts:
     if asked.attention != CONTEXT:
         return
     if asked.emulate is None:
-        raise ValueError(
-            f"attention={asked.attention!r} needs emulate=, whose configuration says what heads and"
-            " KV caches there are. Allowed with it: emulate=NAME, or the folder of the model itself"
-            "; or attention=flat."
-        )
+        why = "needs emulate=, whose configuration says what heads and KV caches there are"
+        allowed = "emulate=NAME, or the folder of the model itself; or attention=flat"
+        yield "attention", why, allowed
     if asked.scoring == "scan":
-        raise ValueError(
-            f"attention={asked.attention!r} does not go with scoring='scan', which goes through a "
-            "text layer by layer. Allowed with it: scoring=parallel."
+        why = "does not go with scoring='scan', which goes through a text layer by layer"
+        yield "attention", why, "scoring=parallel"
+
+
+def _storage_conflicts(
+    asked: ModelArguments, given: Mapping[str, Any], ladder: Ladder, draft: str | None
+) -> Conflicts:
+    """Find what does not go with the stored precisions, and what is kept of no trace."""
+    if asked.encoded_dir is not None and not ladder:
+        why = "has no effect without precision=: experts are stored as they are"
+        yield "encoded_dir", why, "precision=int8, int8:int4:int2 and others"
+    if draft is not None and draft.startswith("self:") and ladder:
+        why = (
+            f"is made of the target's own weights, which precision={asked.precision!r} does not "
+            "keep"
         )
-
-
-def _check_scan(scoring: str, policy: Policy, capacity: str) -> None:
-    """Refuse `scoring=scan` where routing token after token in a layer is not decoding the text."""
-    if scoring != "scan":
-        return
-    if not (is_per_layer(capacity) or policy.per_layer):
-        raise ValueError(
-            f"scoring='scan' needs a cache per layer, but capacity={capacity!r} is one cache for "
-            "all layers: routing token after token inside a layer has no order across layers. "
-            "Allowed with scan: a capacity like '30/layer'."
+        yield "draft", why, "another draft, as a folder or a hub id"
+    if asked.execute == AS_THEY_ARRIVE and len(ladder) > 1:
+        why = (
+            f"is for a store of one precision, and precision={asked.precision!r} has {len(ladder)}"
         )
-    if policy.prefetch.algorithm.is_active:
-        raise ValueError(
-            f"scoring='scan' does not go with prefetch={policy.prefetch.name!r}: prefetches cross "
-            "layers, and scan goes through one layer at a time. Allowed with scan: prefetch=none."
+        yield "execute", why, f"one precision; or execute={TOGETHER!r}"
+    if asked.trace is None and "trace_keep" in given:
+        yield "trace_keep", "says what a trace keeps, and none is recorded", "trace=DIR"
+
+
+def _draft_conflicts(
+    asked: ModelArguments, policy: Policy, needs_draft: bool, speculative: bool
+) -> Conflicts:
+    """Find keys of drafting where nothing drafts, and a draft that foretells no experts."""
+    for key in ("draft", "draft_tokens"):
+        reads_along = needs_draft and key == "draft"
+        if getattr(asked, key) is not None and not (speculative or reads_along):
+            why = (
+                "is for --model moecache-spec; --model moecache decodes without a draft (with "
+                "prefetch=draft one reads along, and drafts no tokens)"
+            )
+            yield key, why, "--model moecache-spec"
+    if needs_draft and asked.draft == PROMPT_LOOKUP:
+        why = (
+            "has no attention outputs to predict experts from, as "
+            f"prefetch={policy.prefetch.name!r} does"
         )
-    if getattr(policy.routing.algorithm, "depth", 0):
-        raise ValueError(
-            f"scoring='scan' does not go with routing={policy.routing.name!r}, which decides a "
-            "layer's experts in the layer before. Allowed with scan: a routing of one layer."
-        )
+        yield "draft", why, "another prefetch; or a folder, a hub id or self:int4 in its place"
 
 
-def _hardware(asked: ModelArguments, policy: Policy, bandwidth: str | None) -> Hardware:
-    found = load_hardware(str(asked.hardware), bandwidth)
-    if policy.miss.algorithm.uses_host and asked.clock != "wall":
-        check_host(found)
-    return found
-
-
-def _encoded_dir(asked: ModelArguments) -> str | None:
-    """Check the folder in which encoded experts are kept."""
-    folder = asked.encoded_dir
-    if folder is None:
-        return None
-    if asked.precision is None:
-        raise ValueError(
-            f"encoded_dir={folder!r} has no effect without precision=: experts are stored as they "
-            "are. Allowed with it: precision=int8, int8:int4:int2 and others."
-        )
-    _check_folder("encoded_dir", folder)
-    return folder
-
-
-def _check_folder(key: str, folder: str) -> None:
+def _check_folder(key: str, folder: str | None) -> None:
     """Refuse a folder of a run's files that nothing could be written to."""
+    if folder is None:
+        return
     try:
         check_writable(Path(folder) / "kept")
     except OSError as error:
         raise ValueError(
             f"{key}={folder!r} cannot be written to: {error}. Allowed: a folder of yours."
         ) from error
-
-
-def _precision(asked: ModelArguments, policy: Policy, draft: str | None) -> str | None:
-    """Check the ladder and what it does not go with."""
-    if asked.precision is None:
-        return None
-    ladder = parse_ladder(asked.precision)
-    if asked.execute == AS_THEY_ARRIVE and len(ladder) > 1:
-        raise ValueError(
-            f"execute={asked.execute!r} is for a store of one precision, and "
-            f"precision={asked.precision!r} has {len(ladder)}. Allowed with it: "
-            f"execute={TOGETHER!r}, or one precision."
-        )
-    if asked.scoring == "scan" and policy.miss.algorithm.uses_ladder:
-        raise ValueError(
-            f"scoring='scan' does not go with miss={policy.miss.name!r}: tokens of one text would "
-            "run one expert at different precisions, but are executed together. Allowed with "
-            "scan: one precision."
-        )
-    if draft is not None and draft.startswith("self:"):
-        raise ValueError(
-            f"draft={draft!r} is made of the target's own weights, which "
-            f"precision={asked.precision!r} does not keep. Allowed with it: another draft, as a "
-            "folder or a hub id."
-        )
-    return ":".join(ladder)
-
-
-def _read_draft(
-    asked: ModelArguments, policy: Policy, speculative: bool
-) -> tuple[str | None, int | None]:
-    """Return what drafts, and how many tokens, where something does."""
-    needs_draft = getattr(policy.prefetch.algorithm, "needs_draft", False)
-    if not speculative:
-        for key in ("draft", "draft_tokens") if not needs_draft else ("draft_tokens",):
-            if getattr(asked, key) is not None:
-                raise ValueError(
-                    f"{key}={getattr(asked, key)!r} is for --model moecache-spec; --model moecache "
-                    "decodes without a draft (with prefetch=draft one reads along, and drafts no "
-                    "tokens)."
-                )
-        if not needs_draft:
-            return None, None
-    draft = asked.draft or DEFAULT_DRAFT
-    if needs_draft and draft == PROMPT_LOOKUP:
-        raise ValueError(
-            f"draft={PROMPT_LOOKUP!r} has no attention outputs to predict experts from, as "
-            f"prefetch={policy.prefetch.name!r} does. Allowed with it: a folder, a hub id or "
-            "self:int4; or another prefetch."
-        )
-    return draft, (asked.draft_tokens or DEFAULT_DRAFT_TOKENS) if speculative else None
-
-
-def _trace_folder(asked: ModelArguments, given: Mapping[str, Any]) -> str | None:
-    folder = asked.trace
-    if folder is None:
-        if "trace_keep" in given:
-            raise ValueError(
-                f"trace_keep={given['trace_keep']!r} says what a trace keeps, and none is recorded"
-                ". Allowed: trace=DIR with it, or neither."
-            )
-        return None
-    if not folder.strip():
-        raise ValueError(f"trace={folder!r} names no folder. Allowed: one; or leave trace= out.")
-    prepare_folder(folder)
-    return folder
 
 
 def help_text(width: int) -> str:

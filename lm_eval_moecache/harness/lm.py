@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,20 +17,21 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.draft_stage import DraftStage
+from lm_eval_moecache.engine.setting import PROMPT_LOOKUP
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.draft_checks import check_draft
-from lm_eval_moecache.harness.draft_guide import DraftGuide
 from lm_eval_moecache.harness.errors import as_arguments_error, ending_lm_eval_in_one_line
 from lm_eval_moecache.harness.evaluation import watch_evaluations
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
 from lm_eval_moecache.harness.model_loader import ModelLoader
-from lm_eval_moecache.harness.preflight import Bare, model_name, preflight
+from lm_eval_moecache.harness.preflight import check_arguments, model_name
 from lm_eval_moecache.harness.ranks import RankFigures, Ranks, merge
 from lm_eval_moecache.harness.recording import recorder_of
 from lm_eval_moecache.harness.run_report import run_report, speed_rows
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, measure_overlap
+from lm_eval_moecache.model.speculative.drafting import DraftHooks, ReadAlong
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
@@ -38,8 +39,6 @@ from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.trace.columns import NO_REQUEST
-
-Checked = tuple[Config, dict[str, Any]]
 
 
 class MoECacheLM(HFLM):
@@ -63,10 +62,13 @@ class MoECacheLM(HFLM):
     """
 
     is_speculative: ClassVar[bool] = False
+    _draft: DraftModel | None = None
+    _draft_hooks: ReadAlong | DraftHooks | None = None
 
     def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
         with as_arguments_error(pretrained):
-            config, theirs = self._check(pretrained, arguments)
+            speculative = self.is_speculative
+            config, theirs = check_arguments(pretrained, arguments, speculative=speculative)
         self._model_name = model_name(pretrained)
         path = model_path(pretrained)
         bare, files = skeleton(pretrained, theirs), weights_files(path, theirs)
@@ -81,12 +83,8 @@ class MoECacheLM(HFLM):
         self.ranks = Ranks(int(self.world_size), self._own_figures)
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
-        self._guide = DraftGuide(self.model, self._moe_layers, self.loader.experts_of())
         self._has_shown = False
         self._wrap(config)
-
-    def _check(self, pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
-        return check_arguments(pretrained, arguments)
 
     @classmethod
     def create_from_arg_string(
@@ -153,17 +151,40 @@ class MoECacheLM(HFLM):
     def _wrap(self, config: Config) -> None:
         self.moecache = config
         self.ranks.forget()
-        parts = self.loader.engine_for(self.model, self.geometry, self._setting(config))
-        self.wrapped = WrappedModel(self.model, self._moe_layers, *parts)
-        self.engine = parts[0]
+        if self._draft_hooks is not None:
+            self._draft_hooks.remove()
+            self._draft_hooks = None
+        self._draft = self._find_draft(config)
+        cost = None if self._draft is None else self._draft.cost
+        setting = config.setting(self.geometry).with_draft(cost)
+        self.engine, store = self.loader.engine_for(self.model, self.geometry, setting)
+        self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine, store)
         self.wrapped.recorder = recorder_of(config, self.engine, self._moe_layers, self.model)
-        self._guide.follow(self.wrapped, self.engine)
+        if self._draft is not None:
+            stage = self.engine.draft_stage
+            assert stage is not None, "a draft model without a draft stage"
+            if config.clock == "wall":
+                measure_overlap(self._draft, self.engine, stage)
+            self._draft_hooks = self._follow(self._draft, stage)
         self._waiting: dict[bytes, list[tuple[RequestRecord, int]]] = {}
         self._last_served: list[int] = []
 
-    def _setting(self, config: Config) -> Setting:
-        """Return what the engine is made of, with the draft that reads along, if one does."""
-        return self._guide.take(config.draft, config.setting(self.geometry))
+    def _find_draft(self, config: Config) -> DraftModel | None:
+        """Return the draft to use, as loaded before where it is the same model."""
+        name, tokens = config.draft, config.draft_tokens or 1
+        if name is None or name == PROMPT_LOOKUP:
+            return None
+        if self._draft is not None and self._draft.name == name:
+            return self._draft.drafting(tokens)
+        # Freed first: two drafts may not fit.
+        self._draft = None
+        return make_draft(name, self.model, tokens, self.loader.experts_of())
+
+    def _follow(self, draft: DraftModel, stage: DraftStage) -> ReadAlong | DraftHooks:
+        """Let the draft of `prefetch=draft` read before each pass; it drafts no tokens here."""
+        read_along = ReadAlong(draft, self._moe_layers, self.engine)
+        self.wrapped.reads_first = read_along.begin_pass
+        return read_along
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         check_use_cache(getattr(cache_hook, "dbdict", None))
@@ -378,29 +399,6 @@ def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> N
     """Put each request's figures where the tasks of `task_configs/` look for them."""
     for request, record in zip(requests, records, strict=True):
         request.moecache = request_metrics(record)
-
-
-def check_arguments(
-    pretrained: Any,
-    arguments: Mapping[str, Any],
-    bare: Bare = skeleton,
-    *,
-    speculative: bool = False,
-) -> Checked:
-    """Divide the arguments into our checked setting and HFLM's, without loading any weights.
-
-    Raises every ValueError that a setting can cause, so that a sweep knows before its first run.
-
-    Args:
-        pretrained: As `MoECacheLM` takes it.
-        arguments: All its other arguments.
-        bare: Builds the model without weights: who checks many settings builds each model once.
-        speculative: Whether a draft model drafts (`moecache-spec`).
-    """
-    config, theirs = preflight(pretrained, arguments, speculative, bare)
-    if config.draft is not None:
-        check_draft(config, pretrained, theirs)
-    return config, theirs
 
 
 watch_evaluations(MoECacheLM)

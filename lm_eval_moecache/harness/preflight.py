@@ -1,7 +1,8 @@
 """Everything that can be wrong with a run that needs the model to be known, before it is loaded.
 
-The model is built without weights from its configuration, and asked. Three parts: the run as a
-whole (`preflight`), the arguments of lm-eval's `hf` model, and a model that is already loaded.
+The model is built without weights from its configuration, and asked. Four parts: the run as a whole
+(`check_arguments`), the arguments of lm-eval's `hf` model, a model that is already loaded, and a
+draft beside it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import cached_file
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, SELF
 from lm_eval_moecache.harness.arguments import (
     FROM_PRETRAINED,
     ROUTING,
@@ -31,6 +35,8 @@ from lm_eval_moecache.model.checkpoint import check_weights, model_path, skeleto
 from lm_eval_moecache.model.device import best_device, devices
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
+from lm_eval_moecache.model.precision.stored import expert_bytes
+from lm_eval_moecache.model.speculative.draft_model import matching_layers, measure
 from lm_eval_moecache.model.store import IMPLEMENTATION, STORE_ATTRIBUTE
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting.find import check_rules
@@ -45,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 Bare = Callable[[Any, Mapping[str, Any]], Any]
 """(what `pretrained=` is, the host's arguments) -> the model without weights."""
+Checked = tuple[Config, dict[str, Any]]
+"""Our setting, and the arguments of HFLM."""
 BACKENDS = ("default", "causal", "seq2seq")
 _LEAST = {"batch_size": 1, "max_batch_size": 1, "max_length": 2, "prefix_token_id": 0}
 _TYPES = ("dtype", "softmax_dtype", "mixed_precision_dtype")
@@ -60,18 +68,26 @@ _OF_LOADING = (
 )
 
 
-def preflight(
+def check_arguments(
     pretrained: str | nn.Module,
     arguments: Mapping[str, Any],
-    speculative: bool = False,
     bare: Bare = skeleton,
-) -> tuple[Config, dict[str, Any]]:
+    *,
+    speculative: bool = False,
+) -> Checked:
     """Return our checked setting and the host's arguments, with the device they resolve to.
 
-    Raises ValueError for unknown or useless keys, for values outside what is allowed (of HFLM's
-    arguments, too), for a model without MoE layers that can be taken over, for a capacity too small
-    for one expert, for parameters out of an algorithm's range, and for weights that are not whole
-    (`check_weights`).
+    Loads no weights, and raises every ValueError that a setting can cause, so that a sweep knows
+    before its first run: unknown or useless keys, values outside what is allowed (of HFLM's
+    arguments, too), a model without MoE layers that can be taken over, a capacity too small for one
+    expert, parameters out of an algorithm's range, weights that are not whole, another model's
+    draft.
+
+    Args:
+        pretrained: A hub id, a folder, `tiny`, or a loaded model.
+        arguments: All other arguments of `MoECacheLM`.
+        bare: Builds the model without weights: who checks many settings builds each model once.
+        speculative: Whether a draft model drafts (`moecache-spec`).
     """
     ours, theirs = split_arguments(arguments, host_keys())
     theirs["device"] = resolve_device(theirs)
@@ -95,6 +111,9 @@ def preflight(
     _check_algorithms(config, geometry, layers)
     if isinstance(pretrained, str):
         check_weights("pretrained", model_path(pretrained), theirs)
+    if config.draft is not None:
+        needs_layers = config.policy.prefetch.algorithm.needs_draft
+        check_draft(config.draft, pretrained, theirs, needs_layers)
     return config, theirs
 
 
@@ -296,3 +315,91 @@ def check_loaded(model: nn.Module, config: Config, theirs: Mapping[str, Any]) ->
             f"pretrained: the given {type(model).__name__} is inside an expert cache already. Call "
             "`wrapped.unwrap()` of the harness model that holds it first, or `install` there."
         )
+
+
+# --- a draft beside it ---
+
+
+def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_layers: bool) -> None:
+    """Refuse a draft that does not fit a model; ValueError names both values.
+
+    Any layers and sizes can draft; `prefetch=draft` needs the target's hidden size and number of
+    layers.
+    """
+    if draft == PROMPT_LOOKUP:
+        return
+    target = skeleton(pretrained, theirs)
+    if draft.startswith(SELF):
+        _check_draft_precision(draft, target, str(theirs.get("device", "cpu")))
+        return
+    try:
+        model = skeleton(draft, {})
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"draft={draft!r} is not a model that can be read: {reason} Allowed: a folder, a hub "
+            f"id, {SELF}int4 or {PROMPT_LOOKUP}."
+        ) from error
+    _check_vocabulary(draft, pretrained, model, target)
+    blocks, _ = measure(model, draft)
+    if needs_layers:
+        _check_same_layers(draft, model, target)
+        layers = find_moe_layers(target)
+        if len(matching_layers(blocks, layers)) < len(layers):
+            raise ValueError(
+                f"draft={draft!r} has no feed-forward block at the place of each of the "
+                f"{len(layers)} MoE layers, which prefetch='draft' predicts layer by layer. "
+                "Allowed: another draft, or another prefetch."
+            )
+    check_weights("draft", model_path(draft), {})
+
+
+def _check_draft_precision(draft: str, target: Any, device: str) -> None:
+    """Refuse a codec that does not exist, does not work here, or cannot store these matrices."""
+    try:
+        codecs = codecs_of((draft.removeprefix(SELF),), device.partition(":")[0])
+        for layer in find_moe_layers(target):
+            expert_bytes(layer.experts, codecs)
+    except ValueError as error:
+        raise ValueError(f"draft={draft!r}: {error}") from error
+
+
+def _check_vocabulary(draft: str, pretrained: Any, model: Any, target: Any) -> None:
+    sizes = [m.config.get_text_config().vocab_size for m in (model, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"draft={draft!r} has a vocabulary of {sizes[0]} tokens and the model one of "
+            f"{sizes[1]}: its tokens mean something else. Allowed: a draft with the model's "
+            "tokenizer, or prompt_lookup."
+        )
+    ours, theirs = _vocabulary(model_name(pretrained)), _vocabulary(draft)
+    # A draft may come without a tokenizer of its own.
+    if theirs is not None and ours is not None and theirs != ours:
+        raise ValueError(
+            f"draft={draft!r} has a tokenizer whose tokens are not the model's, though there are "
+            f"{sizes[0]} of both. Allowed: a draft with the model's tokenizer, or prompt_lookup."
+        )
+
+
+def _vocabulary(name: str) -> dict[str, int] | None:
+    """Return token -> id of a model's tokenizer, or None where the model comes without one."""
+    path = model_path(name)
+    try:
+        # Without this file transformers makes up a tokenizer of hardly any tokens.
+        cached_file(path, "tokenizer_config.json")
+        found: dict[str, int] = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _check_same_layers(draft: str, model: Any, target: Any) -> None:
+    ours, theirs = (m.config.get_text_config() for m in (target, model))
+    for key, what in (("num_hidden_layers", "layers"), ("hidden_size", "hidden size")):
+        if getattr(theirs, key) != getattr(ours, key):
+            raise ValueError(
+                f"draft={draft!r} has {key}={getattr(theirs, key)} and the model "
+                f"{getattr(ours, key)}: prefetch='draft' hands the output of each draft layer to "
+                f"the gate of the model's same layer, so the {what} must be equal. Allowed: "
+                "another prefetch with this draft, or another draft."
+            )

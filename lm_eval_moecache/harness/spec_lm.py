@@ -9,13 +9,9 @@ import torch
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 
-from lm_eval_moecache.engine.setting import PROMPT_LOOKUP, Setting
-from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.lm import Checked, MoECacheLM
-from lm_eval_moecache.harness.lm import check_arguments as check_plain
-from lm_eval_moecache.harness.preflight import Bare
-from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, measure_overlap
+from lm_eval_moecache.engine.draft_stage import DraftStage
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.speculative.draft_model import DraftModel
 from lm_eval_moecache.model.speculative.drafting import DraftHooks, watched_by
 
 
@@ -28,40 +24,9 @@ class MoECacheSpecLM(MoECacheLM):
     """
 
     is_speculative: ClassVar[bool] = True
-    _draft: DraftModel | None = None
-    _draft_hooks: DraftHooks | None = None
 
-    def _check(self, pretrained: Any, arguments: Mapping[str, Any]) -> Checked:
-        return check_arguments(pretrained, arguments)
-
-    def _wrap(self, config: Config) -> None:
-        if self._draft_hooks is not None:
-            self._draft_hooks.remove()
-            self._draft_hooks = None
-        self._draft = self._find_draft(config)
-        super()._wrap(config)
-        if self._draft is not None:
-            stage = self.engine.draft_stage
-            assert stage is not None, "a draft model without a draft stage"
-            if config.clock == "wall":
-                measure_overlap(self._draft, self.engine, stage)
-            self._draft_hooks = DraftHooks(self._draft, self._moe_layers, stage)
-
-    def _find_draft(self, config: Config) -> DraftModel | None:
-        """Return the draft to use, as loaded before where it is the same model."""
-        assert config.draft is not None and config.draft_tokens is not None
-        if config.draft == PROMPT_LOOKUP:
-            return None
-        if self._draft is not None and self._draft.name == config.draft:
-            return self._draft.drafting(config.draft_tokens)
-        # Freed first: two drafts may not fit.
-        self._draft = None
-        experts_of = self.loader.experts_of()
-        return make_draft(config.draft, self.model, config.draft_tokens, experts_of)
-
-    def _setting(self, config: Config) -> Setting:
-        draft = None if self._draft is None else self._draft.cost
-        return config.setting(self.geometry).with_draft(draft)
+    def _follow(self, draft: DraftModel, stage: DraftStage) -> DraftHooks:
+        return DraftHooks(draft, self._moe_layers, stage)
 
     def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Generate greedily with the draft, and cut what was accepted after the stop string."""
@@ -106,13 +71,6 @@ class MoECacheSpecLM(MoECacheLM):
                 **_greedy(kwargs),
             )
         return output
-
-
-def check_arguments(
-    pretrained: Any, arguments: Mapping[str, Any], bare: Bare = skeleton
-) -> Checked:
-    """As `moecache`'s, and check that the draft fits the model, without loading any weights."""
-    return check_plain(pretrained, arguments, bare, speculative=True)
 
 
 def _greedy(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,6 @@ def _bound(planned: Planned, name: str) -> Planned:
         if key not in ("policy", "phases") and key.partition(".")[0] not in AXES
     }
     args = {**place, "policy": "on_demand", **changes}
-    config = dataclasses.replace(planned.config, policy=load_policy("on_demand", changes))
+    config = planned.config.with_changes(policy=load_policy("on_demand", changes))
     bound = dataclasses.replace(cell, model_args=args, label=f"knows the future: {name}")
     return plan(bound, config, planned.host_arguments)

@@ -113,11 +113,11 @@ def default_config() -> Config:
 def resolve(config: Config) -> dict[str, Any]:
     """Return the setting with its policy and hardware in full, without their comments."""
     default = default_config()
-    resolved = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in _ESSENTIAL or value != getattr(default, field.name):
-            resolved[field.name] = value
+    resolved: dict[str, Any] = {
+        name: value
+        for name, value in config
+        if name in _ESSENTIAL or value != getattr(default, name)
+    }
     resolved["policy"] = {**config.policy.as_dict(), "name": config.policy.composition}
     # Says nothing that the axes do not say.
     resolved["policy"].pop("composition", None)

@@ -109,10 +109,9 @@ def share_name(planned: Planned) -> str | None:
         "options": dict(cell.options),
         "include_path": list(cell.include_path),
         "moecache": {
-            field.name: value
-            for field in dataclasses.fields(config)
-            if field.name not in _FREE
-            and (value := getattr(config, field.name)) != getattr(default, field.name)
+            name: value
+            for name, value in config
+            if name not in _FREE and value != getattr(default, name)
         },
     }
     text = json.dumps(same, sort_keys=True, default=str)
@@ -167,7 +166,7 @@ def _shared(group: Iterable[Planned], name: str) -> list[Planned]:
 
 def _recording(planned: Planned, name: str, detail: Detail, folder: Path) -> Planned:
     partial = SharedRun(folder, name).partial
-    config = dataclasses.replace(planned.config, trace=str(partial), detail=detail)
+    config = planned.config.with_changes(trace=str(partial), detail=detail)
     return dataclasses.replace(planned, config=config, share=Share(name=name, records=True))
 
 

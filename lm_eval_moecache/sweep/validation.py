@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.harness.errors import as_arguments_error
 from lm_eval_moecache.harness.evaluation_options import check_generation
-from lm_eval_moecache.harness.plugin import MODELS
-from lm_eval_moecache.harness.preflight import Bare
+from lm_eval_moecache.harness.plugin import SPECULATIVE
+from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.report.columns import (
     ACCURACY,
@@ -119,20 +118,13 @@ def check_cell(cell: Cell, bare: Bare = skeleton) -> Planned:
     if cell.model == REPLAY:
         return check_trace_cell(cell)
     check_task_names(cell.tasks, cell.include_path)
-    module, model_class = model_parts(cell.model)
+    speculative = cell.model == SPECULATIVE
     generation = cell.options.get("gen_kwargs")
     if isinstance(generation, Mapping):
-        check_generation(generation, model_class.is_speculative)
+        check_generation(generation, speculative)
     with as_arguments_error(cell.pretrained):
-        config, host_arguments = module.check_arguments(cell.pretrained, cell.arguments, bare=bare)
-    return plan(cell, config, host_arguments)
-
-
-def model_parts(model: str) -> tuple[Any, Any]:
-    """Return the module of a harness model, which checks its arguments, and the model's class."""
-    module_name, _, class_name = MODELS[model].partition(":")
-    module = importlib.import_module(module_name)
-    return module, getattr(module, class_name)
+        found = check_arguments(cell.pretrained, cell.arguments, bare, speculative=speculative)
+    return plan(cell, *found)
 
 
 def _shown(cell: Cell) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import time
 import traceback
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.sweep.evaluation import evaluate, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import Planned
@@ -19,7 +21,6 @@ from lm_eval_moecache.sweep.provenance import environment
 from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed, replayed_trace
 from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.spec import REPLAY
-from lm_eval_moecache.sweep.validation import model_parts
 from lm_eval_moecache.trace.detail import FULL
 
 RECORD_FORMAT = 1
@@ -50,7 +51,8 @@ class Holder:
         # Freed first: two models may not fit.
         self.key = self.lm = None
         cell = planned.cell
-        _, model_class = model_parts(cell.model)
+        module, _, name = MODELS[cell.model].partition(":")
+        model_class = getattr(importlib.import_module(module), name)
         self.lm = model_class(pretrained=cell.pretrained, **cell.arguments)
         if self.lm.moecache != planned.config:
             self.lm.install(planned.config)

@@ -143,7 +143,7 @@ class CandidateRunner:
             for file in files:
                 file.unlink()
             # The record is that of the run without the trace, which changes nothing in it.
-            config = dataclasses.replace(planned.config, trace=str(traces), detail=FULL)
+            config = planned.config.with_changes(trace=str(traces), detail=FULL)
             self._execute([dataclasses.replace(planned, config=config)])
             files = sorted(traces.glob("*.parquet"))
         self.reference = self._read(planned)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from accelerate import dispatch_model
 
-from lm_eval_moecache.harness.lm import check_arguments
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting.find import check_rules, find_rule
 from lm_eval_moecache.model.weighting.rules import SoftmaxChosenScaled

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lm_eval_moecache.harness.draft_checks import check_fit
-from lm_eval_moecache.harness.lm import check_arguments
-from lm_eval_moecache.harness.preflight import geometry_of
+from lm_eval_moecache.harness.preflight import check_arguments, check_draft, geometry_of
 from lm_eval_moecache.model import checkpoint
 from tests.conftest import Checkpoint
 
@@ -122,4 +120,4 @@ def test_a_drafts_weights_are_looked_at_too(folder: Path, checkpoint: Checkpoint
     data = (folder / NAME).read_bytes()
     (folder / NAME).write_bytes(data[:-1])
     with pytest.raises(ValueError, match=re.escape(f"draft={str(folder)!r}: {NAME}")):
-        check_fit(str(folder), str(checkpoint("olmoe")), {}, False)
+        check_draft(str(folder), str(checkpoint("olmoe")), {}, False)

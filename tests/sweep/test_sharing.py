@@ -11,7 +11,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.harness.lm import check_arguments
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.records.emulation import emulated_names

@@ -9,7 +9,8 @@ import pytest
 
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.importers import load_trace

@@ -154,7 +154,7 @@ def test_any_drafting_policy_replays_from_anothers_trace(
 def test_what_a_trace_does_not_keep_is_refused_by_name(lm: MoECacheSpecLM, tmp_path: Path) -> None:
     few = Detail(weights=False, logits=False, predictions=False, criticals=(2,))
     config = read_config({"policy": "on_demand", "trace": str(tmp_path)}, speculative=True)
-    lm.install(dataclasses.replace(config, detail=few))
+    lm.install(config.with_changes(detail=few))
     run_on = {"until": ["@@"], "max_gen_toks": 4, "do_sample": False}
     lm.generate_until([make_instance("generate_until", "gen", 0, "One,", run_on)], True)
     trace = recorded(lm)

@@ -19,7 +19,8 @@ from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.harness import preflight
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM, check_arguments
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import assemble

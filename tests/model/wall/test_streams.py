@@ -16,7 +16,7 @@ import torch
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
 from lm_eval_moecache.harness import preflight
-from lm_eval_moecache.harness.lm import check_arguments
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model import device
 from lm_eval_moecache.model.wall import assemble, kernels, ladder, pools, tiers
 from lm_eval_moecache.model.wall.pools import DeviceMover
