@@ -15,8 +15,13 @@ from lm_eval_moecache.cli.profile import run_raw
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.layer_sizes import FIELD, spell
-from lm_eval_moecache.records.sizes import capacity_text, is_per_layer, parse_capacity
+from lm_eval_moecache.records.sizes import (
+    LAYER_SIZES,
+    capacity_text,
+    is_per_layer,
+    parse_capacity,
+    spell,
+)
 from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.trace import build_trace
 from tests.engine import traces
@@ -40,7 +45,7 @@ def test_sizes_by_layer_are_bytes_by_layer() -> None:
 
 def test_a_file_of_sizes_is_spelled_out(tmp_path: Path) -> None:
     file = tmp_path / "sizes.json"
-    file.write_text(json.dumps({FIELD: [5, 1, 8], "model": "m"}))
+    file.write_text(json.dumps({LAYER_SIZES: [5, 1, 8], "model": "m"}))
     assert capacity_text(str(file)) == "[5,1,8]/layer"
     assert parse_capacity(str(file), GEOMETRY) == parse_capacity("[5,1,8]/layer", GEOMETRY)
 
@@ -126,5 +131,5 @@ def test_profile_layer_sizes_writes_what_capacity_takes(
     argv = ["layer_sizes", str(path), "--capacity", "12", "--out", str(out), "--json"]
     assert run_raw(argv) == 0
     found = json.loads(capsys.readouterr().out)
-    assert parse_capacity(str(out), traces.GEOMETRY).text == spell(found[FIELD])
+    assert parse_capacity(str(out), traces.GEOMETRY).text == spell(found[LAYER_SIZES])
     assert found["miss_rate"] <= found["miss_rate_of_equal_sizes"]

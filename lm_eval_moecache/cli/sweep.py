@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _list(sweep: SweepFile, folder: Path, arguments: Namespace) -> int:
-    from lm_eval_moecache.sweep.estimate import estimate
+    from lm_eval_moecache.sweep.run import estimate
 
     found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
     if arguments.json:

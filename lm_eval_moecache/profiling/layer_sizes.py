@@ -17,8 +17,7 @@ import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.layer_sizes import FIELD
-from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.sizes import LAYER_SIZES, parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
@@ -40,7 +39,7 @@ def run(arguments: Namespace) -> int:
     equal = equal_sizes(len(curves), slots)
     requests = int(curves[:, 0].sum())
     found = {
-        FIELD: sizes,
+        LAYER_SIZES: sizes,
         "model": trace.geometry.model,
         "num_experts": trace.geometry.num_experts,
         "capacity": arguments.capacity,
@@ -126,7 +125,7 @@ def _misses(curves: Counts, sizes: Sequence[int]) -> int:
 
 def _table(found: dict[str, object]) -> str:
     return (
-        f"experts per layer: {found[FIELD]}\n"
+        f"experts per layer: {found[LAYER_SIZES]}\n"
         f"miss rate with LRU: {found['miss_rate']:.4f}, with equal sizes "
         f"{found['miss_rate_of_equal_sizes']:.4f}\n"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def write_artifact(path: str | Path, artifact: Artifact) -> None:
     from safetensors.numpy import save
 
     described = {name: getattr(artifact, name) for name in _FIELDS}
-    described["versions"] = dict(artifact.versions) or _versions()
+    described["versions"] = dict(artifact.versions) or versions_of(_PACKAGES)
     header = {"format": FORMAT_VERSION, "kind": artifact.kind, **described}
     arrays = {name: np.ascontiguousarray(artifact.arrays[name]) for name in sorted(artifact.arrays)}
     header["digest"] = content_digest(header, arrays)
@@ -199,9 +199,10 @@ def _check_digest(
         )
 
 
-def _versions() -> dict[str, str]:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of these packages, as a record of what was made says them."""
     found = {}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

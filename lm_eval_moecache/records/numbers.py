@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from operator import ge, gt, le, lt
 from typing import Any
 
 # ASCII digits only: `1_0`, full-width and Arabic digits are numbers to Python, and to nobody else.
 _PLAIN = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _MOST_DIGITS = 40
+_LIMITS = {
+    "least": ("{} or more", ge),
+    "above": ("above {}", gt),
+    "most": ("at most {}", le),
+    "below": ("below {}", lt),
+}
+Bounds = Mapping[str, float | None]
+"""Name of a limit of `_LIMITS` -> the limit; None for none."""
 MOST_COUNT = 2**31 - 1
 """No count of anything here (experts, layers, tokens, documents) is larger."""
 
@@ -63,21 +73,22 @@ def read_number(
 
     Raises ValueError naming the key, the value and what is allowed.
     """
-    found = plain_number(value)
-    if found is None or not _within(found, least, above, most, below):
-        raise ValueError(_refusal(key, value, "a number", least, above, most, below))
-    return float(found)
+    bounds = {"least": least, "above": above, "most": most, "below": below}
+    number = plain_number(value)
+    if number is None or not _within(number, bounds):
+        raise ValueError(_refusal(key, value, "a number", bounds))
+    return float(number)
 
 
 def read_count(
     key: str, value: object, *, least: int = 0, most: int = MOST_COUNT, exact: bool = False
 ) -> int:
     """Return `value` as a whole number; `3.0` and `"3"` are one unless it has to be `exact`."""
-    found = None if exact and not isinstance(value, int) else plain_number(value)
-    if found is None or found != int(found) or not least <= found <= most:
-        limit = None if most == MOST_COUNT else most
-        raise ValueError(_refusal(key, value, "a whole number", least, None, limit, None))
-    return int(found)
+    number = None if exact and not isinstance(value, int) else plain_number(value)
+    if number is None or number != int(number) or not least <= number <= most:
+        bounds = {"least": least, "most": None if most == MOST_COUNT else most}
+        raise ValueError(_refusal(key, value, "a whole number", bounds))
+    return int(number)
 
 
 def shown(value: object) -> str:
@@ -100,39 +111,11 @@ def finite(data: Any) -> Any:
     return data
 
 
-def _within(
-    number: float,
-    least: float | None,
-    above: float | None,
-    most: float | None,
-    below: float | None,
-) -> bool:
-    return (
-        (least is None or number >= least)
-        and (above is None or number > above)
-        and (most is None or number <= most)
-        and (below is None or number < below)
-    )
+def _within(number: float, bounds: Bounds) -> bool:
+    return all(limit is None or _LIMITS[name][1](number, limit) for name, limit in bounds.items())
 
 
-def _refusal(
-    key: str,
-    value: object,
-    what: str,
-    least: float | None,
-    above: float | None,
-    most: float | None,
-    below: float | None,
-) -> str:
-    bounds = [
-        text
-        for bound, text in (
-            (least, f"{least} or more"),
-            (above, f"above {above}"),
-            (most, f"at most {most}"),
-            (below, f"below {below}"),
-        )
-        if bound is not None
-    ]
-    wanted = ", ".join([f"{what} (finite, in plain digits)", " and ".join(bounds)]).rstrip(", ")
-    return f"{key}={shown(value)} must be {wanted}."
+def _refusal(key: str, value: object, what: str, bounds: Bounds) -> str:
+    limits = [_LIMITS[name][0].format(bound) for name, bound in bounds.items() if bound is not None]
+    within = f", {' and '.join(limits)}" if limits else ""
+    return f"{key}={shown(value)} must be {what} (finite, in plain digits){within}."

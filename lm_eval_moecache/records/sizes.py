@@ -1,11 +1,16 @@
-"""Reads the sizes users type: bytes, bandwidths and the four forms of `capacity`."""
+"""Reads the sizes users type: bytes, bandwidths and the forms of `capacity`.
+
+One form names a file that `moecache profile layer_sizes` writes. It is turned into the text
+`[12,10,8]/layer` as soon as it is read, so that a result says what was run even where the file is
+gone.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from lm_eval_moecache.records import layer_sizes
+from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, read_number, shown
 
@@ -21,6 +26,9 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+LAYER_SIZES = "experts_per_layer"
+"""The field of a file of sizes by layer."""
+_PER_LAYER = "/layer"
 _MOST_BYTES = 10**18
 """A million times the largest memory of today: more is a slip of the finger."""
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
@@ -99,19 +107,51 @@ class Capacity:
 def capacity_text(text: object) -> str:
     """Return what the user typed, with a file of sizes by layer replaced by what it says."""
     body = str(text).strip()
-    if layer_sizes.is_profile(body):
-        return layer_sizes.spell(layer_sizes.read_profile(body))
-    return body
+    return spell(_read_sizes(body)) if body.endswith(".json") else body
+
+
+def spell(sizes: list[int]) -> str:
+    """Return the capacity text of these sizes: `[12,10,8]/layer`."""
+    return f"[{','.join(map(str, sizes))}]{_PER_LAYER}"
+
+
+def _read_sizes(path: str) -> list[int]:
+    data = read_json(path, f"capacity={path!r}")
+    sizes = data.get(LAYER_SIZES) if isinstance(data, dict) else None
+    if not isinstance(sizes, list) or not sizes or not all(map(_is_size, sizes)):
+        raise ValueError(
+            f"capacity={path!r}: {LAYER_SIZES}={sizes!r} must be a list of whole numbers, one for "
+            "each MoE layer and each 1 or more. `moecache profile layer_sizes` writes such a file."
+        )
+    return sizes
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _parse_sizes(text: str) -> list[int] | None:
+    """Return the sizes in `[12,10,8]/layer`, or None where the text has another form."""
+    body = text.removesuffix(_PER_LAYER)
+    if body == text or not (body.startswith("[") and body.endswith("]")):
+        return None
+    parts = [part.strip() for part in body[1:-1].split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
+        raise ValueError(
+            f"capacity={text!r}: the sizes between the brackets must be whole numbers, one for "
+            "each MoE layer and each 1 or more, like '[12,10,8]/layer'."
+        )
+    return [int(part) for part in parts]
 
 
 def is_per_layer(text: object) -> bool:
-    return capacity_text(text).endswith("/layer")
+    return capacity_text(text).endswith(_PER_LAYER)
 
 
 def check_capacity(text: object) -> None:
     """Refuse what no model could make a capacity, before any model is looked at."""
     body = capacity_text(text)
-    if layer_sizes.parse(body) is not None:
+    if _parse_sizes(body) is not None:
         return
     number = _bare_number(body)
     try:
@@ -121,7 +161,7 @@ def check_capacity(text: object) -> None:
         elif body.endswith("%"):
             valid = read_number("capacity", body[:-1], above=0, most=100) > 0
         elif is_per_layer(body):
-            count = body[: -len("/layer")]
+            count = body[: -len(_PER_LAYER)]
             valid = count.isascii() and count.isdigit() and read_count("capacity", count) > 0
         else:
             valid = parse_bytes(body, "capacity") > 0
@@ -174,9 +214,9 @@ def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False)
 
 def _bytes_by_layer(text: str, geometry: Geometry) -> tuple[int, ...]:
     """Return the bytes of each layer's own cache."""
-    slots = layer_sizes.parse(text)
+    slots = _parse_sizes(text)
     if slots is None:
-        slots = [int(text[: -len("/layer")])] * geometry.num_layers
+        slots = [int(text[: -len(_PER_LAYER)])] * geometry.num_layers
     if len(slots) != geometry.num_layers:
         raise ValueError(
             f"capacity={text!r} has {len(slots)} sizes, but the model has {geometry.num_layers} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +10,8 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from lm_eval_moecache.records.artifact import versions_of
 
 # Settings of the mathematics libraries that change what a sum is rounded to.
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
@@ -28,20 +29,9 @@ def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
             "gpu": _gpu(),
             **_rounding(),
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions_of(_PACKAGES)},
         "revision": code_revision(),
     }
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _rounding() -> dict[str, Any]:

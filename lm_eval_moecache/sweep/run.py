@@ -1,22 +1,31 @@
-"""One sweep from file to results: checks all cells, skips finished ones, runs the others."""
+"""One sweep from file to results: checks all cells, skips finished ones, runs the others.
+
+Or says, of the same cells, what it would do and about how long that takes.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
 from lm_eval_moecache.records.files import read_json
-from lm_eval_moecache.sweep.bounds import bound_cells
 from lm_eval_moecache.sweep.executors import execute
-from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_record
+from lm_eval_moecache.sweep.files import finished, only_sweep, read_run, unedited, write_record
 from lm_eval_moecache.sweep.identity import Planned
-from lm_eval_moecache.sweep.sharing import Division, divide, remove_leftovers
+from lm_eval_moecache.sweep.sharing import (
+    TRACES,
+    Division,
+    bound_cells,
+    divide,
+    remove_leftovers,
+)
 from lm_eval_moecache.sweep.spec import SweepFile
 from lm_eval_moecache.sweep.validation import check_cells, check_report
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, Outcome
@@ -62,11 +71,7 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
     then there are no bounds, which only replays can make.
     """
     started = time.monotonic()
-    cells = sweep.cells()
-    check_report(sweep, cells)
-    planned = check_cells(cells)
-    bounds = () if live else bound_cells(planned, sweep.bounds)
-    planned += bounds
+    planned, merged = _plan(sweep, live)
     with only_sweep(folder):
         done_before = {} if rerun else unedited(finished(folder), planned)
         skipped = [p for p in planned if p.configuration_hash in done_before]
@@ -81,7 +86,7 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
     return Report(
         experiment=sweep.name,
         runs=len(planned),
-        merged=len(cells) + len(bounds) - len(planned),
+        merged=merged,
         skipped=tuple(each.run_id for each in skipped),
         done=tuple(o.run_id for o in outcomes if o.error is None),
         failed=tuple(o for o in outcomes if o.error is not None),
@@ -89,6 +94,15 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
         by_model=len(runs),
         saved_seconds=_saved(runs, replays),
     )
+
+
+def _plan(sweep: SweepFile, live: bool) -> tuple[list[Planned], int]:
+    """Check a sweep's cells and bounds; return those that differ, and how many others there are."""
+    cells = sweep.cells()
+    check_report(sweep, cells)
+    planned = check_cells(cells)
+    merged = len(cells) - len(planned)
+    return [*planned, *([] if live else bound_cells(planned, sweep.bounds))], merged
 
 
 def _saved(runs: Sequence[Outcome], replays: Sequence[Outcome]) -> float:
@@ -128,3 +142,85 @@ def _relabel(folder: Path, path: Path, planned: Planned) -> None:
     record = read_json(path, str(path))
     if record["label"] != planned.cell.label:
         write_record(folder, {**record, "label": planned.cell.label})
+
+
+# --- what it would do ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Cells and their states; seconds and bytes are None where no finished cell tells."""
+
+    rows: tuple[dict[str, Any], ...]
+    model_runs: int
+    replays: int
+    seconds: float | None
+    trace_bytes: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model_runs": self.model_runs,
+            "replays": self.replays,
+            "estimated_seconds": self.seconds,
+            "estimated_trace_bytes": self.trace_bytes,
+            "runs": list(self.rows),
+        }
+
+    def as_text(self) -> str:
+        counts = f"{self.model_runs} runs of the model and {self.replays} replays"
+        if self.seconds is None:
+            return f"{counts}; how long a run takes is known when the first has finished"
+        disk = ""
+        if self.trace_bytes is not None:
+            disk = f", about {self.trace_bytes / 1e6:.1f} MB of traces"
+        return f"{counts}; about {self.seconds:.0f} s in one process{disk}"
+
+
+def estimate(
+    sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False
+) -> Estimate:
+    """Check all cells and say what a sweep would do; nothing is run or written.
+
+    Times and sizes are the medians of what this folder has finished.
+    """
+    planned, _ = _plan(sweep, live)
+    done = unedited(finished(folder), planned)
+    waiting = [p for p in planned if rerun or p.configuration_hash not in done]
+    skipped = [p for p in planned if p not in waiting]
+    division = Division(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
+    replays = {p.run_id for p in division.replays}
+    states = {p.run_id: "to replay" if p.run_id in replays else "to run" for p in waiting}
+    rows = tuple(
+        {
+            "run_id": each.run_id,
+            "state": states.get(each.run_id, "finished"),
+            "model_args": dict(each.cell.model_args),
+            "tasks": list(each.cell.tasks),
+        }
+        for each in planned
+    )
+    run_s, replay_s = _seconds(done)
+    seconds = None
+    if run_s is not None or not division.runs:
+        seconds = len(division.runs) * (run_s or 0.0) + len(division.replays) * (replay_s or 0.0)
+    sizes = [path.stat().st_size for path in (folder / TRACES).glob("*.parquet")]
+    traces = sum(p.share is not None for p in division.runs)
+    return Estimate(
+        rows=rows,
+        model_runs=len(division.runs),
+        replays=len(division.replays),
+        seconds=seconds,
+        trace_bytes=int(traces * median(sizes)) if sizes else None,
+    )
+
+
+def _seconds(done: Mapping[str, Path]) -> tuple[float | None, float | None]:
+    """Return how long a run of the model and a replay took, by the median."""
+    found: dict[str, list[float]] = {"evaluate": [], "replay": []}
+    for configuration_hash, path in done.items():
+        seconds = read_run(path, configuration_hash).get("environment", {}).get("seconds", {})
+        for kind, values in found.items():
+            if kind in seconds:
+                values.append(float(seconds[kind]))
+    run_s, replay_s = (median(values) if values else None for values in found.values())
+    return run_s, replay_s

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
 from lm_eval_moecache.sweep.files import FAILED, write_atomically
-from lm_eval_moecache.sweep.identity import Planned, Share, default_config
+from lm_eval_moecache.sweep.identity import Planned, Share, default_config, plan
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.detail import Detail, identity, looks_on
@@ -220,3 +222,48 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+# --- bounds: what eviction and prefetch could do if they knew the future, on the shared runs ---
+
+
+BOUNDS: Mapping[str, Mapping[str, str]] = {
+    "belady": {"eviction": "belady"},
+    "oracle": {"prefetch": "oracle"},
+}
+"""What each changes in `on_demand`: evictions that know the future, or prefetches that do.
+
+Where an event is larger than its cache, Belady's rule is no bound on misses, so rows do not say so:
+`engine.bound.fewest_misses` is one, and `moecache replay` prints it.
+"""
+
+
+def bound_cells(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
+    """Return one cell per bound and place (capacity, hardware, ...) of the cells that share runs.
+
+    A cell that loses something has no bound: its routing is not the one whose future is known.
+    """
+    found: dict[str, Planned] = {}
+    for each in planned:
+        if share_name(each) is None and each.cell.model != REPLAY:
+            continue
+        for name in names:
+            # Prefetches cross layers, and a scan goes through one layer at a time.
+            if name == "oracle" and each.config.scoring == "scan":
+                continue
+            bound = _bound(each, name)
+            found.setdefault(bound.configuration_hash, bound)
+    return list(found.values())
+
+
+def _bound(planned: Planned, name: str) -> Planned:
+    cell, changes = planned.cell, BOUNDS[name]
+    place = {
+        key: value
+        for key, value in cell.model_args.items()
+        if key not in ("policy", "phases") and key.partition(".")[0] not in AXES
+    }
+    args = {**place, "policy": "on_demand", **changes}
+    config = planned.config.with_changes(policy=load_policy("on_demand", changes))
+    bound = dataclasses.replace(cell, model_args=args, label=f"knows the future: {name}")
+    return plan(bound, config, planned.host_arguments)
