@@ -79,11 +79,6 @@ def leaf_tasks(tasks: Sequence[str]) -> dict[str, Any]:
         return dict(loadable(tasks, ()).load(list(tasks))["tasks"])
 
 
-def task_sizes(tasks: Sequence[str]) -> dict[str, int]:
-    """Return how many documents each leaf task of these has."""
-    return {name: len(task.eval_docs) for name, task in leaf_tasks(tasks).items()}
-
-
 def answers_of(tasks: Mapping[str, Any]) -> list[str]:
     """Return the kinds of requests that leaf tasks make, each once."""
     return sorted({str(task.OUTPUT_TYPE) for task in tasks.values()})

@@ -18,9 +18,6 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs
@@ -33,7 +30,6 @@ from lm_eval_moecache.sweep.worker import Outcome, run_cell
 from lm_eval_moecache.trace.detail import FULL
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.use import placement
 
 BY_REPLAY, BY_MODEL = "replay", "model"
 EXPERIMENT = "tune"
@@ -111,7 +107,6 @@ class CandidateRunner:
     def __init__(self, objective: Objective, folder: Path, jobs: int = 1) -> None:
         self.objective = objective
         self.folder = folder
-        self.hardware = load_hardware(objective.hardware, objective.bandwidth)
         self._speeds: dict[str, float] = {}
         self._jobs = jobs
         self._open = ExitStack()
@@ -136,6 +131,7 @@ class CandidateRunner:
         args = {"policy": "on_demand", "prefetch": "next_gate", "prefetch.depth": depth}
         candidate = self.candidate("reference", args)
         planned = candidate.planned
+        self._config = planned.config
         traces = self.folder / "trace"
         files = sorted(traces.glob("*.parquet"))
         done = unedited(finished(self.folder), [planned])
@@ -164,16 +160,9 @@ class CandidateRunner:
         lossless = _lossless_part(policy)
         key = str(lossless.as_dict())
         if key not in self._speeds:
-            setting = Setting(
-                policy=lossless,
-                capacity=parse_capacity(
-                    self.objective.capacity, self.trace.geometry, per_layer=lossless.per_layer
-                ),
-                warm=placement(lossless, None, self.trace.geometry),
-                hardware=self.hardware,
-                seed=self.trace.seed,
-            )
-            engine = replay(self.trace, setting)
+            config = self._config.with_changes(policy=lossless)
+            setting = config.setting(self.trace.geometry)
+            engine = replay(self.trace, setting, cache_reset=config.cache_reset)
             found = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
             speed = found[self.objective.metric]
             self._speeds[key] = float(speed["mean"] if isinstance(speed, Mapping) else speed)

@@ -1,16 +1,23 @@
-"""One search, from what is asked to files: the front, and the best policy as a policy file."""
+"""One search, from what is asked to files: the front, and the best policy as a policy file.
+
+The question is checked before the first run, and what was found is confirmed on documents that the
+search has not seen.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
+from lm_eval_moecache.records.ledger import GENERATE
+from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep, write_atomically
-from lm_eval_moecache.tune.confirm import confirm
+from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.tune.measure import BY_REPLAY, CandidateRunner, Objective, overrides_of
-from lm_eval_moecache.tune.objective_checks import check_objective
 from lm_eval_moecache.tune.outcome import (
     Entry,
     Outcome,
@@ -22,6 +29,10 @@ from lm_eval_moecache.tune.outcome import (
 from lm_eval_moecache.tune.search import Effort, Search
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, read_space
 from lm_eval_moecache.tune.study import open_study
+
+_POINT = 0.01
+OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
+"""Metrics of the tokens after a request's first, which only a generating task has."""
 
 
 def tune(
@@ -48,7 +59,7 @@ def tune(
         outcome = read_outcome(study, search.floor)
         best = outcome.fastest()
         if best is not None:
-            _confirm(runner, best, say)
+            _run_once(runner, best, say)
             found = confirm(runner, best)
             outcome = dataclasses.replace(outcome, confirmation=found)
             say(confirmation_text(best.name, found))
@@ -59,7 +70,7 @@ def tune(
     return outcome
 
 
-def _confirm(runner: CandidateRunner, best: Entry, say: Callable[[str], object]) -> None:
+def _run_once(runner: CandidateRunner, best: Entry, say: Callable[[str], object]) -> None:
     """Run the model where the best policy has only been replayed: both must say the same."""
     if best.measured_by != BY_REPLAY:
         return
@@ -68,3 +79,85 @@ def _confirm(runner: CandidateRunner, best: Entry, say: Callable[[str], object])
     if isinstance(found, str):
         raise ValueError(f"the best policy, {best.name}, was replayed, but does not run: {found}")
     say(f"{best.name}: run: accuracy {found.accuracy:.3f}, speed {found.speed:.1f}")
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise ValueError where no run of it could begin, or its tasks have not what is asked.
+
+    That is the metric, and a score for which more is better.
+    """
+    if not objective.tasks:
+        raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
+    check_task_names(objective.tasks, ())
+    # Before a folder is made, which would then be a search with these options.
+    check_cell(objective.cell({"policy": "on_demand"}))
+    tasks = leaf_tasks(objective.tasks)
+    named = f"tasks={','.join(objective.tasks)}"
+    if objective.metric in OF_GENERATION:
+        kinds = answers_of(tasks)
+        if GENERATE not in kinds:
+            others = "ttft_ms, hit_rate or miss_rate"
+            raise ValueError(
+                f"{named} give no {objective.metric}: they generate nothing ({', '.join(kinds)}). "
+                f"Allowed: a task with generation among them, or another metric: {others}."
+            )
+    if not any(
+        better
+        for task in tasks.values()
+        for name, better in task.higher_is_better().items()
+        if name not in HIGHER_IS_BETTER
+    ):
+        raise ValueError(
+            f"{named} give no accuracy: they have no score for which more is better. "
+            "Allowed: one of them with such a score."
+        )
+
+
+def other_documents(objective: Objective) -> dict[str, Sequence[int]]:
+    """Return as many documents of each task again as were searched, or those that are left.
+
+    Empty where the search has seen all documents of some task: then there are no others.
+    """
+    limit = objective.limit
+    if limit is None:
+        return {}
+    found: dict[str, Sequence[int]] = {}
+    for name, task in leaf_tasks(objective.tasks).items():
+        size = len(task.eval_docs)
+        # As lm-eval reads a share below 1.
+        seen = -int(-size * limit // 1) if limit < 1 else int(limit)
+        found[name] = range(seen, min(2 * seen, size))
+    return found if all(found.values()) else {}
+
+
+def confirm(runner: CandidateRunner, best: Entry) -> dict[str, Any] | None:
+    """Run the best policy and the reference on other documents; None where there are none.
+
+    What is found at its best on some documents is worse on others: the loss stated here is the one
+    to believe. Raises ValueError where one of the two runs fails.
+    """
+    samples = other_documents(runner.objective)
+    if not samples:
+        return None
+    reference = runner.candidate("reference, other documents", {"policy": "on_demand"}, samples)
+    args = {"policy": "on_demand", **overrides_of(best.policy), "phases": best.policy["phases"]}
+    if args["phases"] == "all":
+        del args["phases"]
+    chosen = runner.candidate(f"{best.name}, other documents", args, samples)
+    figures = runner.run([reference, chosen])
+    for candidate, found in zip((reference, chosen), figures, strict=True):
+        if isinstance(found, str):
+            raise ValueError(f"{candidate.name}: {found}")
+    before, after = figures
+    assert not isinstance(before, str) and not isinstance(after, str), "checked above"
+    lost = (before.accuracy - after.accuracy) / _POINT
+    return {
+        "documents": {task: len(numbers) for task, numbers in samples.items()},
+        "accuracy": after.accuracy,
+        "stderr": after.stderr,
+        "reference_accuracy": before.accuracy,
+        "speed": after.speed,
+        "reference_speed": before.speed,
+        "points_lost": lost,
+        "within_budget": lost <= runner.objective.budget + 1e-9,
+    }
