@@ -56,6 +56,7 @@ def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
         ({"miss": "fetsh"}, ["miss='fetsh'", "Did you mean 'fetch'?"]),
         ({"hardware": "a100"}, ["hardware='a100'", "a100-5GBps"]),
         ({"capasity": "5%"}, ["'capasity'", "'5%'", "Did you mean 'capacity'?"]),
+        ({"capacity": "-5%"}, ["capacity='-5%'", "'5%'", "'30/layer'"]),
         ({"batchsize": 1}, ["'batchsize'", "Did you mean 'batch_size'?"]),
         ({"evict.order": "fifo"}, ["'evict.order'", "'fifo'"]),
         ({"bandwidth": "5Gb/h"}, ["bandwidth='5Gb/h'", "KiB"]),
@@ -143,11 +144,6 @@ def test_parameters_out_of_range_are_refused_before_loading(
     says(refusal(pretrained=str(checkpoint("olmoe")), **arguments), *parts)
 
 
-@pytest.mark.parametrize("capacity", ["-5%", "101%", "0", "-1", "lots", "0/layer", "5GBs", ""])
-def test_capacities_that_are_none_are_refused(capacity: str) -> None:
-    says(refusal(capacity=capacity), f"capacity={capacity!r}", "'5%'", "'30/layer'")
-
-
 @pytest.mark.parametrize(
     ("capacity", "dtype", "said"),
     [
@@ -165,26 +161,14 @@ def test_capacities_too_small_for_this_model_are_refused(
     says(message, f"capacity={capacity!r}", said)
 
 
-def test_scan_with_a_global_cache_is_refused_with_the_reason() -> None:
-    message = refusal(scoring="scan", capacity="25%")
-    says(message, "scoring='scan'", "capacity='25%'", "'30/layer'")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.LlamaConfig(
-            vocab_size=300,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    ],
-    ids=["llama"],
-)
-def test_a_dense_model_is_refused(config: Any, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    ).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     says(refusal(pretrained=str(tmp_path)), "LlamaForCausalLM is a dense model", "--model hf")
 
@@ -263,12 +247,6 @@ def test_a_broken_policy_file_is_refused_by_name(
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     says(refusal(policy=str(path)), *parts)
-
-
-def test_a_broken_hardware_file_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "machine.yaml"
-    path.write_text("name: {unclosed")
-    says(refusal(hardware=str(path)), "machine.yaml", "is not readable YAML")
 
 
 def test_an_outside_algorithm_is_taken_by_its_class_path(tmp_path: Path) -> None:
@@ -418,10 +396,6 @@ def test_arguments_are_divided_between_us_and_the_host() -> None:
     assert theirs == {"dtype": "float32", "device_map": "x"}
 
 
-def test_numbers_parsed_by_the_harness_are_capacities_too() -> None:
-    assert read_config({"capacity": 51}).capacity == "51"
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -446,7 +420,7 @@ def test_numbers_parsed_by_the_harness_are_capacities_too() -> None:
         ({"execute": "as_they_arive"}, ("execute='as_they_arive'", "Did you mean 'as_they_arrive")),
         ({"execute": "as_they_arrive", "precision": "int8:int4"}, ("precision='int8:int4' has 2",)),
         ({"clock": "wall", "store": "tape"}, ("store='tape'", "disk, ram")),
-        ({"clock": "wall", "scoring": "scan"}, ("scan", "30/layer")),
+        ({"scoring": "scan"}, ("scoring='scan'", "capacity='25%'", "'30/layer'")),
         ({"clock": "wall", "bandwidth": "5"}, ("bandwidth='5'", "no unit")),
         ({"clock": "wall", "parallelize": True}, ("parallelize=True", "accelerate launch")),
         ({"clock": "wall", "load_in_8bit": True}, ("load_in_8bit",)),

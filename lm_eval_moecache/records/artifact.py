@@ -99,19 +99,24 @@ def read_artifact(path: str | Path, kind: str, key: str) -> Artifact:
     """Read a file of this kind. ValueError names `key`, the option it was given by."""
     from safetensors import SafetensorError, safe_open
 
-    check_file(path, f"{key}={str(path)!r}", MOST_BYTES)
+    what = f"{key}={str(path)!r}"
+    check_file(path, what, MOST_BYTES)
     try:
         with safe_open(path, "numpy") as file:
-            text = (file.metadata() or {}).get(_METADATA_KEY)
-            header = _header(text, path, kind, key)
+            header = _header((file.metadata() or {}).get(_METADATA_KEY), kind, what)
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            _check_digest(text, arrays, path, key)
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{key}={str(path)!r} is not a whole artifact file (truncated, or of another format): "
-            f"{error}."
+            f"{what} is not a whole artifact file (truncated, or of another format): {error}."
         ) from error
-    return Artifact(kind=kind, arrays=arrays, path=str(path), **header)
+    told = header.pop("digest")
+    if content_digest(header, arrays) != told:
+        raise ValueError(
+            f"{what}: its content is not what was written: the checksum in its metadata is "
+            "another. Copy or make the file anew."
+        )
+    fields = {name: header[name] for name in _FIELDS}
+    return Artifact(kind=kind, arrays=arrays, path=str(path), **fields)
 
 
 def load_artifact(kind: str, path: str | None, geometry: Geometry, key: str) -> Artifact:
@@ -160,43 +165,25 @@ def _shipped(kind: str, model: str) -> str | None:
     return None
 
 
-def _header(text: str | None, path: str | Path, kind: str, key: str) -> dict[str, Any]:
+def _header(text: str | None, kind: str, what: str) -> dict[str, Any]:
     from lm_eval_moecache.records.schemas.artifacts import ArtifactHeader
     from lm_eval_moecache.records.schemas.base import check
 
-    foreign = (
-        f"{key}={str(path)!r} is a safetensors file, but not an artifact of `moecache profile`"
-    )
+    foreign = f"{what} is a safetensors file, but not an artifact of `moecache profile`"
     if text is None:
         raise ValueError(f"{foreign}: it has no {_METADATA_KEY!r} metadata.")
-    what = f"{foreign}: its metadata"
-    header = parse_json(text, what)
+    header = parse_json(text, f"{foreign}: its metadata")
     if not isinstance(header, dict) or "format" not in header:
-        raise ValueError(f"{what} lacks 'format'.")
+        raise ValueError(f"{foreign}: its metadata lacks 'format'.")
     if header["format"] != FORMAT_VERSION:
         raise ValueError(
-            f"{key}={str(path)!r} has format version {shown(header['format'])}; this release reads "
+            f"{what} has format version {shown(header['format'])}; this release reads "
             f"{FORMAT_VERSION}. Make it anew with `moecache profile {kind}`."
         )
-    found = check(ArtifactHeader, header, f"{key}={str(path)!r}: its metadata")
-    if found.kind != kind:
-        raise ValueError(
-            f"{key}={str(path)!r} holds an artifact of kind {found.kind!r}; needed: {kind!r}."
-        )
-    return {name: getattr(found, name) for name in _FIELDS}
-
-
-def _check_digest(
-    text: str | None, arrays: Mapping[str, npt.NDArray[Any]], path: str | Path, key: str
-) -> None:
-    assert text is not None, "a header has been read"
-    header = json.loads(text)
-    told = header.pop("digest")
-    if content_digest(header, arrays) != told:
-        raise ValueError(
-            f"{key}={str(path)!r}: its content is not what was written: the checksum in its "
-            "metadata is another. Copy or make the file anew."
-        )
+    check(ArtifactHeader, header, f"{what}: its metadata")
+    if header["kind"] != kind:
+        raise ValueError(f"{what} holds an artifact of kind {header['kind']!r}; needed: {kind!r}.")
+    return header
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
