@@ -12,11 +12,10 @@ from lm_eval_moecache.engine.compiled import CompiledReplay, reason_against
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.redraft import Redraft
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
-from lm_eval_moecache.engine.sights import Sights, events_of, proposals
+from lm_eval_moecache.engine.sights import Sights, events_of, proposals, proposed_arrays
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import BEFORE, PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.trace.columns import Ints
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.stream import StreamedTrace
@@ -110,24 +109,27 @@ def _serve_compiled(
 
 def _proposed(
     engine: Engine, part: Trace, needs: Sights, block: Sequence[tuple[int, int]]
-) -> tuple[Ints, IntArray]:
+) -> tuple[IntArray, IntArray]:
     """Return what is proposed at the events of some passes: keys, and where each event's begin."""
     prefetch = engine.algorithms.prefetch
-    told: list[Sequence[int]] = []
     if not prefetch.is_active:
-        return np.zeros(0, np.int32), np.zeros(1, np.int64)
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+    found: list[tuple[IntArray, IntArray]] = []
     for start, stop in block:
-        known = proposals(part, needs, start, stop)
-        if known is not None:
-            told += known
-            continue
-        for event in events_of(part, needs, start, stop, False):
-            if event.layer == 0:
-                prefetch.on_pass(event.pass_index)
-            told.append(prefetch.propose(event))
-    bounds = np.zeros(len(told) + 1, np.int64)
-    np.cumsum([len(keys) for keys in told], out=bounds[1:])
-    return np.fromiter(chain.from_iterable(told), np.int32, int(bounds[-1])), bounds
+        known = proposed_arrays(part, needs, start, stop)
+        if known is None:
+            told: list[Sequence[int]] = []
+            for event in events_of(part, needs, start, stop, False):
+                if event.layer == 0:
+                    prefetch.on_pass(event.pass_index)
+                told.append(prefetch.propose(event))
+            ends = np.cumsum([0, *map(len, told)])
+            known = np.fromiter(chain.from_iterable(told), np.int64, int(ends[-1])), ends
+        found.append(known)
+    counts = [np.diff(bounds) for _, bounds in found]
+    return np.concatenate([keys for keys, _ in found]), np.append(
+        0, np.concatenate(counts).cumsum()
+    )
 
 
 def _serve(

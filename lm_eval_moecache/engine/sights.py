@@ -10,7 +10,7 @@ from itertools import pairwise, repeat
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.records.arrays import FloatArray, softmax_weights
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax_weights
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
     PHASES,
@@ -40,17 +40,27 @@ class Sights:
 
 
 def proposals(trace: Trace, needs: Sights, first: int, last: int) -> list[Sequence[int]] | None:
+    """Return `proposed_arrays` event by event, or None."""
+    found = proposed_arrays(trace, needs, first, last)
+    if found is None:
+        return None
+    keys, places = found[0].tolist(), found[1].tolist()
+    return [keys[start:stop] for start, stop in pairwise(places)]
+
+
+def proposed_arrays(
+    trace: Trace, needs: Sights, first: int, last: int
+) -> tuple[IntArray, IntArray] | None:
     """Return what is proposed at each event of passes `first` to `last`, the latter left out.
 
-    None where each event has to be shown to the prefetcher when its turn comes: it looks at more
-    than predictions, or a pass has several tokens.
+    That is all keys, and where those of each event begin. None where each event has to be shown to
+    the prefetcher when its turn comes: it looks at more than predictions, or a pass has several
+    tokens.
     """
     num_layers = trace.geometry.num_layers
     if needs.recorded is not None:
         bounds = needs.recorded.bounds[first * num_layers : last * num_layers + 1]
-        found: list[int] = needs.recorded.keys[bounds[0] : bounds[-1]].tolist()
-        places: list[int] = (bounds - bounds[0]).tolist()
-        return [found[start:stop] for start, stop in pairwise(places)]
+        return needs.recorded.keys[bounds[0] : bounds[-1]], bounds - bounds[0]
     prefetch, predicted = needs.asked_ahead, trace.predicted
     if prefetch is None or predicted is None or not needs.depth:
         return None
@@ -67,24 +77,31 @@ def proposals(trace: Trace, needs: Sights, first: int, last: int) -> list[Sequen
 
 def _asked_ahead(
     prefetch: PrefetchAlgorithm, by_pass: Halves, sizes: Sequence[int], depth: int
-) -> list[Sequence[int]] | None:
+) -> tuple[IntArray, IntArray] | None:
     """Ask for one layer at a time, over all passes [passes, values]; `sizes` are its layers'."""
     num_passes, num_layers = len(by_pass), len(sizes)
     num_experts = prefetch.geometry.num_experts
-    found: list[list[int]] = [[] for _ in range(num_passes * num_layers)]
+    counts = np.zeros((num_passes, num_layers, depth), np.int64)
+    found: list[tuple[int, int, IntArray]] = []
     start = 0
     for layer, size in enumerate(sizes):
         for ahead in range(min(depth, size // num_experts)):
             column = start + ahead * num_experts
             logits = by_pass[:, column : column + num_experts].astype(np.float32)
             target = (layer + 1 + ahead) % num_layers
-            proposed = prefetch.propose_rows([target] * num_passes, logits)
+            proposed = prefetch.propose_arrays([target] * num_passes, logits)
             if proposed is None:
                 return None
-            for index, keys in zip(range(layer, len(found), num_layers), proposed, strict=True):
-                found[index] += keys
+            keys, counts[:, layer, ahead] = proposed
+            found.append((layer, ahead, keys))
         start += size
-    return [*found]
+    ends = counts.cumsum().reshape(counts.shape)
+    merged = np.zeros(counts.sum(), np.int64)
+    for layer, ahead, keys in found:
+        own = counts[:, layer, ahead]
+        begin = ends[:, layer, ahead] - own.cumsum()
+        merged[np.arange(len(keys)) + np.repeat(begin, own)] = keys
+    return merged, np.append(0, ends[:, :, -1]) if depth else np.zeros(1, np.int64)
 
 
 def events_of(trace: Trace, needs: Sights, first: int, last: int, is_told: bool) -> Iterator[Event]:

@@ -74,11 +74,22 @@ class PrefetchAlgorithm(ABC):
         """Return the keys to prefetch now, in order of priority, without duplicates."""
 
     def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]] | None:
+        """Return what `propose_arrays` does, row by row, or None."""
+        found = self.propose_arrays(layers, logits)
+        if found is None:
+            return None
+        keys, counts = found[0].tolist(), found[1].cumsum().tolist()
+        return [keys[start:end] for start, end in pairwise([0, *counts])]
+
+    def propose_arrays(
+        self, layers: Sequence[int], logits: FloatArray
+    ) -> tuple[IntArray, IntArray] | None:
         """Return what `propose` would for each of some predictions of one token, or None.
 
-        `logits` [n, experts] are predicted of `layers` [n], one after the other. Only for
-        algorithms that look at nothing else of an event; a replay then asks for many steps of one
-        layer at once, a live run for all layers of a step.
+        That is all keys, and how many are each row's. `logits` [n, experts] are predicted of
+        `layers` [n], one after the other. Only for algorithms that look at nothing else of an
+        event; a replay then asks for many steps of one layer at once, a live run for all layers of
+        a step.
         """
         return None
 
@@ -148,21 +159,39 @@ def by_mass(layer: int, wanted: np.ndarray, scores: FloatArray) -> list[int]:
     return keys
 
 
-def best_of_rows(layers: Sequence[int], logits: FloatArray, count: int) -> list[list[int]]:
-    """Return `most_likely` of each token alone; its layer is in `layers` [tokens]."""
-    top = (-logits).argsort(axis=-1, kind="stable")[:, :count]
-    rows: list[list[int]] = (top + np.asarray(layers)[:, None] * logits.shape[-1]).tolist()
-    return rows
+def best_of_rows(
+    layers: Sequence[int], logits: FloatArray, count: int
+) -> tuple[IntArray, IntArray]:
+    """Return `most_likely` of each token alone, in one array, and how many keys are each one's.
+
+    A token's layer is in `layers` [tokens].
+    """
+    top = _top(-logits, count) + np.asarray(layers)[:, None] * logits.shape[-1]
+    return top.ravel(), np.full(len(top), top.shape[1])
 
 
-def rows_by_mass(layers: Sequence[int], wanted: BoolArray, scores: FloatArray) -> list[list[int]]:
-    """Return `by_mass` of each token alone, whose layer is in `layers` [tokens]."""
+def _top(ranks: FloatArray, count: int) -> IntArray:
+    """Return each row's `count` lowest places, the lowest first, of equal ones the first."""
+    if 4 * count > ranks.shape[-1]:
+        return ranks.argsort(axis=-1, kind="stable")[:, :count]
+    # To sort few of many is three times faster, where no tie says which few.
+    top = ranks.argpartition(count - 1, axis=-1)[:, :count]
+    top.sort(axis=-1)
+    own = np.take_along_axis(ranks, top, axis=-1)
+    top = np.take_along_axis(top, own.argsort(axis=-1, kind="stable"), axis=-1)
+    tied = (ranks <= own.max(axis=-1, keepdims=True)).sum(axis=-1) > count
+    top[tied] = ranks[tied].argsort(axis=-1, kind="stable")[:, :count]
+    return top
+
+
+def rows_by_mass(
+    layers: Sequence[int], wanted: BoolArray, scores: FloatArray
+) -> tuple[IntArray, IntArray]:
+    """Return `by_mass` of each token alone, as `best_of_rows`."""
     tokens, experts = wanted.nonzero()
     order = np.lexsort((-scores[tokens, experts], tokens))
     experts += np.asarray(layers)[tokens] * scores.shape[-1]
-    keys: list[int] = experts[order].tolist()
-    ends: list[int] = wanted.sum(axis=-1).cumsum().tolist()
-    return [keys[start:end] for start, end in pairwise([0, *ends])]
+    return experts[order], wanted.sum(axis=-1)
 
 
 def activations(event: Event, num_experts: int) -> IntArray:

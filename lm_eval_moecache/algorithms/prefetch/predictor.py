@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, best_of_rows, most_likely
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.artifact import PREDICTOR
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -57,5 +57,7 @@ class Predictor(PrefetchAlgorithm):
             keys += most_likely(layer, logits, self._count)
         return keys
 
-    def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]]:
+    def propose_arrays(
+        self, layers: Sequence[int], logits: FloatArray
+    ) -> tuple[IntArray, IntArray]:
         return best_of_rows(layers, logits, self._count)

@@ -62,7 +62,9 @@ class Score(PrefetchAlgorithm):
             keys += by_mass(layer, scores > bar, scores)
         return keys
 
-    def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]]:
+    def propose_arrays(
+        self, layers: Sequence[int], logits: FloatArray
+    ) -> tuple[IntArray, IntArray]:
         scores = softmax(logits)
         if self.scope == "token":
             bars = np.percentile(scores, self.percentile, axis=-1)
