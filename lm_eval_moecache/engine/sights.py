@@ -60,7 +60,8 @@ def proposed_arrays(
     num_layers = trace.geometry.num_layers
     if needs.recorded is not None:
         bounds = needs.recorded.bounds[first * num_layers : last * num_layers + 1]
-        return needs.recorded.keys[bounds[0] : bounds[-1]], bounds - bounds[0]
+        keys: IntArray = needs.recorded.keys[bounds[0] : bounds[-1]].astype(np.int64)
+        return keys, bounds - bounds[0]
     prefetch, predicted = needs.asked_ahead, trace.predicted
     if prefetch is None or predicted is None or not needs.depth:
         return None
