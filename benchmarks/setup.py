@@ -26,55 +26,20 @@ from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 
+FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_experts", "num_experts_per_tok"),
+)
 SHAPES: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-    },
-    "olmoe": {
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "olmoe2": {
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "olmoe4": {
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "nano": {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "mixtral": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    name: dict(zip(FIELDS, sizes, strict=True))
+    for name, sizes in {
+        "nano": (64, 64, 3, 4, 8, 2),
+        "cpu": (512, 1024, 4, 8, 16, 4),
+        "olmoe2": (2048, 1024, 2, 16, 64, 8),
+        "olmoe4": (2048, 1024, 4, 16, 64, 8),
+        "olmoe": (2048, 1024, 16, 16, 64, 8),
+        "mixtral": (4096, 14336, 16, 32, 8, 2),
+    }.items()
 }
 
 

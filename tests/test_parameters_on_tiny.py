@@ -31,6 +31,8 @@ LADDER = ("int8", "int4", "int2")
 # are swept in tests/speculative.
 ELSEWHERE = ("is_offline", "needs_draft")
 LIVE = [c for c in CASES if not any(getattr(find_algorithm(*c[:2]), e, False) for e in ELSEWHERE)]
+# Hundreds of short runs; the fast tests try the same knobs on streams (tests/algorithms).
+pytestmark = pytest.mark.slow
 
 
 @functools.cache

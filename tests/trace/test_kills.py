@@ -53,6 +53,7 @@ def rest_of(descriptor: int) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda n: n.name)
 def test_ten_kills_lose_nothing_that_was_finished_and_double_nothing(
     tmp_path: Path, number: signal.Signals
