@@ -12,8 +12,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.numbers import plain_number
-from lm_eval_moecache.report.compare import DEFAULT_ALPHA, SPEED_METRICS, Rules, compare
-from lm_eval_moecache.report.compare_forms import FORMS
+from lm_eval_moecache.report.compare import DEFAULT_ALPHA, FORMS, SPEED_METRICS, Rules, compare
 from lm_eval_moecache.report.results import load_runs
 
 _SAME_MACHINE = {"auto": None, "yes": True, "no": False}

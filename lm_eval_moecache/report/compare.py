@@ -8,13 +8,15 @@ tests that could tell anything: Tarone). Runs whose identities differ (batch siz
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+from xml.etree import ElementTree
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.report.columns import metric_column, metric_value
+from lm_eval_moecache.report.columns import metric_column
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, identity
 from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test
@@ -37,7 +39,7 @@ TOLERANCE = {"virtual": 0.02, "wall": 0.1}
 # What of a record's `environment` decides how a sum is rounded. Cores do not: threads do.
 _MACHINE = ("cpu", "cpu_model", "instructions", "threads", "gpu", "rounding")
 _LIBRARIES = ("torch", "transformers", "numpy")
-ALL_TASKS = "(all)"
+ALL_TASKS, WHOLE_RUN = "(all)", "(whole run)"
 # A perplexity in its other forms: one of them is enough to judge.
 _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
 
@@ -118,76 +120,53 @@ class Test:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    """`change` is new less baseline; `allowed` how much worse it may get without being tested.
+class Row:
+    """One figure of both sides, judged; a missing run has no task, a missing task no metric.
 
-    `corrected` is the test's p-value after the correction over the whole comparison; 1 where too
-    few samples changed to tell a loss from chance.
+    `allowed` is how much worse it may get without being tested. `corrected` is the test's p-value
+    after the correction over the whole comparison; 1 where too few samples changed to tell a loss
+    from chance. `higher_is_better` None: no end is the better one, and any change beyond `allowed`
+    counts.
     """
 
-    baseline: float | None
-    new: float | None
-    allowed: float
-    judged_by: str
-    verdict: str
-    p: float | None = None
+    run: str
+    task: str | None = None
+    metric: str | None = None
+    baseline: float | None = None
+    new: float | None = None
+    higher_is_better: bool | None = None
+    allowed: float = 0.0
+    judged_by: str = "presence"
+    test: Test | None = None
     corrected: float | None = None
+    verdict: str = ""
 
     @property
     def change(self) -> float | None:
+        """New less baseline."""
         if self.baseline is None or self.new is None:
             return None
         return self.new - self.baseline
 
+    @property
+    def is_regression(self) -> bool:
+        return self.verdict in REGRESSIONS
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricDelta:
-    """A figure of both sides before the verdict; without a test `allowed` alone decides.
-
-    `higher_is_better` None: no end is the better one, and any change beyond `allowed` counts.
-    """
-
-    baseline: float
-    new: float
-    higher_is_better: bool | None
-    allowed: float
-    judged_by: str
-    test: Test | None = None
-
-    def judge(self, corrected: float | None, alpha: float) -> Judgement:
-        return Judgement(
-            baseline=self.baseline,
-            new=self.new,
-            allowed=self.allowed,
-            judged_by=self.judged_by if self.test is None else self.test.by,
-            verdict=self._verdict(corrected, alpha),
-            p=None if self.test is None else self.test.p,
-            corrected=corrected,
-        )
-
-    def _verdict(self, corrected: float | None, alpha: float) -> str:
+    def judged(self, corrected: float | None, alpha: float) -> Row:
+        """Return the row with its verdict; without a test `allowed` alone decides."""
+        assert self.baseline is not None and self.new is not None, "a figure that a side lacks"
         slack = _EPSILON * max(abs(self.baseline), abs(self.new))
         loss = self.baseline - self.new if self.higher_is_better else self.new - self.baseline
-        if abs(loss) <= slack:
-            return SAME
-        if self.higher_is_better is None:
-            return WITHIN if abs(loss) <= self.allowed + slack else CHANGED
-        if loss < 0:
-            return BETTER
         by_chance = corrected is not None and corrected > alpha
-        return WITHIN if by_chance or loss <= self.allowed + slack else WORSE
-
-
-def presence(baseline: float | None, new: float | None) -> Judgement:
-    """Judge a figure that a side does not have."""
-    verdict = SAME if baseline == new else MISSING if new is None else NEW
-    return Judgement(baseline=baseline, new=new, allowed=0.0, judged_by="presence", verdict=verdict)
-
-
-def floor_of(score: Score, floor: float) -> float:
-    """Return the smallest loss that matters: of a share in points, of others relative to it."""
-    share = score.higher_is_better and 0 <= score.value <= 1
-    return floor if share else floor * abs(score.value)
+        if abs(loss) <= slack:
+            verdict = SAME
+        elif self.higher_is_better is None:
+            verdict = WITHIN if abs(loss) <= self.allowed + slack else CHANGED
+        elif loss < 0:
+            verdict = BETTER
+        else:
+            verdict = WITHIN if by_chance or loss <= self.allowed + slack else WORSE
+        return replace(self, corrected=corrected, verdict=verdict)
 
 
 def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Samples) -> Test | None:
@@ -247,24 +226,6 @@ def changes(old: Samples, new: Samples) -> tuple[int, int, int, int] | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One judged figure; a missing run has no task, a missing task no metric."""
-
-    run: str
-    task: str | None
-    metric: str | None
-    judgement: Judgement
-
-    @property
-    def verdict(self) -> str:
-        return self.judgement.verdict
-
-    @property
-    def is_regression(self) -> bool:
-        return self.verdict in REGRESSIONS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Every judged figure, and what the verdict means."""
 
@@ -284,7 +245,6 @@ class Comparison:
 
 
 Units = dict[str, dict[str, Run]]
-Pending = tuple[str, str | None, str | None, "MetricDelta | Judgement"]
 
 
 def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Comparison:
@@ -294,20 +254,20 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
     """
     old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
     new_units, differing = _joined(old_units, new_units)
-    pending: list[Pending] = []
+    rows: list[Row] = []
     exact = 0
     for key, tasks in old_units.items():
         found = new_units.get(key)
         if found is None:
-            pending.append(_absent(key, None, MISSING))
+            rows.append(Row(run=key, verdict=MISSING))
             continue
         shared = {task: (run, found[task]) for task, run in tasks.items() if task in found}
         for task, pair in shared.items():
             _check_identity(*pair, task, rules)
         exact += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
-        pending += _compare_unit(key, tasks, found, rules)
-    pending += [_absent(key, None, NEW) for key in new_units if key not in old_units]
-    return _judged(pending, rules, differing, exact)
+        rows += _compare_unit(key, tasks, found, rules)
+    rows += [Row(run=key, verdict=NEW) for key in new_units if key not in old_units]
+    return _judged(rows, rules, differing, exact)
 
 
 def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
@@ -324,22 +284,24 @@ def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
 
 
 def _judged(
-    pending: Sequence[Pending], rules: Rules, differing: Mapping[str, tuple[str, str]], exact: int
+    rows: Sequence[Row], rules: Rules, differing: Mapping[str, tuple[str, str]], exact: int
 ) -> Comparison:
     """Correct the tests for their number and give the verdicts."""
-    tests = [f.test for *_, f in pending if isinstance(f, MetricDelta) and f.test is not None]
+    tests = [row.test for row in rows if row.test is not None]
     able = tarone([test.least_p for test in tests], rules.alpha)
     adjusted = iter(holm([test.p for test, one in zip(tests, able, strict=True) if one]))
     corrected = iter([next(adjusted) if one else 1.0 for one in able])
-    rows, weak = [], []
-    for run, task, metric, figure in pending:
-        if isinstance(figure, MetricDelta):
-            if figure.test is not None and figure.test.least_possible > rules.alpha:
-                weak.append(f"{task} {metric}")
-            figure = figure.judge(None if figure.test is None else next(corrected), rules.alpha)
-        rows.append(Row(run=run, task=task, metric=metric, judgement=figure))
+    judged = [
+        row if row.verdict else row.judged(row.test and next(corrected), rules.alpha)
+        for row in rows
+    ]
+    weak = [
+        f"{row.task} {row.metric}"
+        for row in rows
+        if row.test is not None and row.test.least_possible > rules.alpha
+    ]
     return Comparison(
-        rows=tuple(rows),
+        rows=tuple(judged),
         alpha=rules.alpha,
         differing=differing,
         exact_runs=exact,
@@ -393,55 +355,57 @@ def _arguments(run: Run) -> dict[str, str]:
 
 def _compare_unit(
     key: str, tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
-) -> list[Pending]:
-    pending: list[Pending] = []
+) -> Iterator[Row]:
     for task, run in tasks.items():
         if task in found:
-            pending += _compare_scores(key, task, run, found[task], rules)
-            pending += _compare_speed(key, task, run, found[task], rules)
+            yield from _compare_scores(key, task, run, found[task], rules)
+            yield from _compare_speed(key, task, run, found[task], rules)
         else:
-            pending.append(_absent(key, task, MISSING))
-    pooled = _all_tasks(tasks, found, rules)
-    if pooled is not None:
-        pending.append((key, ALL_TASKS, "accuracy", pooled))
-    return pending + [_absent(key, task, NEW) for task in found if task not in tasks]
+            yield Row(run=key, task=task, verdict=MISSING)
+    yield from _all_tasks(key, tasks, found, rules)
+    for task in [task for task in found if task not in tasks]:
+        yield Row(run=key, task=task, verdict=NEW)
 
 
-def _compare_scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Pending]:
+def _compare_scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
     exact = rules.is_exact(old, new)
     new_scores = {score.key: score for score in new.scores(task)}
     for score in old.scores(task):
         if score.metric in _SAME_AS_PERPLEXITY:
             continue
         if score.key not in new_scores:
-            yield _absent(key, task, MISSING, score.key)
+            yield Row(run=key, task=task, metric=score.key, verdict=MISSING)
             continue
+        after = new_scores[score.key]
         samples = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
-        figure = _score_figure(score, new_scores[score.key], samples, rules, exact)
-        yield (key, task, score.key, figure)
+        row = Row(run=key, task=task, metric=score.key, baseline=score.value, new=after.value)
+        higher = score.higher_is_better
+        # The smallest loss that matters: of a share in points, of others relative to it.
+        unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
+        yield _tested(
+            row, higher, unit, None if exact else score_test(score, after, *samples), exact, rules
+        )
 
 
-def _score_figure(
-    score: Score, new: Score, samples: Sequence[Mapping[str, Any]], rules: Rules, exact: bool
-) -> MetricDelta:
-    test = None if exact else score_test(score, new, *samples)
+def _tested(
+    row: Row, higher: bool, unit: float, test: Test | None, exact: bool, rules: Rules
+) -> Row:
     floor = rules.floor_of(exact)
-    return MetricDelta(
-        baseline=score.value,
-        new=new.value,
-        higher_is_better=score.higher_is_better,
-        allowed=floor_of(score, floor),
-        judged_by=EXACTLY if exact and not floor else f"floor {floor:g}",
+    judged_by = EXACTLY if exact and not floor else f"floor {floor:g}"
+    return replace(
+        row,
+        higher_is_better=higher,
+        allowed=floor * unit,
+        judged_by=judged_by if test is None else test.by,
         test=test,
     )
 
 
 def _all_tasks(
-    tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
-) -> MetricDelta | None:
+    key: str, tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
+) -> Iterator[Row]:
     """Judge the answers to all tasks' documents together: many small losses are one large one."""
-    counts, exact = [], True
-    documents = 0
+    counts, exact, documents = [], True, 0
     for task, run in tasks.items():
         score = run.score(task)
         if task not in found or score is None or not score.higher_is_better:
@@ -452,22 +416,21 @@ def _all_tasks(
             counts.append(counted)
             documents += len(sides[0])
             exact &= rules.is_exact(run, found[task])
-    if len(counts) < 2:
-        return None
-    before, after, won, lost = (sum(column) for column in zip(*counts, strict=True))
-    test: Test | None = None if exact else mcnemar(won, lost, documents)
-    floor = rules.floor_of(exact)
-    return MetricDelta(
-        baseline=before / documents,
-        new=after / documents,
-        higher_is_better=True,
-        allowed=floor,
-        judged_by=EXACTLY if exact and not floor else f"floor {floor:g}",
-        test=test,
-    )
+    if len(counts) > 1:
+        before, after, won, lost = (sum(column) for column in zip(*counts, strict=True))
+        row = Row(
+            run=key,
+            task=ALL_TASKS,
+            metric="accuracy",
+            baseline=before / documents,
+            new=after / documents,
+        )
+        yield _tested(
+            row, True, 1.0, None if exact else mcnemar(won, lost, documents), exact, rules
+        )
 
 
-def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Pending]:
+def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
     if task not in old.moecache["tasks"]:
         return
     exact, clock = rules.is_exact(old, new), str(old.moecache["clock"])
@@ -475,28 +438,161 @@ def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Ite
         metric, at, wanted = name.partition("@")
         if at and wanted != task:
             continue
-        before, after = (metric_value(run, f"{metric}@{task}").number for run in (old, new))
-        if before is None or after is None:
-            if before is not after:
-                yield (key, task, metric, presence(before, after))
-            continue
-        column = metric_column(metric)
+        column = metric_column(f"{metric}@{task}")
         assert column is not None, metric
+        before, after = (column.read(run).number for run in (old, new))
         tolerance = rules.tolerance_of(name, clock, exact)
-        yield (
-            key,
-            task,
-            metric,
-            MetricDelta(
-                baseline=before,
-                new=after,
+        row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
+        if before is not None and after is not None:
+            yield replace(
+                row,
                 higher_is_better=column.higher_is_better,
                 allowed=tolerance * abs(before),
                 judged_by=f"tolerance {tolerance:g}" if tolerance else EXACTLY,
-            ),
+            )
+        elif before is not after:
+            yield replace(row, verdict=MISSING if after is None else NEW)
+
+
+def as_json(comparison: Comparison, *, everything: bool = True) -> str:
+    """Return `{"verdict", "alpha", "tests", "differing", "rows": [...]}`; always every row."""
+    told = {
+        "verdict": "regression" if comparison.is_regression else "pass",
+        "alpha": comparison.alpha,
+        "tests": comparison.tests,
+        "weak_tests": list(comparison.weak_tests),
+        "exact_runs": comparison.exact_runs,
+        "differing": {name: list(pair) for name, pair in comparison.differing.items()},
+        "rows": [_as_dict(row) for row in comparison.rows],
+    }
+    return json.dumps(told, indent=2) + "\n"
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    return {
+        "run": row.run,
+        "task": row.task,
+        "metric": row.metric,
+        "baseline": row.baseline,
+        "new": row.new,
+        "change": row.change,
+        "allowed": row.allowed,
+        "judged_by": row.judged_by,
+        "p": None if row.test is None else row.test.p,
+        "p_corrected": row.corrected,
+        "verdict": row.verdict,
+    }
+
+
+def as_text(comparison: Comparison, *, everything: bool = False) -> str:
+    """One line a figure that changed (or all), and the verdict last, where a log is read first."""
+    lines = [_line(row) for row in _chosen(comparison, everything)]
+    return "\n".join([*_notes(comparison), *lines, _summary(comparison)]) + "\n"
+
+
+def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
+    """A pull-request comment: verdict first, then a table of what changed."""
+    lines = [f"### moecache: {_summary(comparison)}", "", *_notes(comparison)]
+    chosen = _chosen(comparison, everything)
+    if chosen:
+        lines += [""] if lines[-1] else []
+        lines += ["| | Run | Task | Metric | Baseline | New | Change | Allowed | Judged by | p |"]
+        lines += ["| --- | --- | --- | --- | --: | --: | --: | --: | --- | --: |"]
+    for row in chosen:
+        cells = [
+            f"**{row.verdict}**" if row.is_regression else row.verdict,
+            f"`{row.run}`",
+            row.task or WHOLE_RUN,
+            row.metric or "",
+            *map(_number, (row.baseline, row.new, row.change)),
+            _number(row.allowed) if row.baseline is not None else "",
+            row.judged_by,
+            _number(row.corrected, 2),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def as_junit(comparison: Comparison, *, everything: bool = True) -> str:
+    """One suite a run, one case a figure: what CI systems show as tests."""
+    head = {"name": "moecache compare", **_counts(comparison.rows)}
+    root = ElementTree.Element("testsuites", head)
+    for name in dict.fromkeys(row.run for row in comparison.rows):
+        rows = [row for row in comparison.rows if row.run == name]
+        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(rows)})
+        for row in rows:
+            place = " ".join(filter(None, (row.task or WHOLE_RUN, row.metric)))
+            case = ElementTree.SubElement(suite, "testcase", classname=name, name=place)
+            if row.is_regression:
+                failure = ElementTree.SubElement(
+                    case, "failure", type=row.verdict, message=_line(row)
+                )
+                failure.text = "\n".join(_notes(comparison))
+    ElementTree.indent(root)
+    text = ElementTree.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
+
+
+FORMS: Mapping[str, Callable[..., str]] = {
+    "text": as_text,
+    "md": as_markdown,
+    "json": as_json,
+    "junit": as_junit,
+}
+
+
+def _counts(rows: Sequence[Row]) -> dict[str, str]:
+    failed = sum(row.is_regression for row in rows)
+    return {"tests": str(len(rows)), "failures": str(failed), "errors": "0"}
+
+
+def _chosen(comparison: Comparison, everything: bool) -> list[Row]:
+    return [row for row in comparison.rows if everything or row.verdict != SAME]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    lines = [
+        f"argument differs: {name}: {before} -> {after}"
+        for name, (before, after) in comparison.differing.items()
+    ]
+    if comparison.exact_runs:
+        lines.append(
+            f"{comparison.exact_runs} runs were made on the baseline's machine and are compared "
+            "to the digit."
         )
+    if comparison.tests:
+        lines.append(
+            f"{comparison.tests} scores are tested; the chance that chance alone fails this "
+            f"comparison is at most {100 * comparison.alpha:g}% (Holm, Tarone)."
+        )
+    if comparison.weak_tests:
+        lines.append(
+            f"{len(comparison.weak_tests)} of them have too few documents to ever fail: "
+            f"{', '.join(comparison.weak_tests)}."
+        )
+    return lines
 
 
-def _absent(key: str, task: str | None, verdict: str, metric: str | None = None) -> Pending:
-    judged = Judgement(baseline=None, new=None, allowed=0.0, judged_by="presence", verdict=verdict)
-    return (key, task, metric, judged)
+def _line(row: Row) -> str:
+    place = " ".join(filter(None, (row.task or WHOLE_RUN, row.metric)))
+    text = f"{row.verdict:8s} {place}"
+    if row.change is not None:
+        text += (
+            f": {_number(row.baseline)} -> {_number(row.new)} "
+            f"(change {row.change:+.4g}, allowed {row.allowed:.4g}, {row.judged_by}"
+        )
+        if row.test is not None:
+            text += f", p {row.test.p:.2g}, corrected {row.corrected:.2g}"
+        text += ")"
+    return f"{text}  [{row.run}]"
+
+
+def _summary(comparison: Comparison) -> str:
+    rows = comparison.rows
+    verdicts = [row.verdict for row in rows]
+    told = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts))
+    return f"{'REGRESSION' if comparison.is_regression else 'pass'}: {len(rows)} figures: {told}"
+
+
+def _number(value: float | None, digits: int = 6) -> str:
+    return "" if value is None else f"{value:.{digits}g}"

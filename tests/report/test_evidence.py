@@ -12,8 +12,17 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.report.claims import FAILS, HOLDS, IN_PART, OPEN, answer, page, read_claims
-from lm_eval_moecache.report.evidence import Samples, estimate
+from lm_eval_moecache.report.claims import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    OPEN,
+    Samples,
+    answer,
+    estimate,
+    page,
+    read_claims,
+)
 from tests.report.runs import record
 
 DOCS = 40
