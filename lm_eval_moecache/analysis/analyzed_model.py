@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,16 +23,8 @@ from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.sizes import parse_capacity
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What reading the text under one setting gave."""
-
-    perplexity: float
-    engine: Engine
-
-
 class AnalyzedModel:
-    """A loaded model and its text as windows of tokens; every `read` starts with a cold cache."""
+    """A loaded model and its text as windows of tokens; every `under` starts with a cold cache."""
 
     def __init__(
         self, pretrained: str, texts: Sequence[str], max_tokens: int, window: int = 512
@@ -60,34 +52,32 @@ class AnalyzedModel:
             windows += [p for p in torch.split(whole, window) if len(p) > 1]
         return windows
 
-    def read(
+    @contextmanager
+    def under(
         self,
         overrides: Mapping[str, Any],
         *,
-        policy: str = "on_demand",
         capacity: str = "100%",
         scan: bool = False,
         seed: int = 0,
-        prepare: Callable[[Engine], None] | None = None,
-    ) -> Reading:
-        """Score the text; `scan` routes it token after token, which needs a cache per layer."""
+    ) -> Iterator[Engine]:
+        """Run the model on demand with these overrides; `scan` needs a cache per layer."""
         setting = Setting(
-            policy=load_policy(policy, overrides),
+            policy=load_policy("on_demand", overrides),
             capacity=parse_capacity(capacity, self.geometry),
             hardware=load_hardware(DEFAULT_PROFILE),
             seed=seed,
         )
         engine = Engine(self.geometry, setting)
-        if prepare is not None:
-            prepare(engine)
         wrapped = WrappedModel(self.model, self.layers, engine)
         wrapped.scan_scoring = scan
         try:
-            return Reading(math.exp(self._mean_nll()), engine)
+            yield engine
         finally:
             wrapped.unwrap()
 
-    def _mean_nll(self) -> float:
+    def perplexity(self) -> float:
+        """Score the text as the model is now."""
         total, count = 0.0, 0
         for window in self.windows:
             with torch.no_grad():
@@ -97,7 +87,7 @@ class AnalyzedModel:
             )
             total += float(losses)
             count += len(window) - 1
-        return total / count
+        return math.exp(total / count)
 
 
 def read_texts(pretrained: str, path: str | None) -> list[str]:

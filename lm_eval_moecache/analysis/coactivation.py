@@ -137,9 +137,9 @@ def analyze(
     return rows
 
 
-def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str, path: str) -> None:
+def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str) -> Any:
     """Draw a layer's co-activations, output similarities (diagonals left out) and activations."""
-    from lm_eval_moecache.report.mpl_style import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure
 
     figure, (left, middle, right) = new_figure(columns=3)
     for panel, name, values in (
@@ -157,4 +157,4 @@ def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str, p
     right.set_title("tokens that chose i")
     right.set_xlabel("expert i")
     figure.suptitle(title)
-    save(figure, path)
+    return figure

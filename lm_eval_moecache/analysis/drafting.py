@@ -42,9 +42,9 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> Rows:
     return [_row(analyzed, at, hidden, drafted) for at in layers]
 
 
-def draw(rows: Rows, title: str, path: str) -> None:
+def draw(rows: Rows, title: str) -> Any:
     """Draw the share of experts predicted rightly over the layers."""
-    from lm_eval_moecache.report.mpl_style import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure
 
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
@@ -58,7 +58,7 @@ def draw(rows: Rows, title: str, path: str) -> None:
     panels[1].set_ylabel("experts predicted rightly")
     panels[1].legend()
     figure.suptitle(title)
-    save(figure, path)
+    return figure
 
 
 def _read(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
@@ -14,6 +13,10 @@ from lm_eval_moecache.report.metrics import cache_metrics
 
 TITLE = "Expert selection, token after token"
 ABSENT, CACHED, HIT, MISS = range(4)
+_SHOWN = (
+    *("miss_rate", "token_miss_rate", "expert_lifetime_tokens"),
+    *("routing_fidelity", "bytes_per_token"),
+)
 
 
 @dataclass(slots=True)
@@ -35,26 +38,11 @@ def analyze(
     rows, maps = [], {}
     for name, overrides in routings.items():
         found = SelectionMap(layer)
-        reading = analyzed.read(
-            overrides, capacity=capacity, scan=True, prepare=partial(_watch, found=found)
-        )
-        metrics = cache_metrics(reading.engine.ledger.passes)
-        rows.append(
-            {
-                "routing": name,
-                "perplexity": reading.perplexity,
-                **{
-                    key: metrics[key]
-                    for key in (
-                        "miss_rate",
-                        "token_miss_rate",
-                        "expert_lifetime_tokens",
-                        "routing_fidelity",
-                        "bytes_per_token",
-                    )
-                },
-            }
-        )
+        with analyzed.under(overrides, capacity=capacity, scan=True) as engine:
+            _watch(engine, found)
+            row = {"routing": name, "perplexity": analyzed.perplexity()}
+        metrics = cache_metrics(engine.ledger.passes)
+        rows.append(row | {key: metrics[key] for key in _SHOWN})
         maps[name] = found
     return rows, maps
 
@@ -80,12 +68,12 @@ def _watch(engine: Engine, found: SelectionMap) -> None:
     engine.observe(observe)
 
 
-def draw(maps: Mapping[str, SelectionMap], title: str, path: str, tokens: int = 100) -> None:
+def draw(maps: Mapping[str, SelectionMap], title: str, tokens: int = 100) -> Any:
     """Draw the maps below each other: green a hit, red a miss, blue in the cache and not needed."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    from lm_eval_moecache.report.mpl_style import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure
 
     colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
     figure, axes = new_figure(rows=len(maps))
@@ -108,4 +96,4 @@ def draw(maps: Mapping[str, SelectionMap], title: str, path: str, tokens: int = 
         ncols=3,
     )
     figure.suptitle(title)
-    save(figure, path)
+    return figure

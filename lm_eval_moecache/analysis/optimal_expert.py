@@ -5,26 +5,19 @@ Shapes: T tokens that are predicted, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.selection import Selection
-from lm_eval_moecache.records.sizes import parse_capacity
 
 TITLE = "Share of tokens whose router chose the expert with which they are predicted best"
 
@@ -66,11 +59,14 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
     """
     geometry = analyzed.geometry
     rows = []
-    with _forced(analyzed, rank) as (model, routing):
+    forced = {"routing": f"{__name__}.{ForcedExpert.__name__}", "routing.rank": rank}
+    with analyzed.under(forced) as engine:
+        routing = engine.algorithms.routing
+        assert isinstance(routing, ForcedExpert)
         for layer in tqdm(range(geometry.num_layers), desc="layers"):
             own, oracle, agreed = 0.0, 0.0, 0
             for window in analyzed.windows:
-                found = _search(model, routing, window, layer, geometry)
+                found = _search(analyzed.model, routing, window, layer, geometry)
                 own, oracle, agreed = own + found[0], oracle + found[1], agreed + found[2]
             count = sum(len(window) - 1 for window in analyzed.windows)
             rows.append(
@@ -83,25 +79,6 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-@contextmanager
-def _forced(analyzed: AnalyzedModel, rank: int) -> Iterator[tuple[Any, ForcedExpert]]:
-    """Run the model under a routing that can be told what to choose; all experts are resident."""
-    path = f"{__name__}.{ForcedExpert.__name__}"
-    setting = Setting(
-        policy=load_policy("on_demand", {"routing": path, "routing.rank": rank}),
-        capacity=parse_capacity("100%", analyzed.geometry),
-        hardware=load_hardware(DEFAULT_PROFILE),
-    )
-    engine = Engine(analyzed.geometry, setting)
-    wrapped = WrappedModel(analyzed.model, analyzed.layers, engine)
-    routing = engine.algorithms.routing
-    assert isinstance(routing, ForcedExpert)
-    try:
-        yield analyzed.model, routing
-    finally:
-        wrapped.unwrap()
 
 
 def _search(
@@ -140,9 +117,9 @@ def _losses(model: Any, window: torch.Tensor) -> FloatArray:
     return losses
 
 
-def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Draw Figure 10: agreement over the layers, beside chance."""
-    from lm_eval_moecache.report.mpl_style import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure
 
     figure, (axes,) = new_figure()
     layers = [row["layer"] for row in rows]
@@ -153,4 +130,4 @@ def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
     axes.set_ylim(bottom=0)
     axes.legend()
     axes.set_title(title, fontsize=9)
-    save(figure, path)
+    return figure

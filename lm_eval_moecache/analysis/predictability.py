@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +45,9 @@ _REPLACED = {"routing": "commit", "routing.tokens": "mispredicted", "phases": "d
 Rows = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The tables of the analysis."""
-
-    certainty: Rows
-    layers: Rows
-    correlations: Rows
-    replacement: Rows
-
-
 def analyze(
     pretrained: str, tasks: Sequence[str], *, limit: int, profile: str | None = None
-) -> Found:
+) -> dict[str, Rows]:
     """Run the tasks as they are and with the replacement; every expert is resident all the time.
 
     The frequency baseline names the experts that these very tokens chose most often, which no
@@ -75,17 +64,17 @@ def analyze(
         lm.install(settings[1])
         replaced = evaluate(_cell(tasks, limit), lm)
     top_k = lm.geometry.top_k
-    return Found(
-        certainty=certainty_rows(judged, top_k),
-        layers=layer_rows(judged, top_k),
-        correlations=correlation_rows(judged),
-        replacement=_compare(plain, replaced),
-    )
+    return {
+        "certainty": certainty_rows(judged, top_k),
+        "layers": layer_rows(judged, top_k),
+        "correlations": correlation_rows(judged),
+        "replacement": _compare(plain, replaced),
+    }
 
 
-def draw(rows: Rows, title: str, path: str) -> None:
+def draw(rows: Rows, title: str) -> Any:
     """Draw Figure 2: mean certainty over accuracy, and how many predictions have each."""
-    from lm_eval_moecache.report.mpl_style import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure
 
     figure, (left, right) = new_figure(columns=2)
     accuracy = [row["accuracy"] for row in rows]
@@ -98,7 +87,7 @@ def draw(rows: Rows, title: str, path: str) -> None:
         axes.set_xticks(accuracy)
         axes.set_xlabel("share of a token's experts predicted rightly")
     figure.suptitle(title)
-    save(figure, path)
+    return figure
 
 
 def _config(profile: str | None, overrides: dict[str, Any]) -> Config:

@@ -19,14 +19,19 @@ def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> list[dict[str, Any]]:
     Rank 0 is the unmodified model. Swapping is random, so it is read once for each seed; the mean
     and the largest distance from it are given.
     """
-    plain = analyzed.read({}).perplexity
+
+    def perplexity(overrides: dict[str, Any], seed: int = 0) -> float:
+        with analyzed.under(overrides, seed=seed):
+            return analyzed.perplexity()
+
+    plain = perplexity({})
     rows: list[dict[str, Any]] = [
         {"rank": 0, "drop_from": plain, "swap": plain, "swap_spread": 0.0}
     ]
     for rank in tqdm(range(1, analyzed.geometry.top_k + 1), desc="ranks"):
-        dropped = analyzed.read({"routing": "drop_rank", "routing.rank": rank}).perplexity
+        dropped = perplexity({"routing": "drop_rank", "routing.rank": rank})
         swapped = [
-            analyzed.read({"routing": "swap_rank", "routing.rank": rank}, seed=seed).perplexity
+            perplexity({"routing": "swap_rank", "routing.rank": rank}, seed)
             for seed in range(seeds)
         ]
         mean = sum(swapped) / seeds
@@ -35,9 +40,9 @@ def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
+def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
-    from lm_eval_moecache.report.mpl_style import new_figure, save
+    from lm_eval_moecache.report.mpl_style import new_figure
 
     figure, (left, right) = new_figure(columns=2)
     plain, ranked = rows[0]["drop_from"], rows[1:]
@@ -60,4 +65,4 @@ def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
         axes.set_ylabel("perplexity")
         axes.legend()
     figure.suptitle(title)
-    save(figure, path)
+    return figure

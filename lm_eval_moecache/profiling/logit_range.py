@@ -56,5 +56,6 @@ def measure(analyzed: Any) -> list[float]:
     with ExitStack() as hooks:
         for index, layer in enumerate(analyzed.layers):
             hooks.callback(layer.router.register_forward_hook(watch(index)).remove)
-        analyzed.read({})
+        with analyzed.under({}):
+            analyzed.perplexity()
     return [total / count for total, count in zip(sums, counts, strict=True)]

@@ -291,10 +291,10 @@ def _judged(
     able = tarone([test.least_p for test in tests], rules.alpha)
     adjusted = iter(holm([test.p for test, one in zip(tests, able, strict=True) if one]))
     corrected = iter([next(adjusted) if one else 1.0 for one in able])
-    judged = [
-        row if row.verdict else row.judged(row.test and next(corrected), rules.alpha)
-        for row in rows
-    ]
+    judged = []
+    for row in rows:
+        p = None if row.test is None else next(corrected)
+        judged.append(row if row.verdict else row.judged(p, rules.alpha))
     weak = [
         f"{row.task} {row.metric}"
         for row in rows

@@ -95,6 +95,13 @@ def legend(figure: Any, series: Mapping[str, Any], title: str | None = None) -> 
     )
 
 
+def save_as(figure: Any, stem: Path) -> list[Path]:
+    """Write a figure as `<stem>.svg` and `.png`; return the files."""
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("svg", "png")]
+    save(figure, *paths)
+    return paths
+
+
 def save(figure: Any, *paths: str | Path) -> None:
     """Write a figure as SVG, PNG or PDF, by the endings of the names, and close it."""
     plt = pyplot()

@@ -33,7 +33,7 @@ from lm_eval_moecache.report.mpl_style import (
     new_figure,
     plain,
     pyplot,
-    save,
+    save_as,
 )
 from lm_eval_moecache.report.results import RATES, Run, groups, varying
 from lm_eval_moecache.report.tables import pareto_front, sort_key
@@ -84,10 +84,7 @@ def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) 
     """
     written: list[Path] = []
     for figure in figures:
-        picture = draw_figure(runs, figure)
-        paths = [folder / f"{figure.name}.{suffix}" for suffix in ("svg", "png")]
-        save(picture, *paths)
-        written += paths
+        written += save_as(draw_figure(runs, figure), folder / figure.name)
     return written
 
 
@@ -163,9 +160,8 @@ def write_plots(
             part.replace("capacity_bytes", "memory").replace(":", "_").replace(",", "_")
             for part in (first, second)
         )
-        paths = [folder / f"{name}.{suffix}" for suffix in ("svg", "png")]
-        save(draw_tradeoff(known, axes[0], axes[1], group or "policy", is_curve=is_curve), *paths)
-        written += paths
+        drawn = draw_tradeoff(known, axes[0], axes[1], group or "policy", is_curve=is_curve)
+        written += save_as(drawn, folder / name)
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
