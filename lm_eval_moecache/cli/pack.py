@@ -5,12 +5,11 @@ A sweep that goes on in a packed folder unpacks it first: pack again when it is 
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.report.results import PACKED, RUNS, pack, unpack
 from lm_eval_moecache.sweep.files import only_sweep
 
@@ -38,8 +37,5 @@ def run(arguments: Namespace) -> int:
         else:
             with only_sweep(place):
                 counts[str(place)] = pack(place)
-    if arguments.json:
-        sys.stdout.write(json.dumps({"runs": counts}, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(f"{count:5d} runs  {place}\n" for place, count in counts.items())
-    return 0
+    lines = (f"{count:5d} runs  {place}\n" for place, count in counts.items())
+    return print_result(arguments.json, {"runs": counts}, "".join(lines))

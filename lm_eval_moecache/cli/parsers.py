@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import textwrap
 from argparse import SUPPRESS, Action
 from collections.abc import Iterable
+from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
@@ -33,6 +36,12 @@ def make_parser(prog: str, description: str | None, epilog: str | None = None) -
     parser.add_argument("--config", action="config", help="read options from a YAML file")
     parser.add_argument("--json", action="store_true", help="print machine-readable output")
     return parser
+
+
+def print_result(as_json: bool, found: Any, text: str) -> int:
+    """Print what a command has found in the form asked for; return its exit code."""
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else text)
+    return 0
 
 
 def terminal_width() -> int:

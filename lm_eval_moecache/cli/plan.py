@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
@@ -59,12 +59,8 @@ def run(arguments: Namespace) -> int:
     if arguments.bandwidth is not None:
         hardware = hardware.with_bandwidth(arguments.bandwidth)
     found = _find(model, hardware, context, prompt, arguments.trace)
-    if arguments.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-        sys.stdout.write(_text(model, hardware, found, max(width, 60)))
-    return 0
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    return print_result(arguments.json, found, _text(model, hardware, found, max(width, 60)))
 
 
 def _find(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.plots import write_figures, write_plots
@@ -46,11 +45,8 @@ def run(arguments: Namespace) -> int:
         written = write_figures(runs, own, target)
     else:
         written = write_plots(runs, target, task=arguments.task, group=arguments.group)
-    if arguments.json:
-        sys.stdout.write(json.dumps({"files": [str(path) for path in written]}, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(f"{path}\n" for path in written)
-    return 0
+    files = [str(path) for path in written]
+    return print_result(arguments.json, {"files": files}, "".join(f"{path}\n" for path in files))
 
 
 def _chosen(runs: Sequence[Run], where: str | None) -> list[Run]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
-from lm_eval_moecache.cli.parsers import listed, terminal_width, wrapped
+from lm_eval_moecache.cli.parsers import listed, print_result, terminal_width, wrapped
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.report.explain import as_text, explain
@@ -35,17 +33,10 @@ def run(arguments: Namespace) -> int:
     axes = AXES if arguments.axis is None else (arguments.axis,)
     if arguments.name is not None:
         found = explain(arguments.name, axes)
-        text = as_text(found, terminal_width() - 1)
-        sys.stdout.write(json.dumps(found, indent=2) + "\n" if arguments.json else text)
-        return 0
-    listing = collect(axes)
-    if arguments.json:
-        sys.stdout.write(json.dumps(listing, indent=2) + "\n")
-    elif arguments.all or arguments.axis:
-        sys.stdout.write(_in_full(listing, with_sources=arguments.all))
-    else:
-        sys.stdout.write(_in_short(listing))
-    return 0
+        return print_result(arguments.json, found, as_text(found, terminal_width() - 1))
+    listing, in_full = collect(axes), arguments.all or arguments.axis
+    text = _in_full(listing, with_sources=arguments.all) if in_full else _in_short(listing)
+    return print_result(arguments.json, listing, text)
 
 
 def collect(axes: Sequence[str] = AXES) -> dict[str, Any]:

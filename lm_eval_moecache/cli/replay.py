@@ -10,7 +10,6 @@ and LRU and the bound on misses are of it.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from jsonargparse import ArgumentParser
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.cli.parsers import make_parser
+from lm_eval_moecache.cli.parsers import make_parser, print_result
 from lm_eval_moecache.engine.setting import (
     ATTENTIONS,
     EXECUTIONS,
@@ -37,8 +36,13 @@ from lm_eval_moecache.records.files import parse_yaml, read_yaml
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.report.replay_sweep import SweepSetting, run_sweep
-from lm_eval_moecache.report.replay_table import as_json, as_table
+from lm_eval_moecache.report.replays import (
+    SweepSetting,
+    as_json,
+    as_table,
+    plot_miss_rates,
+    run_sweep,
+)
 from lm_eval_moecache.trace.use import load_use
 
 # Option -> its help; each takes text, and is none unless given.
@@ -85,15 +89,9 @@ def run_raw(argv: list[str]) -> int:
         write_timeline(arguments.traces, setting, arguments.timeline)
     rows = run_sweep(arguments.traces, setting, show_progress=sys.stderr.isatty())
     if arguments.plot is not None:
-        # matplotlib is an optional extra, and slow to import.
-        from lm_eval_moecache.report.replay_plot import plot_miss_rates
-
         plot_miss_rates(rows, arguments.plot)
-    if arguments.json:
-        sys.stdout.write(json.dumps(as_json(rows), indent=2) + "\n")
-    else:
-        sys.stdout.write(as_table(rows, in_full=arguments.all) + "\n")
-    return 0
+    text = as_table(rows, in_full=arguments.all) + "\n"
+    return print_result(arguments.json, as_json(rows), text)
 
 
 def parser(needs_traces: bool = True) -> ArgumentParser:

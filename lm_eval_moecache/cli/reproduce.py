@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import main as moecache
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.schemas.inputs import Recipe, check_limit, read_jobs
 from lm_eval_moecache.report.paper_comparison import comparison_table
 from lm_eval_moecache.report.render import as_markdown
@@ -34,8 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     if arguments.figure is None:
-        _list(arguments.json)
-        return 0
+        return _list(arguments.json)
     found = load_recipe(arguments.figure)
     read_jobs(arguments.jobs)
     check_limit(arguments.limit, "reproduce")
@@ -52,21 +51,18 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _list(as_json: bool) -> None:
+def _list(as_json: bool) -> int:
     recipes = [load_recipe(name) for name in recipe_names()]
-    if as_json:
-        rows = [
-            {"name": f.name, **f.recipe.model_dump(include={"where", "title", "claims"})}
-            for f in recipes
-        ]
-        sys.stdout.write(json.dumps({"figures": rows}, indent=2) + "\n")
-        return
-    for each in recipes:
-        sys.stdout.write(f"{each.name:34s} {each.recipe.title}\n")
-    sys.stdout.write(
+    rows = [
+        {"name": f.name, **f.recipe.model_dump(include={"where", "title", "claims"})}
+        for f in recipes
+    ]
+    text = "".join(f"{each.name:34s} {each.recipe.title}\n" for each in recipes)
+    text += (
         f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the shipped "
         "model, `--pretrained MODEL` on another.\n"
     )
+    return print_result(as_json, {"figures": rows}, text)
 
 
 def _sweep(recipe: Recipe, folder: Path, arguments: Namespace) -> int:

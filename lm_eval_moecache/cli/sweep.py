@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.sweep.spec import EXECUTORS, SweepFile, read_sweep
 
@@ -46,10 +45,7 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.sweep.run import run_sweep
 
     report = run_sweep(sweep, path.parent, rerun=arguments.rerun, live=arguments.live)
-    if arguments.json:
-        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
-    else:
-        sys.stdout.write(_as_text(report, path.parent))
+    print_result(arguments.json, report.as_dict(), _as_text(report, path.parent))
     return 1 if report.failed else 0
 
 
@@ -57,12 +53,9 @@ def _list(sweep: SweepFile, folder: Path, arguments: Namespace) -> int:
     from lm_eval_moecache.sweep.run import estimate
 
     found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
-    if arguments.json:
-        sys.stdout.write(json.dumps({"experiment": sweep.name, **found.as_dict()}, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(f"{row['state']:9s} {row['run_id']}\n" for row in found.rows)
-        sys.stdout.write(found.as_text() + "\n")
-    return 0
+    lines = [*(f"{row['state']:9s} {row['run_id']}" for row in found.rows), found.as_text(), ""]
+    told = {"experiment": sweep.name, **found.as_dict()}
+    return print_result(arguments.json, told, "\n".join(lines))
 
 
 def _as_text(report: Report, folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import parsed
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.event import PHASES
@@ -67,20 +67,16 @@ def _formats(arguments: Namespace) -> int:
         }
         for name, kind in trace_formats().items()
     ]
-    if arguments.json:
-        return _print(json.dumps({"formats": rows}, indent=2))
     lines = []
     for row in rows:
         ways = "read and written" if row["written"] else "read"
         lines += [f"{row['format']} ({' '.join(row['suffixes'])}; {ways})", f"  {row['about']}"]
         lines += [f"  beside the ids: {row['holds']}"]
-    return _print("\n".join(lines))
+    return print_result(arguments.json, {"formats": rows}, "\n".join([*lines, ""]))
 
 
 def _show(arguments: Namespace) -> int:
     found = about(arguments.file, arguments.top_k)
-    if arguments.json:
-        return _print(json.dumps(found, indent=2))
     lines = [
         f"{found['file']}: {found['format']}, of {found['model'] or 'a model it does not name'}"
     ]
@@ -96,7 +92,7 @@ def _show(arguments: Namespace) -> int:
     lines.append(f"  one expert: {size} bytes" if size else "  no sizes of experts")
     lines += [f"  {'yes' if why is None else 'no '}  {what}{'' if why is None else f': {why}'}"
               for what, why in found["answers"].items()]  # fmt: skip
-    return _print("\n".join(lines))
+    return print_result(arguments.json, found, "\n".join([*lines, ""]))
 
 
 def about(file: str, top_k: int | None = None) -> dict[str, Any]:
@@ -177,9 +173,8 @@ def _convert(arguments: Namespace) -> int:
     again = load_trace(str(out))
     np.testing.assert_array_equal(again.keys, trace.keys)
     told = {"out": str(out), "passes": again.num_passes, "rows": len(again.columns.layer)}
-    if arguments.json:
-        return _print(json.dumps(told, indent=2))
-    return _print(f"{out}: {told['passes']} passes, {told['rows']} rows, read back as they were.")
+    text = f"{out}: {told['passes']} passes, {told['rows']} rows, read back as they were.\n"
+    return print_result(arguments.json, told, text)
 
 
 def only_request(trace: Trace, number: int) -> Trace:
@@ -197,8 +192,3 @@ def only_request(trace: Trace, number: int) -> Trace:
     _, passes = np.unique(columns.pass_index[rows], return_inverse=True)
     own = replace(columns, pass_index=passes.astype(np.int32), **kept)
     return build_trace(trace.name, trace.geometry, own, seed=trace.seed, has_sizes=trace.has_sizes)
-
-
-def _print(text: str) -> int:
-    sys.stdout.write(text + "\n")
-    return 0

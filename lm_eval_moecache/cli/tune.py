@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
@@ -86,12 +86,8 @@ def run(arguments: Namespace) -> int:
         jobs=arguments.jobs,
     )
     space = None if arguments.space is None else Path(arguments.space)
-    outcome = tune(objective, effort, Path(arguments.out), space, _say)
-    if arguments.json:
-        sys.stdout.write(json.dumps(outcome.as_dict(), indent=2) + "\n")
-    else:
-        sys.stdout.write(front_table(outcome.as_dict()))
-    return 0
+    found = tune(objective, effort, Path(arguments.out), space, _say).as_dict()
+    return print_result(arguments.json, found, front_table(found))
 
 
 def _model_args(text: str | None) -> dict[str, str]:

@@ -20,7 +20,7 @@ from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.report.replay_sweep import SweepSetting, one_replay
+from lm_eval_moecache.report.replays import SweepSetting, one_replay
 
 PASSES, COMPUTE, LINK, HOST = TRACKS = ("passes", "compute", "link", "host")
 

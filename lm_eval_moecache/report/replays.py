@@ -1,10 +1,16 @@
-"""Replays traces at several capacities, with the bounds that say how good a policy is."""
+"""Replays traces at several capacities, with the bounds that say how good a policy is.
+
+Below: how `moecache replay` prints its runs, as JSON and as a Markdown table, and draws them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -19,7 +25,9 @@ from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
 from lm_eval_moecache.records.use import UseProfile
-from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
+from lm_eval_moecache.report.mpl_style import new_figure, plain, save
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.stream import StreamedTrace, open_any
@@ -27,6 +35,8 @@ from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import placement
 
 LRU, FEWEST = "lru", "bound"
+PHASES_SHOWN = ("", "decode_")
+_PICTURES = (".svg", ".png", ".pdf")
 _ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch"}
 _PATIENCE_S = 2.0
 """Shorter replays show no progress bar."""
@@ -260,7 +270,7 @@ def _bounds(
     policy = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
     lru = replays.run(policy, capacity, machine)
     bounds: dict[str, dict[str, float | None]] = {}
-    for phase in ("", "decode_"):
+    for phase in PHASES_SHOWN:
         misses, requests = replays.fewest(capacity, decode=bool(phase))
         rate = misses / requests if requests else None
         bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
@@ -318,3 +328,174 @@ def _uses_logits(policy: Policy) -> bool:
 def _uses_predictions(policy: Policy) -> bool:
     """Whether the predictions of a trace have to be read: only then is it worth the memory."""
     return bool(policy.routing.algorithm.depth or policy.prefetch.algorithm.is_active)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the form that `--json` prints."""
+    return {
+        "runs": [
+            {
+                "trace": row.trace,
+                "policy": row.policy.name,
+                "eviction": row.policy.eviction.name,
+                "composition": row.policy.as_dict(),
+                "open_loop": row.open_loop,
+                "capacity": row.capacity.text,
+                "capacity_bytes": row.capacity.total_bytes,
+                "hardware": row.hardware.name,
+                "link_bytes_per_s": row.hardware.link_bytes_per_s,
+                # Where the trace says no sizes, each expert counts one byte.
+                "has_sizes": row.has_sizes,
+                "emulate": row.emulates or None,
+                "warm": row.warmed_by or None,
+                "regime": row.regime,
+                "compiled": not row.uncompiled,
+                "uncompiled_because": row.uncompiled or None,
+                "metrics": row.metrics,
+                **{
+                    f"{name}_{phase}miss_rate": row.bounds.get(phase, {}).get(name)
+                    for phase in PHASES_SHOWN
+                    for name in (LRU, FEWEST)
+                },
+                "closeness": row.closeness,
+                "warnings": list(row.warnings),
+            }
+            for row in rows
+        ]
+    }
+
+
+def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
+    """Return a Markdown table, one row per replay; what all rows share stands above it.
+
+    Short, it fits a terminal; in full, it has every column.
+    """
+    names: dict[str, Callable[[Row], str]] = {
+        "Trace": lambda row: Path(row.trace).name,
+        "Policy": lambda row: row.policy.name,
+        "Hardware": _hardware,
+    }
+    varying = {k: of for k, of in names.items() if in_full or len({of(row) for row in rows}) > 1}
+    short = [k for k in _SHORT if k != "Fewest" or any(row.bounds for row in rows)]
+    columns = {**varying, **(_COLUMNS if in_full else {k: _COLUMNS[k] for k in short})}
+    table = padded(list(columns), [[of(row) for of in columns.values()] for row in rows])
+    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
+    title = textwrap.wrap(_title(rows, varying), width)
+    return "\n".join([*title, table, *_notes(rows)])
+
+
+def _title(rows: Sequence[Row], varying: Collection[str]) -> str:
+    """Name what all rows share."""
+    first = rows[0]
+    parts = [
+        *([] if "Trace" in varying else [Path(first.trace).name]),
+        *([] if "Policy" in varying else [_policy(first)]),
+        *([f"layers charged as: {first.emulates}"] if first.emulates else []),
+        *([f"warmed by: {first.warmed_by}"] if first.warmed_by else []),
+        *([] if "Hardware" in varying else [f"hardware: {_hardware(first)}"]),
+    ]
+    return f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    if any(row.open_loop for row in rows):
+        notes.append("open loop: the policy changes routing, and hidden states do not follow.")
+    if not all(row.has_sizes for row in rows):
+        notes.append("No bytes and no times where the trace says no expert size: --expert_bytes.")
+    notes += dict.fromkeys(
+        f"{row.policy.name}: replayed event by event, not compiled: {row.uncompiled}."
+        for row in rows
+        if row.uncompiled
+    )
+    notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
+    if any(row.bounds for row in rows):
+        notes.append("Fewest: no eviction on demand misses less (Belady, where all events fit).")
+    return notes
+
+
+def _policy(row: Row) -> str:
+    policy = row.policy
+    axes = (policy.routing, policy.prefetch, policy.eviction, policy.miss)
+    return f"{policy.name}: {' + '.join(axis.name for axis in axes)}"
+
+
+def _hardware(row: Row) -> str:
+    return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
+
+
+def _bound(row: Row, phase: str, name: str) -> str:
+    return _number(row.bounds.get(phase, {}).get(name), "{:.4f}")
+
+
+def _sized(row: Row, value: float | None, form: str) -> str:
+    """Bytes and times are known where the trace says how large an expert is."""
+    return _number(value if row.has_sizes else None, form)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "Capacity": lambda row: row.capacity.text,
+    "Cycles": lambda row: _number(row.cycles, "{:.2f}"),
+    "MB": lambda row: _sized(row, row.capacity.total_bytes / MEGABYTE, "{:.1f}"),
+    "Hit": lambda row: _number(row.metrics["hit_rate"], "{:.4f}"),
+    "Miss": lambda row: _number(row.metrics["miss_rate"], "{:.4f}"),
+    "LRU miss": lambda row: _bound(row, "", LRU),
+    "Fewest": lambda row: _bound(row, "", FEWEST),
+    "Closeness": lambda row: _number(row.closeness, "{:.3f}"),
+    "Decode miss": lambda row: _number(row.metrics["decode_miss_rate"], "{:.4f}"),
+    "LRU decode": lambda row: _bound(row, "decode_", LRU),
+    "Fewest decode": lambda row: _bound(row, "decode_", FEWEST),
+    "MB read": lambda row: _sized(row, row.metrics["bytes_moved"] / MEGABYTE, "{:.1f}"),
+    "TPOT ms": lambda row: _sized(row, (row.metrics.get("tpot_ms") or {}).get("mean"), "{:.3f}"),
+    "tok/s": lambda row: _sized(row, row.metrics["tok_per_s"], "{:.1f}"),
+    "Stall ms/tok": lambda row: _sized(row, row.metrics["stall_ms_per_token"], "{:.3f}"),
+    "Transfer/layer": lambda row: _number((row.regime or {}).get("transfer_per_layer"), "{:.3g}"),
+    "Bound": lambda row: str((row.regime or {}).get("bound", "")),
+}
+_SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "TPOT ms", "tok/s")
+
+
+def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
+    """Write one line per trace for the policy, and one for each bound."""
+    path = Path(file)
+    if path.suffix not in _PICTURES:
+        raise ValueError(
+            f"plot={file!r}: the suffix {path.suffix!r} is not known. Allowed: "
+            f"{', '.join(_PICTURES)}."
+        )
+    figure, (axes,) = new_figure()
+    drawn: set[str] = set()
+    for trace, named, machine in dict.fromkeys(map(_series, rows)):
+        own = [row for row in rows if _series(row) == (trace, named, machine)]
+        own.sort(key=lambda row: row.capacity.total_bytes)
+        # Where a trace says no sizes, a byte stands for one expert.
+        unit = MEGABYTE if own[0].has_sizes else 1
+        sizes = [row.capacity.total_bytes / unit for row in own]
+        name = Path(trace).name
+        policy = own[0].policy
+        label = f"{name}: {named} ({policy.eviction.name})"
+        label += f", {machine}" if len({_series(row)[2] for row in rows}) > 1 else ""
+        axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=plain(label))
+        for bound, style in ((LRU, ":"), (FEWEST, "--")):
+            if (
+                trace not in drawn
+                and own[0].bounds
+                and not (bound == LRU and policy.eviction.name == LRU)
+            ):
+                rates = [row.bounds[""][bound] for row in own]
+                label = f"{name}: {bound}, on demand"
+                axes.plot(sizes, rates, style, color="black", label=plain(label))
+        drawn.add(trace)
+    axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
+    axes.set_ylabel("miss rate [of requests]")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize="small")
+    save(figure, path)
+
+
+def _series(row: Row) -> tuple[str, str, str]:
+    return row.trace, row.policy.name, _hardware(row)
