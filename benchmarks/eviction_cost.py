@@ -22,8 +22,8 @@ from real_routing import EVICTIONS, TRACES
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.replay_events import EventFields, events_of
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.sights import Sights, events_of
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
@@ -74,7 +74,7 @@ def calls_of(trace: Trace, future: Future, setting: Setting) -> list[Call]:
     pool, num_layers = engine.pools[0], trace.geometry.num_layers
     written = Written(pool.eviction)
     pool.eviction = written  # type: ignore[assignment]
-    events = events_of(trace, Sights(False, False, 0, ""), 0, trace.num_passes, False)
+    events = events_of(trace, EventFields(False, False, 0, ""), 0, trace.num_passes, False)
     for _ in range(trace.num_passes):
         for layer, event in zip(range(num_layers), events, strict=False):
             if layer == 0:

@@ -120,7 +120,7 @@ class ExpertCache:
         self.eviction.on_insert(key, True)
         self.unused_prefetches.add(key)
 
-    def let_go(self, key: int) -> None:
+    def release_for_upgrade(self, key: int) -> None:
         """Free a resident's bytes: it is about to be loaded again at a better level."""
         self._remove(key)
         self.replaced += 1

@@ -17,7 +17,7 @@ from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Mover
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import BEFORE, DECODE, NO_PREDICTIONS, Event
+from lm_eval_moecache.records.event import DECODE, NO_PREDICTIONS, PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import Ledger, PassRecord
 from lm_eval_moecache.records.predictor import digest_of
@@ -207,7 +207,7 @@ class Engine:
         self.record = record
         if self._foresees:
             self.executor.foresee(
-                Event(record.index, BEFORE, phase, num_tokens, (), predicted=foreseen)
+                Event(record.index, PASS_START, phase, num_tokens, (), predicted=foreseen)
             )
         return record
 

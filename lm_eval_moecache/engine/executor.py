@@ -63,7 +63,7 @@ class Executor(ABC):
         return
 
     def foresee(self, event: Event) -> None:
-        """Prefetch by what is foreseen of the pass that begins: an event of layer `BEFORE`."""
+        """Prefetch by what is foreseen of the pass that begins: an event of layer `PASS_START`."""
         self.prefetches.submit(event, self.clock.now)
 
     @abstractmethod

@@ -11,10 +11,10 @@ import numpy as np
 from lm_eval_moecache.engine.compiled import CompiledReplay, reason_against
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.redraft import Redraft
+from lm_eval_moecache.engine.replay_events import EventFields, events_of, proposals, proposed_arrays
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
-from lm_eval_moecache.engine.sights import Sights, events_of, proposals, proposed_arrays
 from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import BEFORE, PREFILL, UNSEEN_SCORES, Event
+from lm_eval_moecache.records.event import PASS_START, PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
@@ -81,7 +81,7 @@ def _serve_compiled(
     core: CompiledReplay,
     engine: Engine,
     part: Trace,
-    needs: Sights,
+    needs: EventFields,
     waiting: Sequence[list[RequestRecord]],
     cold: Set[int],
     on_progress: Callable[[int], object] | None,
@@ -108,7 +108,7 @@ def _serve_compiled(
 
 
 def _proposed(
-    engine: Engine, part: Trace, needs: Sights, block: Sequence[tuple[int, int]]
+    engine: Engine, part: Trace, needs: EventFields, block: Sequence[tuple[int, int]]
 ) -> tuple[IntArray, IntArray]:
     """Return what is proposed at the events of some passes: keys, and where each event's begin."""
     prefetch = engine.algorithms.prefetch
@@ -135,7 +135,7 @@ def _proposed(
 def _serve(
     engine: Engine,
     part: Trace,
-    needs: Sights,
+    needs: EventFields,
     redraft: Redraft,
     segment: tuple[int, int, bool],
     waiting: Sequence[list[RequestRecord]],
@@ -157,7 +157,7 @@ def _serve(
             redraft.after(part.first_pass + pass_index)
 
 
-def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
+def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
     """Return what the policy wants to see; recorded proposals stand for its prefetcher."""
     digest = engine.predictor_digest
     choice: Any = setting.policy.prefetch
@@ -177,14 +177,16 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> Sights:
     if recorded is None:
         wants = engine.wants_weights, engine.wants_logits
         asked_ahead = None if looks_too else prefetch
-        return Sights(*wants, engine.depth, digest, asked_ahead=asked_ahead)
+        return EventFields(*wants, engine.depth, digest, asked_ahead=asked_ahead)
     logits = engine.weighs_changes
     weights = logits or engine.algorithms.miss.uses_weights
     weights |= engine.pools[0].eviction.uses_weights
-    return Sights(weights, logits, engine.depth, digest, recorded)
+    return EventFields(weights, logits, engine.depth, digest, recorded)
 
 
-def _show(engine: Engine, trace: Trace, needs: Sights, first: int, last: int) -> Iterator[Event]:
+def _show(
+    engine: Engine, trace: Trace, needs: EventFields, first: int, last: int
+) -> Iterator[Event]:
     """Return the events of passes `first` to `last`, once the engine knows their proposals."""
     num_layers, told = trace.geometry.num_layers, proposals(trace, needs, first, last)
     begin = trace.first_pass + first
@@ -196,7 +198,7 @@ def _show(engine: Engine, trace: Trace, needs: Sights, first: int, last: int) ->
 
     def foreseen_at(event: Event) -> Sequence[int]:
         # Proposed before the first layer, and kept with it.
-        return known[(event.pass_index - begin) * num_layers] if event.layer == BEFORE else ()
+        return known[(event.pass_index - begin) * num_layers] if event.layer == PASS_START else ()
 
     if engine.algorithms.prefetch.foresees:
         engine.propose_by(foreseen_at)
@@ -226,7 +228,7 @@ def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
         at = first + count
 
 
-def _run_scan(engine: Engine, trace: Trace, needs: Sights, first: int, count: int) -> None:
+def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, count: int) -> None:
     """Serve the passes of a scanned text layer by layer, as the live run did."""
     num_layers, columns = trace.geometry.num_layers, trace.columns
     engine.begin_scan(count)
@@ -263,7 +265,7 @@ def _run_pass(
     engine.end_pass()
 
 
-def _check_needs(trace: Trace, needs: Sights) -> None:
+def _check_needs(trace: Trace, needs: EventFields) -> None:
     def lacks(what: str) -> ValueError:
         return ValueError(
             f"trace {trace.name}: {what}, which an algorithm of this policy has to see. Record the "

@@ -14,7 +14,7 @@ from lm_eval_moecache.model.predictor.data_aware import foresight_of
 from lm_eval_moecache.model.predictor.network import network_of
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
-from lm_eval_moecache.records.event import BEFORE, Event
+from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.trace.detail import Detail, identity
@@ -48,7 +48,7 @@ class ShadowPrefetcher:
             self._prefetch.on_pass(event.pass_index)
         if self._foresight is not None:
             # Proposed before the pass, and kept with its first layer.
-            before = event._replace(layer=BEFORE, keys=(), predicted=self._foreseen)
+            before = event._replace(layer=PASS_START, keys=(), predicted=self._foreseen)
             return list(self._prefetch.propose(before)) if event.layer == 0 else []
         predicted = {}
         if self._network is not None:

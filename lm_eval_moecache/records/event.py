@@ -22,7 +22,7 @@ from lm_eval_moecache.records.arrays import (
 
 PREFILL, DECODE, VERIFY = "prefill", "decode", "verify"
 PHASES = (PREFILL, DECODE, VERIFY)
-BEFORE = -1
+PASS_START = -1
 """The layer of an event before the first one: nothing is needed yet, the whole pass is foreseen."""
 DROPPED = -1
 """Stands in `Event.experts` for an expert that is left out."""

@@ -15,7 +15,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.records.event import BEFORE, DECODE, DROPPED, Event, resident_mask
+from lm_eval_moecache.records.event import DECODE, DROPPED, PASS_START, Event, resident_mask
 from lm_eval_moecache.testing.base import GEOMETRY, PASSES, Contract, declared
 from lm_eval_moecache.testing.eviction import EvictionContract
 from lm_eval_moecache.testing.streams import all_events, foreseen, fresh
@@ -74,7 +74,7 @@ class PrefetchContract(Contract):
         for events in PASSES:
             prefetch.on_pass(events[0].pass_index)
             if prefetch.foresees:
-                before = events[0]._replace(layer=BEFORE, keys=(), predicted=foreseen(events))
+                before = events[0]._replace(layer=PASS_START, keys=(), predicted=foreseen(events))
                 found.append((before, prefetch.propose(before)))
             for event in events:
                 shown = fresh(event, prefetch.depth, prefetch.uses_predictor)
@@ -92,7 +92,7 @@ class PrefetchContract(Contract):
 
     def test_what_foresees_a_pass_says_nothing_once_it_runs(self) -> None:
         if self.algorithm.foresees:
-            assert not any(keys for event, keys in self.proposals() if event.layer != BEFORE)
+            assert not any(keys for event, keys in self.proposals() if event.layer != PASS_START)
 
     def test_proposals_repeat_themselves(self) -> None:
         first, again = ([list(keys) for _, keys in self.proposals()] for _ in range(2))

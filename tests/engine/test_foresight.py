@@ -9,13 +9,13 @@ import numpy as np
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.records.artifact import DATA_AWARE, Artifact
-from lm_eval_moecache.records.event import BEFORE, Event
+from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
 from tests.engine.scripted import Always, FixedPrefetch, Script, ScriptedPolicy, decode, make_engine
 
 
 class Foreseeing(FixedPrefetch):
-    """Proposes what a script says for (pass, BEFORE); its network is 100 bytes, read in 1 s."""
+    """Proposes what a script says for (pass, PASS_START); its network is 100 bytes, read in 1 s."""
 
     foresees: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ def machine(script: Script) -> Engine:
 
 
 def test_a_pass_is_foreseen_before_its_first_layer() -> None:
-    engine = machine({(0, BEFORE): (1, 5)})
+    engine = machine({(0, PASS_START): (1, 5)})
     record = decode(engine, [1], [5], [8])
     # The tokens are read 0-1. Expert 1 moves 1-6, the first dense part runs 1-3 and waits 3 s;
     # it runs 6-7, expert 5 moves 6-11, dense 7-9 waits 2 s, runs 11-12. Nobody foresaw expert 8:
@@ -66,11 +66,14 @@ def test_it_is_asked_once_a_pass_and_again_at_each_event_for_nothing() -> None:
     decode(engine, [1], [5], [8])
     prefetch = engine.algorithms.prefetch
     assert isinstance(prefetch, Foreseeing)
-    assert [seen for seen in prefetch.seen if seen[1] == BEFORE] == [(0, BEFORE, 1), (1, BEFORE, 1)]
+    assert [seen for seen in prefetch.seen if seen[1] == PASS_START] == [
+        (0, PASS_START, 1),
+        (1, PASS_START, 1),
+    ]
 
 
 def test_a_key_foreseen_for_a_resident_expert_moves_nothing() -> None:
-    engine = machine({(1, BEFORE): (1,)})
+    engine = machine({(1, PASS_START): (1,)})
     decode(engine, [1], [5], [8])
     record = decode(engine, [1], [5], [8])
     # 1 s to read the tokens, three times dense and an expert.

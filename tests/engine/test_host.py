@@ -45,7 +45,7 @@ def machine(rule: str, host_s: float, ahead: tuple[int, ...] = (), hidden: int =
     decode(engine, [2], [4], [8])
     for pool in engine.pools:
         for key in set(pool.resident) - set(CACHED):
-            pool.let_go(key)
+            pool.release_for_upgrade(key)
     assert sorted(engine.pools[0].resident) == CACHED
     return engine
 

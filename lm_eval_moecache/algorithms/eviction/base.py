@@ -271,7 +271,7 @@ class LayerQueues:
         return None
 
 
-class Duels:
+class VictimComparator:
     """Which of two rules names better victims: where they differ, the one needed first was wrong.
 
     One duel per key at a time; one that both keys leave in the same event is a draw. O(1) a call.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import Duels, EvictionAlgorithm
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, VictimComparator
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -60,7 +60,7 @@ class Hazard(EvictionAlgorithm):
         turns = (np.arange(layers)[None, :] - np.arange(layers)[:, None] - 1) % layers + 1
         self._ahead = nearness * turns / layers
         self._order: OrderedDict[int, None] = OrderedDict()
-        self._duels = Duels(memory)
+        self._duels = VictimComparator(memory)
 
     def on_insert(self, key: int, prefetched: bool) -> None:
         layer, expert = divmod(key, self.geometry.num_experts)

@@ -35,7 +35,7 @@ class PrefetchAlgorithm(ABC):
     """Whether it needs the future, so that only a replay can run it."""
     foresees: ClassVar[bool] = False
     """Whether it is asked once a pass, before its first layer, about all of its layers: with an
-    event of layer `BEFORE`, whose `predicted` are a trained network's; at no other event."""
+    event of layer `PASS_START`, whose `predicted` are a trained network's; at no other event."""
     needs_draft: ClassVar[bool] = False
     """Whether it prefetches while a draft model drafts: a subclass of `DraftStagePrefetch`."""
     depth: int = 0

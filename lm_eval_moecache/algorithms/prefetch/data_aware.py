@@ -9,7 +9,7 @@ from typing import ClassVar
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, most_likely
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.data_aware import load_data_aware
-from lm_eval_moecache.records.event import BEFORE, Event
+from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
 
 
@@ -51,7 +51,7 @@ class DataAware(PrefetchAlgorithm):
 
     def propose(self, event: Event) -> Sequence[int]:
         keys: list[int] = []
-        if event.layer == BEFORE:
+        if event.layer == PASS_START:
             for layer, logits in sorted(event.predicted.items()):
                 keys += most_likely(layer, logits, self._count)
         return keys

@@ -14,7 +14,7 @@ from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.draft_stage import VirtualDraftStage
 from lm_eval_moecache.engine.virtual.host import HostStage
 from lm_eval_moecache.engine.virtual.lanes import read_shares
-from lm_eval_moecache.engine.virtual.levels import execute_by_level, let_worse_go
+from lm_eval_moecache.engine.virtual.levels import execute_by_level, release_worse
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.virtual.traffic import Traffic
 from lm_eval_moecache.records.arrays import IntArray
@@ -216,7 +216,7 @@ class VirtualExecutor(Executor):
             self._show_on_host(plan.event, event)
         remaining = event.keys
         if self._ladder:
-            let_worse_go(cache, fetches)
+            release_worse(cache, fetches)
         if (plan.late or self._ladder) and link.active and not link.fifo:
             link.withdraw_queued([key for key, _ in fetches])
         for key, level in fetches:
@@ -248,7 +248,7 @@ class VirtualExecutor(Executor):
             self._show_on_host(plan.event, event)
         remaining = event.keys
         if self._ladder:
-            let_worse_go(cache, fetches)
+            release_worse(cache, fetches)
         if (plan.late or self._ladder) and link.active and not link.fifo:
             link.withdraw_queued([key for key, _ in fetches])
         wave: list[tuple[int, int]] = []

@@ -9,13 +9,13 @@ from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.records.event import Event, Fetch, num_assignments
 
 
-def let_worse_go(cache: ExpertCache, fetches: Sequence[Fetch]) -> None:
+def release_worse(cache: ExpertCache, fetches: Sequence[Fetch]) -> None:
     """Free copies that are about to be loaded again: to this event they are of no use."""
     for fetch in fetches:
         held = cache.resident.get(fetch.key)
         if held is not None:
             assert held > fetch.level, f"key {fetch.key} is resident at level {held} already"
-            cache.let_go(fetch.key)
+            cache.release_for_upgrade(fetch.key)
 
 
 def execute_by_level(

@@ -190,7 +190,7 @@ class WallExecutor(Executor):
             for fetch in pending.demands:
                 if fetch.key in cache.resident:
                     # At a worse level, which is of no use to this event.
-                    cache.let_go(fetch.key)
+                    cache.release_for_upgrade(fetch.key)
         self._demand(pending, wanted)
 
     def _share_with_host(self, host: HostShare, pending: _Pending) -> None:

@@ -25,7 +25,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Sights:
+class EventFields:
     """What the algorithms of a policy want to see beside the keys of an event."""
 
     weights: bool
@@ -39,7 +39,9 @@ class Sights:
     """The prefetcher, where nobody else looks at predictions."""
 
 
-def proposals(trace: Trace, needs: Sights, first: int, last: int) -> list[Sequence[int]] | None:
+def proposals(
+    trace: Trace, needs: EventFields, first: int, last: int
+) -> list[Sequence[int]] | None:
     """Return `proposed_arrays` event by event, or None."""
     found = proposed_arrays(trace, needs, first, last)
     if found is None:
@@ -49,7 +51,7 @@ def proposals(trace: Trace, needs: Sights, first: int, last: int) -> list[Sequen
 
 
 def proposed_arrays(
-    trace: Trace, needs: Sights, first: int, last: int
+    trace: Trace, needs: EventFields, first: int, last: int
 ) -> tuple[IntArray, IntArray] | None:
     """Return what is proposed at each event of passes `first` to `last`, the latter left out.
 
@@ -105,7 +107,9 @@ def _asked_ahead(
     return merged, np.append(0, ends[:, :, -1]) if depth else np.zeros(1, np.int64)
 
 
-def events_of(trace: Trace, needs: Sights, first: int, last: int, is_told: bool) -> Iterator[Event]:
+def events_of(
+    trace: Trace, needs: EventFields, first: int, last: int, is_told: bool
+) -> Iterator[Event]:
     """Build the events of passes `first` to `last`, the latter left out, as a live hook does.
 
     `is_told` says that proposals are known, so that predictions need not be shown.
@@ -139,7 +143,7 @@ def events_of(trace: Trace, needs: Sights, first: int, last: int, is_told: bool)
 
 
 def _seen(
-    events: Iterable[Event], trace: Trace, needs: Sights, rows: Sequence[int], is_told: bool
+    events: Iterable[Event], trace: Trace, needs: EventFields, rows: Sequence[int], is_told: bool
 ) -> Iterator[Event]:
     """Add what the algorithms want to see, from the `rows` between which each event's lie."""
     columns, num_layers = trace.columns, trace.geometry.num_layers
@@ -166,7 +170,7 @@ def _seen(
 class _Unseen:
     """Says which layers a live run predicted, which costs time; what it saw is not needed."""
 
-    def __init__(self, needs: Sights, num_layers: int) -> None:
+    def __init__(self, needs: EventFields, num_layers: int) -> None:
         self._needs, self._num_layers = needs, num_layers
         self._known: dict[tuple[int, str], Mapping[int, FloatArray]] = {}
 
