@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.worker import Outcome, run_cell, run_cells
 
 
 def execute(
-    stages: Sequence[Sequence[Planned]],
+    stages: Sequence[Sequence[ResolvedCell]],
     folder: Path,
     experiment: str,
     *,
@@ -44,13 +44,13 @@ def execute(
     return _processes(ordered, where, experiment, jobs)
 
 
-def _neighbours(planned: Planned) -> tuple[str, ...]:
+def _neighbours(planned: ResolvedCell) -> tuple[str, ...]:
     share = planned.share
     return (*planned.load_key, "" if share is None else share.name)
 
 
 def _processes(
-    stages: Sequence[Sequence[Planned]], folder: str, experiment: str, jobs: int
+    stages: Sequence[Sequence[ResolvedCell]], folder: str, experiment: str, jobs: int
 ) -> Iterator[Outcome]:
     with local_pool(jobs) as pool:
         for stage in stages:
@@ -71,7 +71,7 @@ def _processes(
 
 
 def _ray(
-    stages: Sequence[Sequence[Planned]],
+    stages: Sequence[Sequence[ResolvedCell]],
     folder: str,
     experiment: str,
     jobs: int,
@@ -84,7 +84,7 @@ def _ray(
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
     # A worker process serves many tasks of one function, so a loaded model is shared there too.
     task = ray.remote(num_cpus=cores, max_retries=0)(run_cell)
-    waiting: dict[Any, Planned] = {}
+    waiting: dict[Any, ResolvedCell] = {}
     try:
         for stage in stages:
             waiting = {task.remote(each, folder, experiment): each for each in stage}
@@ -106,7 +106,7 @@ def _ray(
 
 
 def _submitit(
-    stages: Sequence[Sequence[Planned]],
+    stages: Sequence[Sequence[ResolvedCell]],
     folder: str,
     experiment: str,
     jobs: int,

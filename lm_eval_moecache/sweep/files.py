@@ -24,7 +24,7 @@ from lm_eval_moecache.records.schemas.results import ResultsFile
 from lm_eval_moecache.report.results import PACKED, RUNS, read_packed, unpack
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.sweep.identity import Planned
+    from lm_eval_moecache.sweep.identity import ResolvedCell
 
 logger = logging.getLogger(__name__)
 FAILED = "failed"
@@ -78,7 +78,7 @@ def read_run(path: Path, configuration_hash: str) -> dict[str, Any]:
     return next(r for r in read_packed(path) if r.get("configuration_hash") == configuration_hash)
 
 
-def unedited(done: Mapping[str, Path], planned: Iterable[Planned]) -> dict[str, Path]:
+def unedited(done: Mapping[str, Path], planned: Iterable[ResolvedCell]) -> dict[str, Path]:
     """Leave out the finished runs whose algorithms, or whose shipped model, are others now.
 
     A record of a release that did not note them counts as finished.

@@ -36,7 +36,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class ResolvedCell:
     """A checked cell with its identity; `share` is None for a cell that runs the model alone."""
 
     cell: Cell
@@ -79,7 +79,7 @@ def _shipped_weights() -> str:
     return hashlib.sha256((MODEL_DIR / "model.safetensors").read_bytes()).hexdigest()
 
 
-def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Planned:
+def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> ResolvedCell:
     resolved = {
         "model": cell.model,
         "pretrained": cell.pretrained,
@@ -95,7 +95,7 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Plann
     }
     text = json.dumps(resolved, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Planned(
+    return ResolvedCell(
         cell=cell,
         config=config,
         host_arguments=host_arguments,

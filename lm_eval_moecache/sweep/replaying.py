@@ -25,7 +25,7 @@ from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import KEPT_SPEED, loadable, six_digits
-from lm_eval_moecache.sweep.identity import Planned, plan
+from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.trace.file import read_trace
@@ -48,7 +48,7 @@ class NoSharedRunError(ValueError):
 
 
 def _replay(
-    planned: Planned, trace: Trace | StreamedTrace, read_whole: Callable[[], Trace]
+    planned: ResolvedCell, trace: Trace | StreamedTrace, read_whole: Callable[[], Trace]
 ) -> tuple[dict[str, Any], list[RequestRecord]]:
     """Return a replay's report and its requests; who knows the future needs the whole trace."""
     config, future = planned.config, None
@@ -65,7 +65,7 @@ def _replay(
 # --- on a trace that was there before the sweep ---
 
 
-def check_trace_cell(cell: Cell) -> Planned:
+def check_trace_cell(cell: Cell) -> ResolvedCell:
     """Return the cell with its identity, of which the trace's content is part.
 
     Raises ValueError naming the key, or the trace, that does not fit.
@@ -84,7 +84,7 @@ def check_trace_cell(cell: Cell) -> Planned:
     return plan(cell, config, {"content": _digest(cell.pretrained, _state(cell.pretrained))})
 
 
-def replayed_trace(planned: Planned) -> dict[str, Any]:
+def replayed_trace(planned: ResolvedCell) -> dict[str, Any]:
     """Return what the record of a cell keeps: the figures of speed, and no scores."""
     file = planned.cell.pretrained
     trace = _load(file, _arguments(planned.cell).get("expert_bytes"))
@@ -131,7 +131,7 @@ def _digest(file: str, state: tuple[int, int]) -> str:
 # --- on the run that a group of cells shares ---
 
 
-def replayed(planned: Planned, folder: Path) -> tuple[dict[str, Any], str]:
+def replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]:
     """Return what a run of the cell would keep, and the id of the run it was replayed from.
 
     Raises NoSharedRunError where the shared run has failed, ValueError where its trace lacks what

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.sweep.executors import execute
 from lm_eval_moecache.sweep.files import finished, only_sweep, read_run, unedited, write_record
-from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.sharing import (
     TRACES,
-    Division,
+    ExecutionPlan,
     bound_cells,
     divide,
     remove_leftovers,
@@ -79,7 +79,7 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
         for each in skipped:
             _relabel(folder, done_before[each.configuration_hash], each)
         remove_leftovers(folder)
-        division = Division(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
+        division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
         outcomes = _with_progress(sweep, folder, division, len(skipped))
     runs = [o for o in outcomes if o.error is None and o.by == BY_MODEL]
     replays = [o for o in outcomes if o.error is None and o.by == BY_REPLAY]
@@ -96,7 +96,7 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
     )
 
 
-def _plan(sweep: SweepFile, live: bool) -> tuple[list[Planned], int]:
+def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
     """Check a sweep's cells and bounds; return those that differ, and how many others there are."""
     cells = sweep.cells()
     check_report(sweep, cells)
@@ -113,7 +113,7 @@ def _saved(runs: Sequence[Outcome], replays: Sequence[Outcome]) -> float:
 
 
 def _with_progress(
-    sweep: SweepFile, folder: Path, division: Division, num_skipped: int
+    sweep: SweepFile, folder: Path, division: ExecutionPlan, num_skipped: int
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
     num_waiting = len(division.runs) + len(division.replays)
@@ -137,7 +137,7 @@ def _with_progress(
     return outcomes
 
 
-def _relabel(folder: Path, path: Path, planned: Planned) -> None:
+def _relabel(folder: Path, path: Path, planned: ResolvedCell) -> None:
     """A label is not part of the configuration: a new one is written into the finished run."""
     record = read_json(path, str(path))
     if record["label"] != planned.cell.label:
@@ -187,7 +187,7 @@ def estimate(
     done = unedited(finished(folder), planned)
     waiting = [p for p in planned if rerun or p.configuration_hash not in done]
     skipped = [p for p in planned if p not in waiting]
-    division = Division(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
+    division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
     replays = {p.run_id for p in division.replays}
     states = {p.run_id: "to replay" if p.run_id in replays else "to run" for p in waiting}
     rows = tuple(

@@ -23,7 +23,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
 from lm_eval_moecache.sweep.files import FAILED, write_atomically
-from lm_eval_moecache.sweep.identity import Planned, Share, default_config, plan
+from lm_eval_moecache.sweep.identity import ResolvedCell, Share, default_config, plan
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.detail import Detail, identity, looks_on
@@ -32,28 +32,30 @@ TRACES = "traces"
 _FORMAT = 1
 # What of a setting changes no output of a lossless policy, and nothing that the model computes.
 # A setting that is not listed keeps cells apart.
-_FREE = (
+OUTPUT_INVARIANT_KEYS = (
     *("policy", "capacity", "hardware", "emulate", "link", "warm"),
     *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "trace", "detail"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ExecutionPlan:
     """Cells that run the model (those that record among them), and cells that are replayed."""
 
-    runs: tuple[Planned, ...]
-    replays: tuple[Planned, ...]
+    runs: tuple[ResolvedCell, ...]
+    replays: tuple[ResolvedCell, ...]
 
 
-def divide(waiting: Sequence[Planned], folder: Path, finished: Sequence[Planned] = ()) -> Division:
+def divide(
+    waiting: Sequence[ResolvedCell], folder: Path, finished: Sequence[ResolvedCell] = ()
+) -> ExecutionPlan:
     """Choose for each group of cells which one runs the model, if any has to.
 
     Where only bounds are left of a group and its trace is gone, a finished cell records it anew.
     """
-    runs: list[Planned] = []
-    replays: list[Planned] = []
-    groups: dict[str, list[Planned]] = {}
+    runs: list[ResolvedCell] = []
+    replays: list[ResolvedCell] = []
+    groups: dict[str, list[ResolvedCell]] = {}
     for each in waiting:
         name = share_name(each)
         if each.cell.model == REPLAY:
@@ -75,16 +77,16 @@ def divide(waiting: Sequence[Planned], folder: Path, finished: Sequence[Planned]
             first = min(able, key=lambda each: _has_failed(folder, each))
             runs.append(_recording(first, name, wanted, folder))
             replays += _shared([each for each in group if each is not first], name)
-    return Division(tuple(runs), tuple(replays))
+    return ExecutionPlan(tuple(runs), tuple(replays))
 
 
-def is_offline(planned: Planned) -> bool:
+def is_offline(planned: ResolvedCell) -> bool:
     """Whether only a replay can make this cell."""
     policy = planned.config.policy
     return bool(policy.eviction.algorithm.is_offline or policy.prefetch.algorithm.is_offline)
 
 
-def share_name(planned: Planned) -> str | None:
+def share_name(planned: ResolvedCell) -> str | None:
     """Name the group of a cell, or return None where it has to run the model by itself.
 
     A lossy policy changes the outputs, a wall clock is measured, who asks for a trace wants a run,
@@ -113,7 +115,7 @@ def share_name(planned: Planned) -> str | None:
         "moecache": {
             name: value
             for name, value in config
-            if name not in _FREE and value != getattr(default, name)
+            if name not in OUTPUT_INVARIANT_KEYS and value != getattr(default, name)
         },
     }
     text = json.dumps(same, sort_keys=True, default=str)
@@ -129,7 +131,7 @@ def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
-def detail_of(group: Iterable[Planned]) -> Detail:
+def detail_of(group: Iterable[ResolvedCell]) -> Detail:
     """Return what a trace has to keep for all these cells to be replayed."""
     onlookers: dict[str, tuple[Any, int]] = {}
     criticals: dict[int | None, None] = {}
@@ -157,16 +159,16 @@ def _name_of(prefetch: Any, seed: int) -> str:
     return identity(prefetch, seed, "")
 
 
-def _has_failed(folder: Path, planned: Planned) -> bool:
+def _has_failed(folder: Path, planned: ResolvedCell) -> bool:
     return (folder / FAILED / f"{planned.run_id}.txt").exists()
 
 
-def _shared(group: Iterable[Planned], name: str) -> list[Planned]:
+def _shared(group: Iterable[ResolvedCell], name: str) -> list[ResolvedCell]:
     share = Share(name=name, records=False)
     return [dataclasses.replace(each, share=share) for each in group]
 
 
-def _recording(planned: Planned, name: str, detail: Detail, folder: Path) -> Planned:
+def _recording(planned: ResolvedCell, name: str, detail: Detail, folder: Path) -> ResolvedCell:
     partial = SharedRun(folder, name).partial
     config = planned.config.with_changes(trace=str(partial), detail=detail)
     return dataclasses.replace(planned, config=config, share=Share(name=name, records=True))
@@ -238,12 +240,12 @@ Where an event is larger than its cache, Belady's rule is no bound on misses, so
 """
 
 
-def bound_cells(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
+def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[ResolvedCell]:
     """Return one cell per bound and place (capacity, hardware, ...) of the cells that share runs.
 
     A cell that loses something has no bound: its routing is not the one whose future is known.
     """
-    found: dict[str, Planned] = {}
+    found: dict[str, ResolvedCell] = {}
     for each in planned:
         if share_name(each) is None and each.cell.model != REPLAY:
             continue
@@ -256,7 +258,7 @@ def bound_cells(planned: Sequence[Planned], names: Sequence[str]) -> list[Planne
     return list(found.values())
 
 
-def _bound(planned: Planned, name: str) -> Planned:
+def _bound(planned: ResolvedCell, name: str) -> ResolvedCell:
     cell, changes = planned.cell, BOUNDS[name]
     place = {
         key: value

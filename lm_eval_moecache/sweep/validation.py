@@ -23,17 +23,17 @@ from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import KEYS
 from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_task_names
-from lm_eval_moecache.sweep.identity import Planned, plan
+from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.replaying import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, SweepFile
 
 
-def check_cells(cells: Sequence[Cell]) -> list[Planned]:
+def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
     """Return the cells with their identities, each configuration once.
 
     Raises one ValueError that lists every cell that cannot run, with its reason.
     """
-    planned: dict[str, Planned] = {}
+    planned: dict[str, ResolvedCell] = {}
     problems: dict[str, list[str]] = {}
     bare = _Skeletons()
     for cell in cells:
@@ -113,7 +113,7 @@ def _is_figure(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
     return True
 
 
-def check_cell(cell: Cell, bare: Bare = skeleton) -> Planned:
+def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
     """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
     if cell.model == REPLAY:
         return check_trace_cell(cell)

@@ -16,7 +16,7 @@ from typing import Any
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.sweep.evaluation import evaluate, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
-from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.provenance import environment
 from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed, replayed_trace
 from lm_eval_moecache.sweep.sharing import SharedRun
@@ -44,7 +44,7 @@ class Holder:
     key: tuple[str, ...] | None = None
     lm: Any = field(default=None)
 
-    def get(self, planned: Planned) -> Any:
+    def get(self, planned: ResolvedCell) -> Any:
         if self.key == planned.load_key:
             self.lm.install(planned.config)
             return self.lm
@@ -66,7 +66,7 @@ def _holder() -> Holder:
     return Holder()
 
 
-def run_cell(planned: Planned, folder: str, experiment: str) -> Outcome:
+def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
     """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
     from_shared = planned.share is not None and not planned.share.records
     if from_shared or planned.cell.model == REPLAY:
@@ -105,7 +105,7 @@ def _written(folder: Path, record: dict[str, Any], outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
+def _replay_cell(planned: ResolvedCell, folder: Path, experiment: str) -> Outcome:
     started_s, begin = time.time(), time.perf_counter()
     try:
         with quiet():
@@ -125,11 +125,11 @@ def _replay_cell(planned: Planned, folder: Path, experiment: str) -> Outcome:
     return _written(folder, record, Outcome(planned.run_id, None, BY_REPLAY, seconds["replay"]))
 
 
-def run_cells(planned: Sequence[Planned], folder: str, experiment: str) -> list[Outcome]:
+def run_cells(planned: Sequence[ResolvedCell], folder: str, experiment: str) -> list[Outcome]:
     return [run_cell(each, folder, experiment) for each in planned]
 
 
-def head(planned: Planned, experiment: str) -> dict[str, Any]:
+def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
     """Return the part of a record that is known before the run."""
     cell = planned.cell
     return {

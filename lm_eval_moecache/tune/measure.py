@@ -22,7 +22,7 @@ from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep.files import finished, unedited
-from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
@@ -85,7 +85,7 @@ class Candidate:
 
     name: str
     policy: Policy
-    planned: Planned
+    planned: ResolvedCell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +181,7 @@ class CandidateRunner:
         errors = self._execute([p for key, p in planned.items() if key not in done])
         return [errors.get(c.planned.run_id) or self._read(c.planned) for c in candidates]
 
-    def _execute(self, planned: Sequence[Planned]) -> dict[str, str]:
+    def _execute(self, planned: Sequence[ResolvedCell]) -> dict[str, str]:
         where = str(self.folder.resolve())
         if self._pool is None:
             outcomes = [run_cell(each, where, EXPERIMENT) for each in planned]
@@ -190,7 +190,7 @@ class CandidateRunner:
             outcomes = [_outcome(future, each) for future, each in futures.items()]
         return {o.run_id: o.error for o in outcomes if o.error is not None}
 
-    def _read(self, planned: Planned) -> Figures:
+    def _read(self, planned: ResolvedCell) -> Figures:
         path = finished(self.folder).get(planned.configuration_hash)
         if path is None:
             reason = self.folder / "failed" / f"{planned.run_id}.txt"
@@ -208,7 +208,7 @@ class CandidateRunner:
         )
 
 
-def _outcome(future: Future[Outcome], planned: Planned) -> Outcome:
+def _outcome(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
     error = future.exception()
     if error is None:
         return future.result()

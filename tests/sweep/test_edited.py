@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.registry import (
 )
 from lm_eval_moecache.sweep import identity
 from lm_eval_moecache.sweep.files import finished, unedited, write_record
-from lm_eval_moecache.sweep.identity import Planned
+from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.sweep.worker import head
@@ -32,7 +32,7 @@ class Mine(LRU):
 '''
 
 
-def planned(eviction: str) -> Planned:
+def planned(eviction: str) -> ResolvedCell:
     arguments = {"policy": "on_demand", "eviction": eviction}
     cell = Cell(
         model="moecache", model_args=arguments, tasks=("tiny_arc",), options={}, include_path=()

@@ -6,7 +6,7 @@ import json
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep.identity import resolve
-from lm_eval_moecache.sweep.sharing import _FREE
+from lm_eval_moecache.sweep.sharing import OUTPUT_INVARIANT_KEYS
 
 
 def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
@@ -31,4 +31,4 @@ def test_a_profile_that_says_nothing_of_its_host_is_the_cell_it_was() -> None:
 
 
 def test_how_long_things_take_changes_no_output() -> None:
-    assert {"emulate", "link", "hardware"} <= set(_FREE)
+    assert {"emulate", "link", "hardware"} <= set(OUTPUT_INVARIANT_KEYS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,9 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.records.emulation import emulated_names
 from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.sweep import worker
-from tests.conftest import Checkpoint
 from tests.sweep.toy import both_ways, made_by, records, write_sweep
 
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def base(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_process() -> Iterator[None]:
-    yield
-    worker._holder.cache_clear()
 
 
 def lossless_policies(with_predictor: bool) -> list[str]:

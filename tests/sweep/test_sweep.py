@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,9 @@ from lm_eval_moecache.sweep import worker
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
-from tests.conftest import Checkpoint
 from tests.sweep.toy import figures, records, write_sweep
 
 GRID = {"policy": ["specmd", "on_demand"], "capacity": ["25%", "50%"]}
-
-
-@pytest.fixture
-def base(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_process() -> Iterator[None]:
-    """What one test has loaded must not serve the next."""
-    yield
-    worker._holder.cache_clear()
 
 
 def run(path: Path, *options: str) -> int:

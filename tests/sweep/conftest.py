@@ -1,0 +1,23 @@
+"""The base of a sweep of the random checkpoint, and processes that share nothing between tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lm_eval_moecache.sweep import worker
+from tests.conftest import Checkpoint
+
+
+@pytest.fixture
+def base(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_process() -> Iterator[None]:
+    """What one test has loaded must not serve the next."""
+    yield
+    worker._holder.cache_clear()
