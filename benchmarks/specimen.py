@@ -42,9 +42,9 @@ from transformers import (
 
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR, documents
-from lm_eval_moecache.tiny.generator import ASKED, held_out
-from lm_eval_moecache.tiny.problem import Problem
 from lm_eval_moecache.trace.importers import load_trace
+from tools.train_tiny.skills.generator import ASKED, held_out
+from tools.train_tiny.skills.problem import Problem
 
 NUM_TEXTS, NUM_TOKENS = 16, 299
 NUM_SWAPPED = 100

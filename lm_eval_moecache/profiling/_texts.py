@@ -215,9 +215,9 @@ def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     for name in files:
         prompts += _read_prompts(name)
     if not (tasks or files):
-        from lm_eval_moecache.tiny.prompts import training_prompts
+        from lm_eval_moecache.tiny.documents import training_prompts
 
-        prompts = training_prompts(arguments.limit, arguments.seed)
+        prompts = training_prompts(arguments.limit)
     prompts = [prompt for prompt in dict.fromkeys(prompts) if prompt.strip()]
     if len(prompts) < 2:
         raise ValueError(f"tasks, data: {len(prompts)} prompts, but training needs 2 or more.")

@@ -1,59 +1,85 @@
-"""The rows of the offline tasks, train and test, for `custom_dataset` in their YAML files.
+"""The rows of the offline tasks, for `custom_dataset` in their YAML files, and training prompts.
 
-lm-eval calls each function with the task's metadata as keywords; `seed` and `num_documents` there
-choose another draw. Two loads of one seed give the same rows on every machine. `wikitext` alone has
-no draw: its test rows are the pages in held_out/.
+They lie in `rows/`, as the repository's tools/train_tiny/documents.py has drawn them. lm-eval calls
+a task's function with the task's metadata as keywords: `num_documents` takes the first of them, and
+`rows` names a folder with another draw.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from functools import lru_cache
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 from datasets import Dataset
 
-from lm_eval_moecache.tiny.generator import ASKED, distinct
-from lm_eval_moecache.tiny.problem import Split
-
-SPLITS: tuple[Split, ...] = get_args(Split)
-NUM_DOCUMENTS = 500
-PAGES: Path = Path(__file__).parent / "held_out" / "pages.jsonl"
+ROWS: Path = Path(__file__).parent / "rows"
+PAGES: Path = ROWS / "pages.jsonl"
+PROMPTS: Path = ROWS / "training_prompts.jsonl.gz"
+SPLITS = ("train", "test")
 
 
-def _rows(task: str, seed: int, num_documents: int) -> dict[str, Dataset]:
-    return {split: _split(task, seed, num_documents, split) for split in SPLITS}
+def file_of(rows: Path, task: str, split: str) -> Path:
+    """Return where the rows of one split lie in a folder."""
+    return rows / f"{task}_{split}.jsonl"
 
 
 @lru_cache(maxsize=32)
-def _split(task: str, seed: int, num_documents: int, split: Split) -> Dataset:
-    """Drawn once in a process, which a sweep asks for them with every run; nobody changes them."""
-    drawn = distinct(ASKED[task], num_documents, seed, split)
-    return Dataset.from_list([dict(problem.row) for problem in drawn])
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Read once in a process: a sweep asks with every run, and nobody changes rows."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
-def gsm8k(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
-    return _rows("gsm8k", seed, num_documents)
-
-
-def mmlu(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
-    return _rows("mmlu", seed, num_documents)
-
-
-def arc(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
-    return _rows("arc", seed, num_documents)
-
-
-def truthfulqa(
-    *, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object
+def _splits(
+    task: str,
+    *,
+    num_documents: int | None = None,
+    rows: str | None = None,
+    seed: int = 0,
+    **_: object,
 ) -> dict[str, Dataset]:
-    return _rows("truthfulqa", seed, num_documents)
+    folder = ROWS if rows is None else Path(rows)
+    found = {split: _read(file_of(folder, task, split)) for split in SPLITS}
+    most = min(map(len, found.values()))
+    wanted = most if num_documents is None else num_documents
+    if seed or not 0 < wanted <= most:
+        raise ValueError(
+            f"metadata: seed={seed}, num_documents={wanted}: {folder} has one draw of {most} "
+            f"documents of tiny_{task}. Allowed: num_documents from 1 to {most}, or rows=FOLDER "
+            "with what `python -m tools.train_tiny.documents --seed SEED --out FOLDER` draws in a "
+            "clone of the repository."
+        )
+    return {split: Dataset.from_list(each[:wanted]) for split, each in found.items()}
 
 
-def bbh(*, seed: int = 0, num_documents: int = NUM_DOCUMENTS, **_: object) -> dict[str, Dataset]:
+def gsm8k(**metadata: Any) -> dict[str, Dataset]:
+    """Word problems."""
+    return _splits("gsm8k", **metadata)
+
+
+def mmlu(**metadata: Any) -> dict[str, Dataset]:
+    """Facts, answered by a letter."""
+    return _splits("mmlu", **metadata)
+
+
+def arc(**metadata: Any) -> dict[str, Dataset]:
+    """Facts, answered by a text."""
+    return _splits("arc", **metadata)
+
+
+def truthfulqa(**metadata: Any) -> dict[str, Dataset]:
+    """Claims beside common myths."""
+    return _splits("truthfulqa", **metadata)
+
+
+def bbh(**metadata: Any) -> dict[str, Dataset]:
     """The kinds in turn, so `--limit 40` has ten of each of the four."""
-    return _rows("bbh", seed, num_documents)
+    return _splits("bbh", **metadata)
 
 
 def wikitext(**_: object) -> dict[str, Dataset]:
@@ -61,19 +87,33 @@ def wikitext(**_: object) -> dict[str, Dataset]:
 
     The sources take turns, so a limit has some of each.
     """
-    by_source = dict[str, list[str]]()
-    for line in PAGES.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        by_source.setdefault(row["source"], []).append(row["page"])
-    longest = max(map(len, by_source.values()))
-    pages = [
-        {"page": pages[place]}
-        for place in range(longest)
-        for pages in by_source.values()
-        if place < len(pages)
-    ]
-    drawn = distinct(("pages",), len(pages), 0, "train")
+    by_source = dict[str, list[dict[str, str]]]()
+    for row in _read(PAGES):
+        by_source.setdefault(row["source"], []).append({"page": row["page"]})
+    in_turn = filter(None, chain.from_iterable(zip_longest(*by_source.values())))
     return {
-        "train": Dataset.from_list([{"page": str(problem.row["page"])} for problem in drawn]),
-        "test": Dataset.from_list(pages),
+        "train": Dataset.from_list(_read(file_of(ROWS, "wikitext", "train"))),
+        "test": Dataset.from_list(list(in_turn)),
     }
+
+
+def count_page(doc: dict[str, str], results: list[float]) -> dict[str, tuple[float, int]]:
+    """Return (log-likelihood, count) for each of wikitext's metrics: words, and UTF-8 bytes."""
+    (loglikelihood,) = results
+    words = len(re.split(r"\s+", doc["page"]))
+    size = len(doc["page"].encode("utf-8"))
+    return {
+        "word_perplexity": (loglikelihood, words),
+        "byte_perplexity": (loglikelihood, size),
+        "bits_per_byte": (loglikelihood, size),
+    }
+
+
+def training_prompts(count: int) -> list[str]:
+    """Return up to `count` different prompts of each kind that the tasks ask; some have fewer."""
+    by_kind = dict[str, list[str]]()
+    with gzip.open(PROMPTS, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            by_kind.setdefault(row["kind"], []).append(row["prompt"])
+    return [prompt for prompts in by_kind.values() for prompt in prompts[:count]]

@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 
-from lm_eval_moecache.tiny import bbh_logic, world
-from lm_eval_moecache.tiny.generator import (
+from tools.train_tiny.skills import world
+from tools.train_tiny.skills.generator import (
     ASKED,
     AUXILIARY,
     BBH,
@@ -22,14 +22,14 @@ from lm_eval_moecache.tiny.generator import (
     held_out,
     problems,
 )
-from lm_eval_moecache.tiny.problem import split_of
+from tools.train_tiny.skills.problem import split_of
 
 NAMES = tuple(MAKERS | AUXILIARY | MISSPELT)
 
 DIGEST = """
 import hashlib
 from random import Random
-from lm_eval_moecache.tiny.generator import MAKERS, problems
+from tools.train_tiny.skills.generator import MAKERS, problems
 text = ""
 for name in MAKERS:
     stream = problems(name, "train", Random(7))
@@ -133,25 +133,6 @@ def test_word_problem_calculations_are_right_and_lead_to_the_answer(grade: int) 
             operation = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator]
             assert operation(int(left), int(right)) == int(value)
         assert problem.target.endswith(f"#### {value}")
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("not True or True and False", False),
-        ("True or False and False", True),
-        ("not ( True or False ) and True", False),
-        ("not not ( not False )", True),
-    ],
-)
-def test_boolean_expressions_follow_python_precedence(text: str, value: bool) -> None:
-    assert bbh_logic.evaluate(text.split()) is value
-
-
-def test_boolean_answers_agree_with_python() -> None:
-    for problem in (p for g in GRADES for p in draw(f"bbh/boolean_expressions/{g}", "train", 100)):
-        expression = problem.row["input"].removesuffix(" is")
-        assert str(eval(expression, {"__builtins__": {}})) == problem.target
 
 
 def test_lies_agree_with_a_second_reading() -> None:

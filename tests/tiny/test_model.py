@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.tiny.documents import wikitext
-from lm_eval_moecache.tiny.evaluate import share_exact
-from lm_eval_moecache.tiny.generator import ASKED, MAKERS, held_out
+from tools.train_tiny.evaluate import share_exact
+from tools.train_tiny.skills.generator import ASKED, MAKERS, held_out
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 CHANCE = {"mmlu": 0.25, "bbh": 0.4}

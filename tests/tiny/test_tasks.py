@@ -10,9 +10,9 @@ from lm_eval import tasks as lm_eval_tasks
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.tiny.documents import NUM_DOCUMENTS, PAGES
-from lm_eval_moecache.tiny.generator import ASKED, BBH, held_out
+from lm_eval_moecache.tiny import MODEL_DIR, documents
+from tools.train_tiny.documents import KINDS, write
+from tools.train_tiny.skills.generator import ASKED, BBH, held_out
 
 CONFIGS = Path(__file__).parents[2] / "task_configs"
 LM_EVAL = Path(lm_eval_tasks.__file__).parent
@@ -42,16 +42,38 @@ def loaded() -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_load_with_their_number_of_documents(loaded: dict, name: str) -> None:
-    documents = list(loaded[f"tiny_{name}"].test_docs())
-    num_pages = len(PAGES.read_text(encoding="utf-8").splitlines())
-    assert len(documents) == (num_pages if name == "wikitext" else NUM_DOCUMENTS)
+    assert len(list(loaded[f"tiny_{name}"].test_docs())) == (35 if name == "wikitext" else 500)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write(folder, seed=0, count=20, num_prompts=3)
+    return folder
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_shipped_rows_are_those_that_the_generators_draw(drawn: Path, name: str) -> None:
+    shipped = getattr(documents, name)(num_documents=20)
+    again = getattr(documents, name)(rows=str(drawn))
+    for split in ("train", "test"):
+        assert len(shipped[split]) == 20 and list(again[split]) == list(shipped[split])
+    with pytest.raises(ValueError, match=r"num_documents=501.*from 1 to 500"):
+        getattr(documents, name)(num_documents=501)
+
+
+def test_shipped_prompts_are_the_generators(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = documents.training_prompts(3)
+    assert len(shipped) == 3 * len(KINDS)
+    monkeypatch.setattr(documents, "PROMPTS", drawn / documents.PROMPTS.name)
+    assert documents.training_prompts(3) == shipped
 
 
 @pytest.mark.parametrize("name", ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh"))
 def test_prompt_and_target_are_those_the_model_was_trained_on(loaded: dict, name: str) -> None:
     task = loaded[f"tiny_{name}"]
-    documents = task.test_docs()
-    for problem, row in zip(held_out(ASKED[name], 14, seed=0), documents, strict=False):
+    rows = task.test_docs()
+    for problem, row in zip(held_out(ASKED[name], 14, seed=0), rows, strict=False):
         target = task.doc_to_target(row)
         if name in ("mmlu", "arc", "truthfulqa"):
             target = task.doc_to_choice(row)[int(target)]

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, OlmoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import PAGES
-from lm_eval_moecache.tiny.generator import AUXILIARY, MAKERS
 from tools.train_tiny import books
 from tools.train_tiny.batches import LATE, MAKER_SHARES, ROW_LENGTH, SKILL_ROWS, skill_batch
 from tools.train_tiny.clusters import (
@@ -27,6 +26,7 @@ from tools.train_tiny.corpus import _documents, _plain_line
 from tools.train_tiny.muon import orthogonalise
 from tools.train_tiny.network import balance_loss, build_config, build_model
 from tools.train_tiny.packages import PACKAGES, read_members
+from tools.train_tiny.skills.generator import AUXILIARY, MAKERS
 from tools.train_tiny.tokenizer import VOCAB_SIZE
 from tools.train_tiny.train import Plan
 from tools.train_tiny.upcycle import redraw

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_moecache.tiny.evaluate import encode
-from lm_eval_moecache.tiny.generator import problems
-from lm_eval_moecache.tiny.problem import Problem
+from tools.train_tiny.evaluate import encode
+from tools.train_tiny.skills.generator import problems
+from tools.train_tiny.skills.problem import Problem
 from tools.train_tiny.text import Text
 
 # From this step on the mixture leaves the facts, which are known by then, for what takes steps of

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lm_eval_moecache.tiny.problem import hash_percent
 from tools.train_tiny.packages import PACKAGES, Package, fetch, read_members
+from tools.train_tiny.skills.problem import hash_percent
 
 DOCUMENT_CHARS = 3000
 # FOLDOC repeats entries of the Jargon File, whose held-out documents would so be trained on.

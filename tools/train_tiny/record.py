@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lm_eval_moecache.tiny.evaluate import share_exact
-from lm_eval_moecache.tiny.generator import MAKERS, held_out
+from tools.train_tiny.evaluate import share_exact
+from tools.train_tiny.skills.generator import MAKERS, held_out
 
 NUM_FINAL = 40
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")

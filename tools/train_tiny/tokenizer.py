@@ -9,11 +9,11 @@ from random import Random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lm_eval_moecache.tiny.bbh_walk import RETURN_QUESTION
-from lm_eval_moecache.tiny.generator import AUXILIARY, BBH, MAKERS, problems
-from lm_eval_moecache.tiny.knowledge import MMLU_HEADER
 from tools.train_tiny.corpus import read_documents
 from tools.train_tiny.packages import PACKAGES
+from tools.train_tiny.skills.bbh import RETURN_QUESTION
+from tools.train_tiny.skills.generator import AUXILIARY, BBH, MAKERS, problems
+from tools.train_tiny.skills.knowledge import MMLU_HEADER
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.tiny.generator import ASKED, held_out
+from lm_eval_moecache.tiny.documents import bbh, gsm8k
 from tests.harness import make_instance
 
 STOP = {"until": ["Q:", "\n\n"], "max_gen_toks": 32}
@@ -19,10 +19,9 @@ STOP = {"until": ["Q:", "\n\n"], "max_gen_toks": 32}
 
 def prompts(count: int) -> list[str]:
     """Questions of the offline set, word problems and logic in turn."""
-    word = held_out(ASKED["gsm8k"], count, 0)
-    logic = held_out(ASKED["bbh"], count, 0)
-    texts = [f"Question: {p.row['question']}\nAnswer:" for p in word]
-    texts += [f"{p.row['description']}\n\nQ: {p.row['input']}\nA:" for p in logic]
+    word, logic = (rows(num_documents=count)["test"] for rows in (gsm8k, bbh))
+    texts = [f"Question: {row['question']}\nAnswer:" for row in word]
+    texts += [f"{row['description']}\n\nQ: {row['input']}\nA:" for row in logic]
     return [texts[i // 2 + (i % 2) * count] for i in range(count)]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from random import Random
 
-from lm_eval_moecache.tiny import bbh_logic, bbh_walk, gsm8k, knowledge, pages
-from lm_eval_moecache.tiny.problem import Problem, Split
+from tools.train_tiny.skills import bbh, gsm8k, knowledge, pages
+from tools.train_tiny.skills.problem import Problem, Split
 
 MOST_DRAWS = 40
 GRADES = (1, 2, 3)
@@ -19,20 +19,20 @@ Asking = Callable[[Random, int], tuple[str, str]]
 BBH: dict[str, tuple[str, Asking]] = {
     "boolean_expressions": (
         "Evaluate the result of a random Boolean expression.",
-        bbh_logic.boolean_expressions,
+        bbh.boolean_expressions,
     ),
     "web_of_lies": (
         "Evaluate a random boolean function expressed as a word problem.",
-        bbh_logic.web_of_lies,
+        bbh.web_of_lies,
     ),
     "object_counting": (
         "Questions that involve enumerating objects and asking the model to count them.",
-        bbh_logic.object_counting,
+        bbh.object_counting,
     ),
     "navigate": (
         "Given a series of navigation instructions, determine whether one would end up back at "
         "the starting point.",
-        bbh_walk.navigate,
+        bbh.navigate,
     ),
 }
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from lm_eval_moecache.tiny import world
-from lm_eval_moecache.tiny.problem import Problem
+from tools.train_tiny.skills import world
+from tools.train_tiny.skills.problem import Problem
 
 MMLU_HEADER = "The following are multiple choice questions (with answers) about {}.\n\n"
 LETTERS = ("A", "B", "C", "D")

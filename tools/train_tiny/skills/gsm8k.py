@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from lm_eval_moecache.tiny.problem import Problem
-from lm_eval_moecache.tiny.words import GOODS, PEOPLE
+from tools.train_tiny.skills.problem import Problem
+from tools.train_tiny.skills.words import GOODS, PEOPLE
 
 Story = tuple[str, list[str], int]
 

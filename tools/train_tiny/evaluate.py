@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lm_eval_moecache.tiny.problem import Problem
+from tools.train_tiny.skills.problem import Problem
 
 EVAL_BATCH = 50
 

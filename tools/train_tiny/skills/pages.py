@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from random import Random
 
-from lm_eval_moecache.tiny import world
-from lm_eval_moecache.tiny.knowledge import ANIMALS, BEASTS, LANDS, beast_claim
-from lm_eval_moecache.tiny.problem import Problem
+from tools.train_tiny.skills import world
+from tools.train_tiny.skills.knowledge import ANIMALS, BEASTS, LANDS, beast_claim
+from tools.train_tiny.skills.problem import Problem
 
 LAND_SENTENCES = {
     "capital": (

@@ -1,16 +1,19 @@
-"""BBH-style logic problems: boolean expressions, webs of lies, counting objects.
+"""BBH-style problems: boolean expressions, webs of lies, counting objects, navigation.
 
 Sentences follow the public task descriptions; no row of the benchmark is used. Three grades run
 from the smallest problems past the benchmark's own. The split holds
 out whole problems by hash. Boolean expressions are so few that an expression of the real set can
 also be drawn here by chance.
+
+Does a walk end where it began? Its length is drawn first and half the No are a Yes with one
+instruction changed, so only the walk tells.
 """
 
 from __future__ import annotations
 
 from random import Random
 
-from lm_eval_moecache.tiny.words import (
+from tools.train_tiny.skills.words import (
     ANIMALS,
     FRUITS,
     INSTRUMENTS,
@@ -32,8 +35,6 @@ CATEGORIES = {
 }
 UNCOUNTED = {"head": "heads", "stalk": "stalks"}
 IRREGULAR = {"fish": "fish", "mouse": "mice"}
-
-
 # By grade; the benchmark's own sizes lie in the first two.
 EXPRESSION_SIZES = {1: (3, 4, 5, 6), 2: (7, 7, 8, 9), 3: (10, 11, 12, 13)}
 NUM_PEOPLE = {1: (2, 3, 4), 2: (5, 5, 6), 3: (7, 8, 9)}
@@ -53,37 +54,9 @@ def _expression(rng: Random, size: int) -> str:
     return f"{_expression(rng, left)} {operator} {_expression(rng, size - 1 - left)}"
 
 
-def evaluate(tokens: list[str]) -> bool:
-    """Value of a boolean expression in Python's precedence; consumes the tokens."""
-    value = _conjunction(tokens)
-    while tokens and tokens[0] == "or":
-        tokens.pop(0)
-        value = _conjunction(tokens) or value
-    return value
-
-
-def _conjunction(tokens: list[str]) -> bool:
-    value = _negation(tokens)
-    while tokens and tokens[0] == "and":
-        tokens.pop(0)
-        value = _negation(tokens) and value
-    return value
-
-
-def _negation(tokens: list[str]) -> bool:
-    head = tokens.pop(0)
-    if head == "not":
-        return not _negation(tokens)
-    if head == "(":
-        value = evaluate(tokens)
-        tokens.pop(0)
-        return value
-    return head == "True"
-
-
 def boolean_expressions(rng: Random, grade: int) -> Asked:
     text = _expression(rng, rng.choice(EXPRESSION_SIZES[grade]))
-    return f"{text} is", str(evaluate(text.split()))
+    return f"{text} is", str(eval(text, {"__builtins__": {}}))
 
 
 def web_of_lies(rng: Random, grade: int) -> Asked:
@@ -138,3 +111,80 @@ def object_counting(rng: Random, grade: int) -> Asked:
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
     listed = " and ".join(parts) if len(parts) == 2 else listed
     return f"I have {listed}. How many {category} do I have?", str(total)
+
+
+FACING = {"forward": (0, 1), "backward": (0, -1), "left": (-1, 0), "right": (1, 0)}
+TURNS = {"Turn right.": 1, "Turn around.": 2, "Turn left.": 3}
+HEADINGS = ((0, 1), (1, 0), (0, -1), (-1, 0))
+# By grade; the benchmark's walks are of the first two.
+NUM_INSTRUCTIONS = {1: (2, 3, 4), 2: (5, 6, 7, 8), 3: (9, 10, 11)}
+RETURN_QUESTION = "If you follow these instructions, do you return to the starting point?"
+
+
+def _steps(number: int) -> str:
+    return f"Take {number} step{'' if number == 1 else 's'}"
+
+
+def _moves(walk: list[str]) -> list[tuple[int, int, int]]:
+    """The steps of each instruction and the way they lead, (number, dx, dy); a turn takes none."""
+    heading, moves = 0, []
+    for part in walk:
+        if part in TURNS:
+            heading = (heading + TURNS[part]) % 4
+            moves.append((0, 0, 0))
+            continue
+        words = part[:-1].split()
+        moves.append((int(words[1]), *FACING.get(words[-1], HEADINGS[heading])))
+    return moves
+
+
+def _end(moves: list[tuple[int, int, int]]) -> tuple[int, int]:
+    return sum(n * dx for n, dx, _ in moves), sum(n * dy for n, _, dy in moves)
+
+
+def _is_home(walk: list[str]) -> bool:
+    return _end(_moves(walk)) == (0, 0)
+
+
+def _instruction(rng: Random, facing: bool) -> str:
+    if facing:
+        return f"{_steps(rng.randint(1, 10))} {rng.choice(tuple(FACING))}."
+    if rng.random() < 0.45:
+        return rng.choice(tuple(TURNS))
+    return f"{_steps(rng.randint(1, 10))}."
+
+
+def _homeward(rng: Random, size: int, facing: bool) -> list[str]:
+    """A walk of `size` instructions that may be home after replacing one of its numbers."""
+    walk = [_instruction(rng, facing) for _ in range(size)]
+    steps = [index for index, part in enumerate(walk) if part not in TURNS]
+    moves = _moves(walk)
+    x, y = _end(moves)
+    for index in rng.sample(steps, len(steps)):
+        number, dx, dy = moves[index]
+        # Where the others alone lead is `number` steps back; the way home has one length at most.
+        rest = (x - number * dx, y - number * dy)
+        needed = -(rest[0] * dx + rest[1] * dy)
+        if 1 <= needed <= 10 and (rest[0] + needed * dx, rest[1] + needed * dy) == (0, 0):
+            tail = walk[index].rstrip(".").split()[3:]
+            return [*walk[:index], f"{' '.join([_steps(needed), *tail])}.", *walk[index + 1 :]]
+    return walk
+
+
+def _walk(rng: Random, size: int, facing: bool, home: bool) -> list[str]:
+    while True:
+        walk = _homeward(rng, size, facing)
+        if not home and rng.random() < 0.5:
+            walk[rng.randrange(size)] = _instruction(rng, facing)
+        if not home and rng.random() < 0.5:
+            walk = [_instruction(rng, facing) for _ in range(size)]
+        if _is_home(walk) == home and any(part not in TURNS for part in walk):
+            return walk
+
+
+def navigate(rng: Random, grade: int) -> Asked:
+    facing, home = rng.random() < 0.55, rng.random() < 0.5
+    size = rng.choice(NUM_INSTRUCTIONS[grade]) + (not facing and grade == 1)
+    walk = _walk(rng, size, facing, home)
+    told = " ".join(["Always face forward.", *walk] if facing else walk)
+    return f"{RETURN_QUESTION} {told}\nOptions:\n- Yes\n- No", "Yes" if home else "No"

@@ -1,0 +1,1 @@
+"""Generated problems in the formats of the five benchmarks: `generator` has them all."""
