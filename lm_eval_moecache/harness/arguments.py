@@ -477,7 +477,7 @@ def help_text(width: int) -> str:
     for key, field in ModelArguments.model_fields.items():
         default = "" if field.default is None else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("`", "")
-        lead = f"  {key:14s}"
+        lead = f"  {key:18s}"
         lines.append(
             textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))
         )
