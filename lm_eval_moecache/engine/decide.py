@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
 from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.link import Link
@@ -91,6 +91,9 @@ class Plan:
     substituted: int = field(default=0, init=False)
     dropped: int = field(default=0, init=False)
     unfaithful: int = field(default=0, init=False)
+    avoided: int = field(default=0, init=False)
+    weighed_tokens: int = field(default=0, init=False)
+    lost_weight: float = field(default=0.0, init=False)
     levels: Mapping[int, int] | None = field(default=None, init=False)
     """Key -> precision level at which it was executed; None where the store has one level."""
 
@@ -103,6 +106,9 @@ class Plan:
         record.substituted += self.substituted
         record.dropped += self.dropped
         record.unfaithful += self.unfaithful
+        record.avoided += self.avoided
+        record.weighed_tokens += self.weighed_tokens
+        record.lost_weight += self.lost_weight
 
 
 def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
@@ -179,6 +185,13 @@ def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) ->
     if selection is not None:
         plan.selection, plan.substituted = selection, substituted
         plan.dropped, plan.unfaithful = _judge(asked.experts, selection)
+    if miss is not None and absent:
+        plan.avoided = len(set(absent).difference(executed.keys))
+    acts = miss is not None or rules.lets_change(chosen.routing.is_lossless, asked)
+    if acts and len(asked.weights):
+        plan.weighed_tokens = asked.num_tokens
+        if selection is not None:
+            plan.lost_weight = _lost_weight(asked, selection)
     return plan
 
 
@@ -222,6 +235,15 @@ def changed(event: Event, selection: Selection, num_experts: int) -> Event:
             experts = np.where(keep, experts, DROPPED)
         keys = unique_in_order(event.layer, num_experts, experts[experts >= 0])
     return event._replace(keys=keys, experts=experts, weights=weights)
+
+
+def _lost_weight(asked: Event, selection: Selection) -> float:
+    """Return the shares of their tokens' weight whose experts are not executed."""
+    kept = selection.experts
+    if selection.keep is not None:
+        kept = np.where(selection.keep, kept, DROPPED)
+    executed = (asked.experts[:, :, None] == kept[:, None, :]).any(axis=-1)
+    return float(weight_shares(asked)[~executed].sum(dtype=np.float64))
 
 
 def _judge(asked: IntArray, selection: Selection) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class Engine:
     def wants_weights(self) -> bool:
         """Whether events need `experts` and `weights` even where a pass has one token."""
         routing, others = self.algorithms.routing, (self.algorithms.prefetch, self.algorithms.miss)
-        looks = (routing.uses_logits and routing.uses_weights) or any(o.uses_logits for o in others)
+        looks = routing.uses_weights or any(o.uses_logits for o in others)
         eviction, miss = self.pools[0].eviction, self.algorithms.miss
         return looks or miss.uses_weights or eviction.uses_weights or eviction.uses_logits
 

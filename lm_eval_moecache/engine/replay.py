@@ -177,9 +177,12 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
     if recorded is None:
         wants = engine.wants_weights, engine.wants_logits
         asked_ahead = None if looks_too else prefetch
+        # What a lossy policy loses is told by weight wherever there are weights.
+        weighs = engine.executor.rules.may_change and trace.columns.weights is not None
+        wants = wants[0] or weighs, wants[1]
         return EventFields(*wants, engine.depth, digest, asked_ahead=asked_ahead)
     logits = engine.weighs_changes
-    weights = logits or engine.algorithms.miss.uses_weights
+    weights = logits or routing.uses_weights or engine.algorithms.miss.uses_weights
     weights |= engine.pools[0].eviction.uses_weights
     return EventFields(weights, logits, engine.depth, digest, recorded)
 

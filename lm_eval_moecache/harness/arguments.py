@@ -366,6 +366,9 @@ def _clock_conflicts(asked: ModelArguments, given: Mapping[str, Any], policy: Po
         yield "emulate", why, "clock=virtual"
     if "store_dir" in given and asked.store != "disk":
         yield "store_dir", "has no effect with store='ram'", "store=disk"
+    if policy.miss.name == "bounded_insertion":
+        why = "does not go with miss='bounded_insertion', whose uploads no event waits for"
+        yield "clock", why, "clock=virtual, or miss=host"
     if policy.miss.algorithm.uses_host and asked.scoring == "scan":
         why = (
             f"does not go with miss={policy.miss.name!r} and clock='wall': who is sooner done, "

@@ -42,6 +42,12 @@ class Counters:
     substituted: int = 0
     low_precision: int = 0
     """Executed assignments whose expert was resident at a lower level than the best stored one."""
+    avoided: int = 0
+    """Absent experts of events for which a lossy algorithm found another answer than a load."""
+    weighed_tokens: int = 0
+    """Tokens, one for each layer, that a lossy algorithm may change and whose weights were seen."""
+    lost_weight: float = 0.0
+    """Of their weights, each token's summing to 1, what was dropped or given to a substitute."""
     host_executed: int = 0
     """Executed assignments whose expert ran on the host."""
     host_s: float = 0.0

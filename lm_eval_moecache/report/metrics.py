@@ -144,6 +144,28 @@ METRICS: Mapping[str, Metric] = {
     "dropped_share": Metric(
         "Dropped", 4, None, "dropped [of asked]", per("dropped", "token_requests")
     ),
+    "unique_share": Metric(
+        "Unique",
+        4,
+        False,
+        "unique experts an event [of its tokens' choices]",
+        per("requests", "token_requests"),
+        by_phase=True,
+    ),
+    "lost_weight_share": Metric(
+        "Weight lost",
+        4,
+        False,
+        "routing weight dropped or given to a substitute [of asked]",
+        per("lost_weight", "weighed_tokens"),
+    ),
+    "avoided_miss_share": Metric(
+        "Misses avoided",
+        4,
+        None,
+        "absent experts answered without a load [of misses]",
+        lambda t: share(t.avoided, t.missed) if t.avoided or t.weighed_tokens else None,
+    ),
     "low_precision_share": Metric(
         "Low precision", 4, None, "low precision [of executed]", per("low_precision", "executed")
     ),

@@ -138,9 +138,8 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
     weights = logits = False
     for each in group:
         policy, seed = each.config.policy, each.config.seed
-        weights |= policy.eviction.algorithm.uses_weights
-        weights |= policy.miss.algorithm.uses_weights
         deciding = (policy.routing, policy.eviction, policy.miss)
+        weights |= any(axis.algorithm.uses_weights for axis in deciding)
         logits |= any(axis.algorithm.uses_logits for axis in deciding)
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None

@@ -19,7 +19,7 @@ from lm_eval_moecache.records.geometry import Geometry
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that happened: `pass`, `insert`, `use` (of a key by an event) or `wish`."""
+    """One thing that happened: `pass`, `insert`, `evict`, `use` (by an event) or `wish`."""
 
     what: str
     key: int = -1
@@ -31,6 +31,8 @@ class Entry:
     tokens: tuple[int, ...] = (0,)
     """Which of the event's tokens use it, of how many."""
     num_tokens: int = 1
+    places: tuple[int, ...] = (0,)
+    """Where it stands in the event's [tokens, top_k], read row by row."""
 
 
 @dataclass(frozen=True)
@@ -207,13 +209,74 @@ def static(scene: Scene, key: int) -> Sequence[float]:
 
 
 def heat_lru(scene: Scene, key: int, protect_above: int = 4) -> Sequence[float]:
-    cool = any(scene.uses(k) <= protect_above for k in scene.free)
-    return (cool and scene.uses(key) > protect_above, scene.last(key, "insert", "use"))
+    def heat(k: int) -> int:
+        """Uses since it came, less the one it was loaded for: of the first event, in its pass."""
+        came = scene.last(k, "insert")
+        since = scene.log[came + 1 :]
+        hits = sum(e.what == "use" and e.key == k for e in since)
+        this_pass = next((i for i, e in enumerate(since) if e.what == "pass"), len(since))
+        own = any(e.what == "use" and e.key == k for e in since[:this_pass])
+        return hits - (own and not scene.log[came].prefetched)
+
+    cool = any(heat(k) <= protect_above for k in scene.free)
+    return (cool and heat(key) > protect_above, scene.last(key, "insert", "use"))
+
+
+def tail_lru(scene: Scene, key: int) -> Sequence[float]:
+    """Uses of one event stand in order of its last token, then of that token's experts."""
+    at = scene.last(key, "insert", "use")
+    entry = scene.log[at]
+    if entry.what == "insert":
+        return (at,)
+    first = next(i for i, e in enumerate(scene.log) if e.what == "use" and e.event == entry.event)
+    return (first, entry.places[-1])
+
+
+def lfru_colibri(scene: Scene, key: int) -> Sequence[float]:
+    """colibri's score: 256 for each use, and up to 255 for a recent one, in accesses."""
+    at, came = scene.last(key, "insert", "use"), scene.last(key, "insert")
+    age = 1 + sum(e.what == "use" for e in scene.log[at + 1 :])
+    return (256 * scene.uses(key) + max(0, 255 - age), came)
+
+
+def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
+    """Who is hot is replayed: the log says who came, was used and left (by coming again)."""
+    heat: dict[int, int] = {}
+    hot: list[int] = []
+    passing: list[int] = []
+    full, passes = False, 0
+    for entry in scene.log:
+        if entry.what == "pass":
+            passes += 1
+            if passes % half_life == 0:
+                heat = {k: h // 2 for k, h in heat.items()}
+        elif entry.what == "evict":
+            full = True
+            hot, passing = (
+                [k for k in hot if k != entry.key],
+                [k for k in passing if k != entry.key],
+            )
+        elif entry.what == "insert":
+            (passing if full else hot).append(entry.key)
+        elif entry.what == "use":
+            heat[entry.key] = heat.get(entry.key, 0) + 1
+            if entry.key in passing and hot:
+                cold = min(hot, key=lambda k: (heat.get(k, 0), k))
+                if heat[entry.key] > heat.get(cold, 0) * 5 // 4 + 4:
+                    hot[hot.index(cold)] = entry.key
+                    passing.remove(entry.key)
+                    passing.append(cold)
+    if key in passing:
+        return (0, passing.index(key))
+    return (1, heat.get(key, 0), key)
 
 
 EVICTIONS: dict[str, Oracle] = {
     "static": static,
     "heat_lru": heat_lru,
+    "tail_lru": tail_lru,
+    "lfru_colibri": lfru_colibri,
+    "hysteresis": hysteresis,
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,

@@ -56,6 +56,18 @@ PAPERS = {
     "fate": ("standard", "next_gate", "shallow_first", "fetch"),
     "edgemoe": ("standard", "none", "frequency_layer", "fetch"),
     "pre_gated": ("pre_gated", "next_gate", "lru", "fetch"),
+    # Engines of the field, as those projects run.
+    "big_moe_on_edge": ("standard", "none", "tail_lru", "fetch_cached_first"),
+    "big_moe_on_edge_drop_cold": ("standard", "none", "tail_lru", "drop_cold"),
+    "big_moe_on_edge_substitute": ("cache_prior", "none", "tail_lru", "fetch_cached_first"),
+    "colibri": ("standard", "none", "pinned_lru", "fetch"),
+    "colibri_degrade_zero": ("standard", "none", "pinned_lru", "degrade_zero"),
+    "imp": ("standard", "none", "bypass_lru", "fetch"),
+    "llama_cpp_expert_cache": ("standard", "none", "lru", "bounded_insertion"),
+    "freetoken": ("standard", "none", "lru", "host"),
+    "ik_llama_cpp_ser": ("skip_ratio", "none", "lru", "fetch"),
+    "speculating_experts": ("pre_gated", "next_gate", "lru", "fetch"),
+    "moe_spec": ("standard", "none", "lru", "expert_budget"),
 }
 
 

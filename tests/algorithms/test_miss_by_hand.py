@@ -166,6 +166,7 @@ def test_drop_cold_leaves_out_what_has_less_than_its_even_share() -> None:
     resolution = make("drop_cold").resolve(event, [0, 1, 2], set())
     assert [fetch.key for fetch in resolution.fetch] == [0]
     assert resolution.selection.keep.tolist() == [[True, False, False]]
+    assert resolution.selection.renormalize, "as the source does unless it is told not to"
     assert make("drop_cold").resolve(event, [0], {1, 2}) is None
     # Half of an even share is 1/6: only the last is below.
     half = make("drop_cold", factor=0.5).resolve(event, [1, 2], {0})
@@ -192,6 +193,18 @@ def test_expert_budget_keeps_hits_and_the_heaviest_misses_of_all_tokens() -> Non
     assert [fetch.key for fetch in resolution.fetch] == [0, 2]
     assert resolution.selection.keep.tolist() == [[True, True, True], [True, False, False]]
     assert make("expert_budget", budget=5).resolve(event, [0, 2, 3, 4], {1}) is None
+
+
+def test_expert_budget_may_rescue_a_tokens_heaviest_expert() -> None:
+    """The case of colibri#560: two tokens of different experts, and room for the heavier one."""
+    event = make_event(GEOMETRY, 0, 0, [LOGITS, [0.0, 0.0, 0.0, 3.0, 2.5, 2.0]])
+    # Shares of the first are 0.665, 0.245, 0.090, of the second 0.506, 0.307, 0.186.
+    absent = [0, 1, 2, 3, 4, 5]
+    emptied = make("expert_budget", budget=1).resolve(event, absent, {})
+    assert emptied.selection.keep.tolist() == [[True, False, False], [False] * 3]
+    rescued = make("expert_budget", budget=1, rescue=True).resolve(event, absent, {})
+    assert rescued.selection.keep.tolist() == [[True, False, False]] * 2
+    assert [fetch.key for fetch in rescued.fetch] == [0, 3]
 
 
 def test_substitute_cached_takes_the_resident_with_the_highest_gate_for_a_light_expert() -> None:

@@ -53,6 +53,10 @@ READINGS: list[tuple[str, dict[str, Any]]] = [
     ("lfru", {}),
     ("static", {}),
     ("heat_lru", {"protect_above": 1}),
+    ("tail_lru", {}),
+    ("lfru_colibri", {}),
+    ("hysteresis", {"half_life": 2}),
+    ("hysteresis", {}),
     ("hazard", {"memory": 1}),
     ("hazard", {"memory": 1, "nearness": 0.5}),
     ("least_stale", {}),
@@ -107,6 +111,7 @@ class Witness:
                     event=self.num_events,
                     tokens=tuple(mine.any(axis=1).nonzero()[0].tolist()),
                     num_tokens=event.num_tokens,
+                    places=tuple(mine.ravel().nonzero()[0].tolist()),
                 )
             )
         self.num_events += 1
@@ -127,6 +132,7 @@ class Witness:
             if got is None:
                 return
             self.resident.remove(got)
+            self.log.append(Entry("evict", got))
             self.eviction.on_evict(got)
         self.resident.add(key)
         self.log.append(Entry("insert", key, prefetched=prefetched))
@@ -147,9 +153,9 @@ def test_an_eviction_agrees_with_its_oracle_key_by_key(
 
 def test_every_online_deterministic_eviction_has_an_oracle() -> None:
     """The textbook rules have one that nobody here wrote (`test_libcachesim.py`)."""
-    # Random is tested by its distribution, Belady and importance in their own files; of the last
-    # two, the scripts.
-    has_none = {"random", "belady", "importance", "w_tinylfu", "pinned_lru"}
+    # Random is tested by its distribution, Belady and importance in their own files, the bypass in
+    # an engine (test_bypass.py); of the others, the scripts.
+    has_none = {"random", "belady", "importance", "w_tinylfu", "pinned_lru", "bypass_lru"}
     online = {n for n in algorithm_names("eviction") if n not in has_none | THEIRS.keys()}
     later = {n for n in online if n not in oracles.EVICTIONS}
     assert not later, f"without an oracle: {later}"

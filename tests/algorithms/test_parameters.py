@@ -49,6 +49,7 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
 BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
     ("miss", "buddy", "tau_scale"): {"miss.tau": 0.5},
     ("miss", "expert_budget", "renormalize"): {"miss.budget": 2},
+    ("miss", "expert_budget", "rescue"): {"miss.budget": 1},
     ("miss", "buddy", "partitions"): {"miss.kappa": 0.5, "miss.partitions": 2},
     ("miss", "buddy", "kappa"): {"miss.kappa": 0.1, "miss.partitions": 2},
     **{

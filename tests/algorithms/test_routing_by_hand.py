@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 
@@ -164,6 +165,55 @@ def test_a_router_that_selects_by_more_than_its_logits_is_taken_at_its_word() ->
     selection = strong.select(event, {1})
     # Its ranking is 3 0 1 2 with the sorted logits 4 2 1 0: boosted to 8 2 5 0.
     assert selection.experts.tolist() == [[3, 1]]
+
+
+def test_the_range_bias_goes_by_each_tokens_own_range() -> None:
+    routing = make("cache_prior", 4, 2, delta="token", lambda_=0.5, top_j=0)
+    narrow = [0.4, 0.3, 0.19, 0.0]
+    # Range 4: 1 + 2 = 3 > 2. Range 0.4: 0.19 + 0.2 = 0.39 > 0.3, and 0.2 < 0.3.
+    assert select(routing, FOUR, cached={2}) == [0, 2]
+    assert select(routing, narrow, cached={2}) == [0, 2]
+    assert select(routing, FOUR, narrow, cached={2}) == [[0, 2], [0, 2]]
+    assert select(routing, narrow, cached={3}) is None
+    # The average of both, 2.2, would bring the narrow one's last to 1.1.
+    average = make("cache_prior", 4, 2, lambda_=0.5, top_j=0)
+    assert select(average, FOUR, narrow, cached={3}) == [[0, 1], [0, 3]]
+
+
+def weighed(routing: Any, *weights: list[float]) -> Any:
+    """Return what a routing keeps of tokens with these weights."""
+    row = np.array(weights, dtype=np.float32)
+    experts = np.tile(np.arange(row.shape[1]), (len(row), 1))
+    event = Event(0, 0, DECODE, len(row), list(range(row.shape[1])), experts, row)
+    selection = routing.select(event, set())
+    return None if selection is None else selection.keep.tolist()
+
+
+def test_skip_ratio_keeps_k_min_and_what_is_heavy_enough_beside_the_first() -> None:
+    routing = make("skip_ratio", 8, 4, k_min=2, t=0.5)
+    # Half of 0.5 is 0.25: the second has it, but is kept as one of two, and nobody else is above.
+    assert weighed(routing, [0.5, 0.25, 0.25, 0.0]) == [[True, True, False, False]]
+    assert weighed(routing, [0.5, 0.1, 0.09, 0.05]) == [[True, True, False, False]]
+    assert weighed(routing, [0.3, 0.3, 0.2, 0.2]) is None
+    # t = 1 is k_min experts, whatever they weigh; a router's order need not be that of weights.
+    strict = make("skip_ratio", 8, 4, k_min=1)
+    assert weighed(strict, [0.2, 0.3, 0.3, 0.2]) == [[False, True, False, False]]
+    for parameters in ({"k_min": 4}, {"k_min": 0}, {"t": 0.0}, {"t": 1.1}):
+        with pytest.raises(ValueError, match=rf"routing\.{next(iter(parameters))}="):
+            make("skip_ratio", 8, 4, **parameters)
+
+
+def test_skip_mass_keeps_the_expert_that_crosses_p_and_none_after_it() -> None:
+    routing = make("skip_mass", 8, 4, p=0.7)
+    # Of weights that sum to 0.8, 0.7 is 0.56: 0.4 is not enough, 0.6 is.
+    assert weighed(routing, [0.4, 0.2, 0.1, 0.1]) == [[True, True, False, False]]
+    assert weighed(routing, [0.1, 0.1, 0.4, 0.2]) == [[False, False, True, True]]
+    assert weighed(routing, [0.75, 0.1, 0.1, 0.05], [0.25] * 4) == [
+        [True, False, False, False],
+        [True, True, True, False],
+    ]
+    assert weighed(make("skip_mass", 8, 4, p=0.99), [0.25] * 4) is None
+    assert not make("skip_mass", 8, 4).renormalize
 
 
 def test_pruning_keeps_the_h_heaviest() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm_eval_moecache.algorithms.miss.bounded_insertion import BoundedInsertion
 from lm_eval_moecache.algorithms.miss.host import Host
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.virtual.host import RULES, Work, share_out
@@ -107,6 +108,21 @@ def test_first_loads_before_prefetches_where_the_link_is_sooner() -> None:
     # The demands have the link 2-12, the prefetch has it from then on; the four run 12-16 ...
     # but the cached two have run 2-4 already, so the loaded two 12-14.
     assert (seconds, record.host_executed, record.stall_s) == (14.0, 0, 8.0)
+
+
+def test_bounded_insertion_uploads_one_miss_and_waits_for_it_where_it_is_needed() -> None:
+    policy = ScriptedPolicy(miss=Always(lambda geometry: BoundedInsertion(geometry, uploads=1)))
+    hardware = make_hardware(host_flops=1e30, host_memory_bytes_per_s=20)
+    engine = make_engine(policy, 4, make_geometry(num_layers=1, top_k=4), hardware)
+    engine.pools[0].warm(CACHED)
+    seconds, record = second_pass(engine)
+    # As with `always` 14 s; then expert 2 moves 14-19 and nobody waits for it.
+    assert (seconds, record.host_executed, record.stall_s) == (14.0, 2, 0.0)
+    assert (record.bytes_moved, sorted(engine.pools[0].resident)) == (100, [0, 1, 2])
+    again = decode(engine, [0, 1, 2])
+    # dense 14-16; expert 2 is there at 19, the three run 19-22.
+    assert (again.end_s - again.start_s, again.stall_s, again.host_executed) == (8.0, 3.0, 0)
+    assert (again.hits, again.misses) == (3, 0)
 
 
 def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:

@@ -188,3 +188,27 @@ def test_what_a_prefetch_has_under_way_is_replaced_or_awaited(
     assert (record.late, record.misses) == (len(script), 2 - len(script))
     assert record.substituted == substituted
     assert set(engine.pools[0].resident) == resident
+
+
+def test_lost_weight_and_avoided_misses_are_counted_where_a_lossy_rule_acts() -> None:
+    geometry = make_geometry(num_layers=1, num_experts=6, top_k=2)
+    drop_cold = find_algorithm("miss", "drop_cold")
+    engine = make_engine(ScriptedPolicy("decode", miss=Always(drop_cold)), 4, geometry)
+    experts = np.array([[0, 1], [2, 1]])
+    weights = np.array([[0.3, 0.1], [0.2, 0.2]], dtype=np.float32)
+    prompt = Event(0, 0, PREFILL, 2, [0, 1, 2], experts, weights)
+    engine.begin_pass(PREFILL, 2)
+    engine.enter(0, 2)
+    plan = engine.run(prompt)
+    engine.end_pass()
+    assert (plan.weighed_tokens, plan.lost_weight, plan.avoided) == (0, 0.0, 0)
+    # Resident are 0, 1 and 2. Of the first token's weight 3 has a quarter, less than the even half,
+    # and no other token needs it; 4 has a half of the second's, and is loaded.
+    experts = np.array([[0, 3], [4, 1]])
+    record = engine.begin_pass(DECODE, 2)
+    engine.enter(0, 2)
+    engine.run(Event(1, 0, DECODE, 2, [0, 3, 4, 1], experts, weights))
+    engine.end_pass()
+    assert (record.misses, record.avoided, record.weighed_tokens) == (2, 1, 2)
+    assert record.lost_weight == pytest.approx(0.25)
+    assert record.bytes_moved == 100

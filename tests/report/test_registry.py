@@ -53,7 +53,7 @@ def test_every_count_is_made_something_of() -> None:
     for name in sorted(set(COUNTED) - drafting - host):
         others = dict.fromkeys(("requests", "token_requests", "evictions", "predicted"), 4)
         others |= {"predictable": 4, "predicted_right": 2, "misses": 1, "token_misses": 1}
-        others |= {"lifetime_tokens": 1, "unfaithful": 1}
+        others |= {"lifetime_tokens": 1, "unfaithful": 1, "weighed_tokens": 4, "lost_weight": 1}
         before = cache_metrics([record(0, **others)])
         after = cache_metrics([record(0, **(others | {name: others.get(name, 0) + 1}))])
         assert before != after, name

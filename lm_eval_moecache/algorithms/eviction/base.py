@@ -37,6 +37,8 @@ class EvictionAlgorithm(ABC):
     """Whether it needs the future, so that only a replay can run it."""
     compares_layers: ClassVar[bool] = False
     """Whether it only chooses between layers, which a cache of one layer (`n/layer`) has not."""
+    splits_waves: ClassVar[bool] = False
+    """Whether an event larger than the cache may be told to wait, so that it runs in more waves."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""
@@ -112,9 +114,41 @@ class EvictionAlgorithm(ABC):
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         """Name the resident key to evict while `layer` is being served, or None.
 
-        Never a pinned key; None only where every key it knows is pinned. State does not change
-        until `on_evict`.
+        Never a pinned key; None only where every key it knows is pinned, or, of a rule that
+        `splits_waves`, for an event larger than the cache. State does not change until `on_evict`.
         """
+
+
+class RecencyRule(EvictionAlgorithm):
+    """Base of what engines make of LRU: the residents in order of use, and a `victim` of one's own.
+
+    The experts of an event count as used in order of need. O(1) a call.
+    """
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry, seed=seed)
+        self.order: dict[int, None] = {}
+        """Residents, the least recently used first."""
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self.order[key] = None
+
+    def on_event(self, event: Event) -> None:
+        for key in event.keys:
+            self.touch(key)
+
+    def touch(self, key: int) -> None:
+        """Make a key the most recently used, if it is resident."""
+        if key in self.order:
+            del self.order[key]
+            self.order[key] = None
+
+    def on_evict(self, key: int) -> None:
+        self.order.pop(key, None)
+
+    def oldest(self, pinned: Container[int]) -> int | None:
+        """Return the key that LRU would let go, or None where all are pinned."""
+        return next((key for key in self.order if key not in pinned), None)
 
 
 class HitRule(EvictionAlgorithm):

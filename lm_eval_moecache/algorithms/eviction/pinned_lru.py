@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import ClassVar
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.algorithms.eviction.base import RecencyRule
 from lm_eval_moecache.records.geometry import Geometry
 
 
-class PinnedLRU(EvictionAlgorithm):
+class PinnedLRU(RecencyRule):
     """Keeps a share of the experts that first filled the cache, and the rest by least recent use.
 
     With `warm=` the kept ones are the hottest of the profile: what engines do that pin hot experts
@@ -29,30 +28,22 @@ class PinnedLRU(EvictionAlgorithm):
             raise ValueError(f"eviction.share={share} must be above 0 and below 1.")
         self._share = share
         self._kept: dict[int, None] = {}
-        self._order: dict[int, None] = {}
-        """The others, least recently used first."""
         self._filling: dict[int, None] | None = {}
         """In order of arrival, until somebody has to leave."""
 
     def on_insert(self, key: int, prefetched: bool) -> None:
-        self._order[key] = None
+        super().on_insert(key, prefetched)
         if self._filling is not None:
             self._filling[key] = None
-
-    def on_event(self, event: Event) -> None:
-        for key in event.keys:
-            if key in self._order:
-                del self._order[key]
-                self._order[key] = None
 
     def on_evict(self, key: int) -> None:
         if self._filling is not None:
             for kept in self._to_keep(self._filling):
-                del self._order[kept]
+                del self.order[kept]
                 self._kept[kept] = None
             self._filling = None
-        for part in (self._order, self._kept):
-            part.pop(key, None)
+        super().on_evict(key)
+        self._kept.pop(key, None)
 
     def _to_keep(self, filling: dict[int, None]) -> list[int]:
         """`warm` brings the hottest last."""
@@ -62,5 +53,5 @@ class PinnedLRU(EvictionAlgorithm):
         kept = self._kept
         if self._filling is not None:
             kept = dict.fromkeys(self._to_keep(self._filling))
-        free = [key for key in self._order if key not in pinned and key not in kept]
-        return next(iter(free), None) if free else next((k for k in kept if k not in pinned), None)
+        free = (key for key in self.order if key not in pinned and key not in kept)
+        return next(free, next((key for key in kept if key not in pinned), None))

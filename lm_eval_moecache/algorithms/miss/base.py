@@ -54,6 +54,8 @@ class MissAlgorithm(ABC):
     host_rule: str = ""
     """How absent experts are divided between the host, which executes them, and the link, which
     loads them: `always`, `first` or `balanced` (see `miss=host`); empty where all are loaded."""
+    uploads: int = 0
+    """How many of an event's absent experts, executed on the host, are loaded behind it."""
     uses_ladder: ClassVar[bool] = False
     """Whether it loads at lower levels of the store's precision, of which there must be some."""
     upgrade: bool = False
@@ -130,6 +132,12 @@ def weight_shares(event: Event) -> FloatArray:
     weights = np.where(event.experts != DROPPED, event.weights, 0)
     total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
     return np.asarray(weights / total, dtype=np.float32)
+
+
+def keep_one(keep: BoolArray, shares: FloatArray) -> None:
+    """Keep the heaviest expert of each token that would have none, [tokens, top_k]."""
+    nothing_left = ~(keep & (shares > 0)).any(axis=-1)
+    keep[nothing_left, shares[nothing_left].argmax(axis=-1)] = True
 
 
 def weight_before(weights: FloatArray, live: BoolArray) -> FloatArray:

@@ -9,6 +9,7 @@ from lm_eval_moecache.algorithms.miss.base import (
     MissAlgorithm,
     Resolution,
     absent_entries,
+    keep_one,
     still_needed,
     weight_shares,
 )
@@ -44,8 +45,7 @@ class DegradeZero(MissAlgorithm):
         is_resident = resident_mask(event.layer, self.geometry.num_experts, resident)
         shares = weight_shares(event)
         keep = ~(absent_entries(event.experts, is_resident) & (shares < self.tau))
-        nothing_left = ~(keep & (shares > 0)).any(axis=-1)
-        keep[nothing_left, shares[nothing_left].argmax(axis=-1)] = True
+        keep_one(keep, shares)
         if keep.all():
             return None
         fetch = still_needed(event, absent, event.experts, keep, self.geometry.num_experts)

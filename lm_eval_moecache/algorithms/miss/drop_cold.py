@@ -22,10 +22,10 @@ class DropCold(MissAlgorithm):
 
     BigMoeOnEdge#94, whose replay of Qwen3-30B-A3B avoids 66% of the misses for 9.5% of the weight
     at F = 1, and 37% for 4.4% at 0.75. The heaviest expert has at least an even share, so one is
-    always executed. The source does not say what becomes of the weight; here it is lost, or with
-    `renormalize` shared among the kept ones. Cost: O(k) a token.
+    always executed. The kept ones share what the others had (`drop_renorm`, on by default there).
+    Cost: O(k) a token.
 
-    Parameters: factor, F, above 0 and at most 1 (1.0); renormalize (false).
+    Parameters: factor, F, above 0 and at most 1 (1.0); renormalize (true).
     """
 
     source: ClassVar[str] = "BigMoeOnEdge#94 (drop cold)"
@@ -37,7 +37,7 @@ class DropCold(MissAlgorithm):
         *,
         seed: int = 0,
         factor: float = 1.0,
-        renormalize: bool = False,
+        renormalize: bool = True,
     ) -> None:
         super().__init__(geometry, seed=seed)
         if not 0 < factor <= 1:

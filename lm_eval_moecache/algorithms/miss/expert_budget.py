@@ -10,6 +10,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.miss.base import (
     MissAlgorithm,
     Resolution,
+    keep_one,
     still_needed,
     weight_shares,
 )
@@ -24,14 +25,17 @@ class ExpertBudget(MissAlgorithm):
     MoE-Spec (arXiv 2602.16052) and colibri#254 bound the union of experts that a verify pass of
     several drafts needs. Hits are kept even above the budget; misses are ranked by their weight
     summed over the event's tokens, ties by key, and those beyond it are left out for all tokens. A
-    token may so lose all its absent experts; `renormalize` gives their weight to the kept ones.
+    token may so lose all its experts, unless `rescue` keeps its heaviest one even beyond the budget
+    (colibri#565, after such a token had spoilt those that followed); `renormalize` gives the lost
+    weight to the kept ones, as there.
     Prompts need most experts of a layer: with `phases=decode` they are left alone.
     Cost: O(tokens x k) an event.
 
-    Parameters: budget, distinct experts of a layer (twice the router's top_k); renormalize (false).
+    Parameters: budget, distinct experts of a layer (twice the router's top_k); renormalize (false);
+    rescue (false).
     """
 
-    source: ClassVar[str] = "MoE-Spec (arXiv 2602.16052); colibri#254"
+    source: ClassVar[str] = "MoE-Spec (arXiv 2602.16052); colibri#254, #565"
     uses_weights: ClassVar[bool] = True
 
     def __init__(
@@ -41,12 +45,13 @@ class ExpertBudget(MissAlgorithm):
         seed: int = 0,
         budget: int | None = None,
         renormalize: bool = False,
+        rescue: bool = False,
     ) -> None:
         super().__init__(geometry, seed=seed)
         if budget is not None and budget < 1:
             raise ValueError(f"miss.budget={budget} must be 1 or more.")
         self.budget = 2 * geometry.top_k if budget is None else budget
-        self.renormalize = renormalize
+        self.renormalize, self.rescue = renormalize, rescue
 
     def resolve(
         self, event: Event, absent: Sequence[int], resident: Container[int]
@@ -56,11 +61,12 @@ class ExpertBudget(MissAlgorithm):
             return None
         num_experts = self.geometry.num_experts
         live = event.experts != DROPPED
-        summed = np.bincount(
-            event.experts[live], weights=weight_shares(event)[live], minlength=num_experts
-        )
+        shares = weight_shares(event)
+        summed = np.bincount(event.experts[live], weights=shares[live], minlength=num_experts)
         ranked = sorted(absent, key=lambda key: (-summed[key % num_experts], key))
         left_out = [key % num_experts for key in ranked[room:]]
         keep = ~np.isin(event.experts, left_out)
+        if self.rescue:
+            keep_one(keep, shares)
         fetch = still_needed(event, absent, event.experts, keep, num_experts)
         return Resolution(fetch, Selection(event.experts, keep, self.renormalize))

@@ -29,9 +29,9 @@ class RoutingAlgorithm(ABC):
     is_lossless: ClassVar[bool] = False
     """Whether the selection is always the router's own, so that results cannot change."""
     uses_logits: ClassVar[bool] = False
-    """Whether `Event.logits` are needed, and `Event.weights` with them."""
-    uses_weights: ClassVar[bool] = True
-    """Whether it looks at `Event.weights` where it `uses_logits`."""
+    """Whether `Event.logits` are needed."""
+    uses_weights: ClassVar[bool] = False
+    """Whether `Event.weights` are needed: with no logits, such rules replay traces without."""
     depth: int = 0
     """How many layers ahead `Event.predicted` must reach."""
     artifact_kind: ClassVar[str | None] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class CachePrior(RoutingAlgorithm):
     of max(z) - min(z) over the tokens seen; the paper does not say whether the token being
     routed counts: here it does, so that the first one has an estimate. SpecMD words Delta_avg as
     "the historical average logit value", without the range: `delta=mean` takes that literally.
+    `delta=token` is BigMoeOnEdge's range bias (#171): "the range is the token's own", no average.
     Where a router selects by more than its logits, z is rearranged to its own ranking, so that
     lambda near 0 is its own choice. Cost: O(E log E) per token.
 
@@ -39,7 +40,6 @@ class CachePrior(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 3.3, eq. 9-10; SpecMD eq. 1"
     uses_logits: ClassVar[bool] = True
-    uses_weights: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CachePrior(RoutingAlgorithm):
         seed: int = 0,
         lambda_: float = 0.5,
         top_j: int = 1,
-        delta: Literal["range", "mean"] = "range",
+        delta: Literal["range", "mean", "token"] = "range",
         logit_range: float | list[float] | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
@@ -77,7 +77,7 @@ class CachePrior(RoutingAlgorithm):
         by_rank = -np.sort(-event.logits, axis=-1)
         boosted = resident_mask(event.layer, self.geometry.num_experts, resident)[ranked]
         boosted[:, : self.top_j] = True
-        modified = by_rank + np.float32(prior) * boosted
+        modified = by_rank + np.asarray(prior, dtype=np.float32) * boosted
         return unless_same(event, take_best(ranked, -modified, self.geometry.top_k))
 
     def _of_one(
@@ -107,10 +107,15 @@ class CachePrior(RoutingAlgorithm):
         places = sorted(range(len(ranked)), key=modified.__getitem__, reverse=True)
         return [ranked[place] for place in sorted(places[: len(asked)])]
 
-    def _prior(
-        self, layer: int, logits: FloatArray, of_one: Sequence[float] | None = None
-    ) -> float:
-        """Return lambda * Delta_avg, these tokens included; `of_one` are the only one's logits."""
+    def _prior(self, layer: int, logits: FloatArray, of_one: Sequence[float] | None = None) -> Any:
+        """Return lambda * Delta_avg, these tokens included; `of_one` are the only one's logits.
+
+        With `delta=token` there is one for each token, [tokens, 1], unless there is one token.
+        """
+        if self.delta == "token":
+            if of_one is not None:
+                return self.lambda_ * as_float32([max(of_one) - min(of_one)])[0]
+            return self.lambda_ * np.ptp(logits, axis=-1, keepdims=True)
         if self._calibrated:
             return self.lambda_ * self._calibrated[layer]
         if self.delta == "mean":

@@ -36,6 +36,7 @@ class Commit(RoutingAlgorithm):
 
     source: ClassVar[str] = "CommitMoE sections 4.1 to 4.3, eq. 5 and 6"
     uses_logits: ClassVar[bool] = True
+    uses_weights: ClassVar[bool] = True
     depth: int = 1
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("predictor",)}
     pairs_because: ClassVar[str] = "what is executed is what the trained predictor says"

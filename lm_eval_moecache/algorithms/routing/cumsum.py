@@ -34,7 +34,6 @@ class Cumsum(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 3.2, algorithm 2"
     uses_logits: ClassVar[bool] = True
-    uses_weights: ClassVar[bool] = False
 
     def __init__(self, geometry: Geometry, *, seed: int = 0, p: float = 0.9, J: int = 1) -> None:
         super().__init__(geometry, seed=seed)

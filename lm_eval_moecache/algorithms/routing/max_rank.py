@@ -33,7 +33,6 @@ class MaxRank(RoutingAlgorithm):
 
     source: ClassVar[str] = "Cache-conditional experts section 3.1, algorithm 1"
     uses_logits: ClassVar[bool] = True
-    uses_weights: ClassVar[bool] = False
 
     def __init__(
         self, geometry: Geometry, *, seed: int = 0, M: int | None = None, J: int = 1

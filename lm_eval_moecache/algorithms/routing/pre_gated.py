@@ -33,7 +33,6 @@ class PreGated(RoutingAlgorithm):
 
     source: ClassVar[str] = "Hwang et al. 2024 (Pre-gated MoE), as in CommitMoE section 1"
     uses_logits: ClassVar[bool] = True
-    uses_weights: ClassVar[bool] = False
     depth: int = 1
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {"prefetch": ("none", "next_gate")}
     pairs_because: ClassVar[str] = (

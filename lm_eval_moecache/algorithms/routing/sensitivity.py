@@ -32,6 +32,7 @@ class Sensitivity(RoutingAlgorithm):
 
     source: ClassVar[str] = "Zhong et al. 2024 (AdapMoE), sensitivity-based gating"
     uses_logits: ClassVar[bool] = True
+    uses_weights: ClassVar[bool] = True
     artifact_kind: ClassVar[str | None] = SENSITIVITY
 
     def __init__(

@@ -82,6 +82,9 @@ class VirtualExecutor(Executor):
             self._host = HostStage(rule, hardware, geometry, self.link, self.clock)
         if setting.draft is not None:
             self.draft_stage = self._make_draft_stage(setting, setting.draft)
+        self._uploads = algorithms.miss.uploads
+        self._uploading: dict[int, float] = {}
+        """Residents that nobody has waited for -> when they are there."""
         self._levels: dict[int, int] = {}
         """Of the event in progress, the levels at which keys have been executed."""
         self.on_wave: Callable[[Sequence[int]], None] | None = None
@@ -161,6 +164,8 @@ class VirtualExecutor(Executor):
             ready_s, on_device, remaining = self._load(plan, cache, pinned)
             if self._cached_first:
                 remaining = self._execute_cached(on_device, demands, remaining)
+        if self._uploading:
+            self._await_uploads(event, cache)
         if prefetches and link.active:
             link.cancel_due(event.pass_index * self._num_layers + event.layer)
         if demands and not self._as_they_arrive:
@@ -178,6 +183,8 @@ class VirtualExecutor(Executor):
             self._execute(on_device, remaining)
         if self._host is not None and self._host.is_open:
             self._await_host(self._host, pinned, event.layer)
+            if self._uploads:
+                self._upload(plan, cache, pinned)
         if self._after_layer:
             self.prefetches.submit(event, clock.now)
         if prefetches and link.active:
@@ -191,6 +198,20 @@ class VirtualExecutor(Executor):
                 # It is not interrupted: the outputs follow it.
                 self.traffic.land()
         host.end(self.record)
+
+    def _upload(self, plan: Plan, cache: ExpertCache, pinned: Set[int]) -> None:
+        """Load a few of what the host executed, without waiting for them."""
+        for key, _ in plan.demands[: self._uploads]:
+            nbytes = cache.size_of(key)
+            if not cache.make_room(nbytes, pinned, plan.event.layer, key):
+                return
+            self._uploading[key] = self.link.transfer(nbytes, self.clock.now)
+            cache.insert(key)
+
+    def _await_uploads(self, event: Event, cache: ExpertCache) -> None:
+        """Wait for what the event needs and has not arrived."""
+        found = [self._uploading.pop(key, 0.0) for key in event.keys if key in cache.resident]
+        self.record.stall_s += self.clock.await_link(max(found, default=0.0))
 
     def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float:
         """Return the seconds that a layer's predictions take: of gates, or of a predictor."""

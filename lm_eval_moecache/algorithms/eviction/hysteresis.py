@@ -1,0 +1,75 @@
+"""Hot experts that only a clearly hotter one replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class Hysteresis(EvictionAlgorithm):
+    """Keeps the experts that first filled the cache until another is hotter by a quarter and four.
+
+    colibri's `tier_pick_swap`: heat counts uses, resident or not, and is halved from time to time;
+    a hot expert gives way to one with heat above h + h/4 + 4, so that few swaps go to and fro. The
+    source swaps in the background and streams the others through; here an expert that is loaded
+    takes a passing place, which is the first to leave, unless it has become hot by its use. The hot
+    ones leave only for want of passing places, the coldest first; ties go to the smaller key.
+    Cost: O(residents) where a passing expert is used or a hot one leaves, else O(1).
+
+    Parameters: half_life, passes between halvings (64: the source leaves it to its caller).
+    """
+
+    source: ClassVar[str] = "colibri c/tier.h (tier_pick_swap, tier_decay)"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, half_life: int = 64) -> None:
+        super().__init__(geometry, seed=seed)
+        if half_life < 1:
+            raise ValueError(f"eviction.half_life={half_life} must be 1 or more.")
+        self._half_life = half_life
+        self._passes = 0
+        self._heat = [0] * (geometry.num_layers * geometry.num_experts)
+        self._hot: set[int] = set()
+        self._passing: dict[int, None] = {}
+        """The longest there first."""
+        self._is_full = False
+
+    def on_pass(self, pass_index: int) -> None:
+        self._passes += 1
+        if self._passes % self._half_life == 0:
+            self._heat = [heat >> 1 for heat in self._heat]
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        if self._is_full:
+            self._passing[key] = None
+        else:
+            self._hot.add(key)
+
+    def on_event(self, event: Event) -> None:
+        for key in event.keys:
+            self._heat[key] += 1
+            if key in self._passing and self._hot:
+                coldest = min(self._hot, key=self._by_heat)
+                heat = self._heat[coldest]
+                if self._heat[key] > heat + heat // 4 + 4:
+                    self._hot.remove(coldest)
+                    self._hot.add(key)
+                    del self._passing[key]
+                    self._passing[coldest] = None
+
+    def on_evict(self, key: int) -> None:
+        self._is_full = True
+        self._hot.discard(key)
+        self._passing.pop(key, None)
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        passing = next((key for key in self._passing if key not in pinned), None)
+        if passing is not None:
+            return passing
+        return min((k for k in self._hot if k not in pinned), key=self._by_heat, default=None)
+
+    def _by_heat(self, key: int) -> tuple[int, int]:
+        return self._heat[key], key

@@ -1,0 +1,54 @@
+"""Least frequently, then recently, used: the LFRU that an engine publishes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class LFRUColibri(EvictionAlgorithm):
+    """Evicts the expert with the smallest 256 x uses + max(0, 255 - age).
+
+    colibri's `tier_lfru_score` (c/tier.h, c/bench_tier/policy_replay.py): uses are counted over the
+    whole run, the age is in accesses of single experts by all layers since the last use, and equal
+    scores go to the one resident longest. So recency only tells apart equal counts, and none older
+    than 255 accesses; `lfru` is our own reading of the name. What a prefetch brought ages from
+    then on. Cost: O(residents) per victim, O(1) per use.
+    """
+
+    source: ClassVar[str] = "colibri c/tier.h and c/bench_tier/policy_replay.py (LFRU)"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
+        super().__init__(geometry, seed=seed)
+        self._clock = 0
+        self._uses: Counter[int] = Counter()
+        self._last: dict[int, int] = {}
+        self._residents: dict[int, None] = {}
+        """In order of arrival."""
+
+    def on_insert(self, key: int, prefetched: bool) -> None:
+        self._residents[key] = None
+        self._last[key] = self._clock
+
+    def on_event(self, event: Event) -> None:
+        for key in event.keys:
+            self._clock += 1
+            self._uses[key] += 1
+            self._last[key] = self._clock
+
+    def on_evict(self, key: int) -> None:
+        del self._residents[key]
+
+    def victim(self, pinned: Container[int], layer: int) -> int | None:
+        free = (key for key in self._residents if key not in pinned)
+        return min(free, key=self._score, default=None)
+
+    def _score(self, key: int) -> int:
+        """The access that needs the room is on the clock already, as in the source."""
+        age = self._clock + 1 - self._last[key]
+        return 256 * self._uses[key] + max(0, 255 - age)

@@ -1,0 +1,41 @@
+"""Bounded insertion: the host executes what is absent, and a few of them are uploaded meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+
+
+class BoundedInsertion(MissAlgorithm):
+    """Executes absent experts on the host and brings at most `uploads` of an event into the cache.
+
+    llama.cpp#27861 (`--moe-expert-cache-inserts`): hits run on the device, misses where they lie,
+    and nobody waits for an upload, which is there for the next step. The source does not say which
+    misses: here those needed first, which in a decode step are the heaviest. Uploads follow the
+    event's activations over the link in order; an expert that is needed before it is there is
+    waited for. Room is made as for any load. The results are those of `fetch`.
+
+    Needs a hardware profile with `host_flops` and `host_memory_bytes_per_s`, and clock=virtual.
+    Parameters: uploads, of a layer and pass, 1 or more (2, the setting of the source's figures).
+    """
+
+    source: ClassVar[str] = "llama.cpp#27861 (--moe-expert-cache, --moe-expert-cache-inserts)"
+    is_lossless: ClassVar[bool] = True
+    cached_first: ClassVar[bool] = True
+    uses_host: ClassVar[bool] = True
+    host_rule: str = "always"
+
+    def __init__(self, geometry: Geometry, *, seed: int = 0, uploads: int = 2) -> None:
+        super().__init__(geometry, seed=seed)
+        if uploads < 1:
+            raise ValueError(f"miss.uploads={uploads} must be 1 or more: none is miss=host.")
+        self.uploads = uploads
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        return None

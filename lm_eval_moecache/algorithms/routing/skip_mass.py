@@ -1,0 +1,45 @@
+"""Skipping by mass: the heaviest experts are kept until they have enough of the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class SkipMass(RoutingAlgorithm):
+    """Keeps a token's heaviest experts until their share of its weight reaches p, cached or not.
+
+    colibri#704 (`TOPP`; #676 and the first engine have the same): sorted by weight, the one that
+    crosses p is the last that is kept, and "the dropped weight simply does not contribute".
+    Cost: O(k log k) a token.
+
+    Parameters: p, share of a token's weight, above 0 and below 1 (0.9: off where not given there);
+    renormalize, share the skipped weight among the kept ones (false).
+    """
+
+    source: ClassVar[str] = "colibri#704, #676 (TOPP)"
+    uses_weights: ClassVar[bool] = True
+
+    def __init__(
+        self, geometry: Geometry, *, seed: int = 0, p: float = 0.9, renormalize: bool = False
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        if not 0 < p < 1:
+            raise ValueError(f"routing.p={p} must be above 0 and below 1, which keeps all.")
+        self.p, self.renormalize = p, renormalize
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        order = np.argsort(-event.weights, axis=-1, kind="stable")
+        sorted_weights = np.take_along_axis(event.weights, order, axis=-1).astype(np.float64)
+        before = sorted_weights.cumsum(axis=-1) - sorted_weights
+        keep = np.empty(order.shape, dtype=bool)
+        total = sorted_weights.sum(axis=-1, keepdims=True)
+        np.put_along_axis(keep, order, before < self.p * total, axis=-1)
+        return None if keep.all() else Selection(event.experts, keep, self.renormalize)

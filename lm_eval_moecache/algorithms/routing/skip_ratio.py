@@ -1,0 +1,55 @@
+"""Skipping by ratio: experts far lighter than the heaviest are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import ClassVar
+
+import numpy as np
+
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.selection import Selection
+
+
+class SkipRatio(RoutingAlgorithm):
+    """Keeps a token's k_min heaviest experts, and of the others those with p_i > t p_0.
+
+    ik_llama.cpp#239 (smart expert reduction, `-ser k_min,t`), cached or not; t = 1 keeps k_min of
+    them. p are the router's weights, of whose ratios renormalising changes nothing. What becomes of
+    the skipped weight the source leaves to the model: families that renormalise do so over what is
+    kept (`renormalize`). Cost: O(k) a token.
+
+    Parameters: k_min, experts always kept, 1 to top_k - 1 (top_k - 1, the mildest); t, above 0 and
+    at most 1 (1.0); renormalize (false).
+    """
+
+    source: ClassVar[str] = "ik_llama.cpp#239 (smart expert reduction)"
+    uses_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        k_min: int | None = None,
+        t: float = 1.0,
+        renormalize: bool = False,
+    ) -> None:
+        super().__init__(geometry, seed=seed)
+        self.k_min = geometry.top_k - 1 if k_min is None else k_min
+        if not 1 <= self.k_min < geometry.top_k:
+            raise ValueError(
+                f"routing.k_min={self.k_min} must be at least 1 and below the router's "
+                f"top_k={geometry.top_k}: keeping all of them is routing=standard."
+            )
+        if not 0 < t <= 1:
+            raise ValueError(f"routing.t={t} must be above 0 (which keeps all) and at most 1.")
+        self.t, self.renormalize = t, renormalize
+
+    def select(self, event: Event, resident: Container[int]) -> Selection | None:
+        keep = event.weights > self.t * event.weights.max(axis=-1, keepdims=True)
+        ranks = np.argsort(np.argsort(-event.weights, axis=-1, kind="stable"), axis=-1)
+        keep |= ranks < self.k_min
+        return None if keep.all() else Selection(event.experts, keep, self.renormalize)
