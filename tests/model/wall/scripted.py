@@ -150,9 +150,14 @@ class Device:
                     each.step()
 
     def wait(self) -> None:
-        """Have the host wait for this thread's stream."""
-        self.waits += 1
-        self.stream.run_until(None)
+        """Have the host wait for this thread's stream.
+
+        Some copies come without `_dispatch` and its lock, as torch.tensor's. Two threads that step
+        one stream would begin a call before the one it reads from has ended.
+        """
+        with self.lock:
+            self.waits += 1
+            self.stream.run_until(None)
 
     def empty(self, size: Any, stride: Any, dtype: torch.dtype | None) -> DeviceTensor:
         dtype = dtype or torch.get_default_dtype()
@@ -441,4 +446,4 @@ def scripted(script: str, seed: int = 0) -> Iterator[Device]:
             yield DEVICE
         finally:
             DEVICE.on = False
-            DEVICE.compute.run_until(None)
+            DEVICE.compute.synchronize()

@@ -32,7 +32,7 @@ from tests.model.wall.on_device import (
     wrap,
     wrap_files,
 )
-from tests.model.wall.scripted import NAME, SCRIPTS, Device, Misuse, scripted
+from tests.model.wall.scripted import DEVICE, NAME, SCRIPTS, Device, Misuse, Stream, scripted
 from tests.model.wall.test_equality import assert_same
 from tests.models import random_model
 from tests.test_equality import logits_of
@@ -89,6 +89,22 @@ def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None
         wrapped.engine.executor.fill()
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         wrapped.unwrap()
+
+
+def test_no_stream_is_stepped_by_two_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.tensor copies beside the dispatch and its lock: what it waits for is run under it."""
+    stepped, step = [], Stream.step
+
+    def locked(self: Stream) -> None:
+        stepped.append(DEVICE.lock._is_owned())  # type: ignore[attr-defined]
+        step(self)
+
+    with scripted("compute_late"):
+        monkeypatch.setattr(Stream, "step", locked)
+        late = torch.zeros(3, device=NAME) + 1
+        torch.tensor([2.0], device=NAME)
+        assert stepped and all(stepped)
+        assert late.tolist() == [1, 1, 1]
 
 
 def test_a_device_without_streams_copies_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
