@@ -6,7 +6,8 @@ joined. The same runs give the same files to the byte, on one version of matplot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -162,9 +163,49 @@ def write_plots(
         )
         drawn = draw_tradeoff(known, axes[0], axes[1], group or "policy", is_curve=is_curve)
         written += save_as(drawn, folder / name)
+    documents: dict[str, list[Mapping[str, float]]] = {}
+    for run in runs:
+        settings = [group or "policy", *_varying(runs, besides=[group or "policy"])]
+        if own := documents_of(run):
+            documents.setdefault(_name(run, settings), []).extend(own)
+    if documents:
+        written += save_as(draw_latencies(documents), folder / "latency_and_prompt_tokens")
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
+
+
+def documents_of(run: Run) -> list[Mapping[str, float]]:
+    """Return each document's figures of speed, where `--log_samples` left them beside the run."""
+    stamp = run.path.stem.removeprefix("results_")
+    found: list[Mapping[str, float]] = []
+    for task in run.tasks:
+        path = run.path.with_name(f"samples_{task}_{stamp}.jsonl")
+        if path.is_file():
+            with path.open(encoding="utf-8") as lines:
+                told = [json.loads(line).get("speed") or {} for line in lines]
+            found += [speed for speed in told if "prompt_tokens" in speed]
+    return found
+
+
+def draw_latencies(documents: Mapping[str, Sequence[Mapping[str, float]]]) -> Any:
+    """Return TTFT and TPOT [ms] of each document against its prompt's tokens, drawn by series."""
+    latencies = {"ttft_ms": "time to first token [ms]", "tpot_ms": "time per output token [ms]"}
+    figure, places = new_figure(columns=len(latencies))
+    with pyplot().rc_context(STYLE):
+        for place, (key, words) in zip(places, latencies.items(), strict=True):
+            for index, name in enumerate(sorted(documents)):
+                points = [(d["prompt_tokens"], d[key]) for d in documents[name] if key in d]
+                if points:
+                    drawn = look(index)
+                    place.plot(
+                        *zip(*points, strict=True), **drawn, linestyle="none", label=plain(name)
+                    )
+            place.set_xlabel("tokens of the prompt")
+            place.set_ylabel(words)
+        legend(figure, _handles(places))
+        figure.suptitle("Latency of each document against its prompt's length")
+    return figure
 
 
 def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:

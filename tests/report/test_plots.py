@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -210,3 +211,23 @@ def test_a_label_never_breaks_a_plot_and_is_never_hidden(tmp_path: Path, label: 
     save(figure, tmp_path / "label.svg")
     assert len(shown) == 1
     assert label.strip("_") in (tmp_path / "label.svg").read_text().replace("\\$", "$")
+
+
+def test_latencies_stand_against_the_length_of_their_prompts(tmp_path: Path) -> None:
+    """From the samples that lm-eval writes beside its results, and only from those."""
+    pytest.importorskip("matplotlib")
+    folder = write(tmp_path / "runs", record("a"))
+    (run,) = load_runs(folder)
+    assert not plots.documents_of(run)
+    told = [
+        {"prompt_tokens": 9, "ttft_ms": 2.5, "tpot_ms": 1.5},
+        {"prompt_tokens": 70, "ttft_ms": 4},
+    ]
+    samples = run.path.with_name(f"samples_quiz_{run.path.stem.removeprefix('results_')}.jsonl")
+    samples.write_text("".join(json.dumps({"doc_id": 0, "speed": t}) + "\n" for t in told))
+    assert plots.documents_of(run) == told
+    assert main(["plot", str(folder), f"--output={tmp_path / 'out'}"]) == 0
+    assert (tmp_path / "out" / "latency_and_prompt_tokens.svg").is_file()
+    first, later = plots.draw_latencies({"specmd": told}).axes
+    assert first.lines[0].get_xydata().tolist() == [[9, 2.5], [70, 4]]
+    assert later.lines[0].get_xydata().tolist() == [[9, 1.5]]
