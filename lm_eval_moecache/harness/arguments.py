@@ -302,7 +302,7 @@ def read_config(
     ]
     if conflicts:
         key, why, allowed = conflicts[0]
-        value = given.get(key, getattr(asked, key))
+        value = given.get(key, draft if key == "draft" else getattr(asked, key))
         raise ValueError(f"{key}={value!r} {why}. Allowed with it: {allowed}.")
     for key in ("store_dir", "encoded_dir"):
         _check_folder(key, getattr(asked, key))

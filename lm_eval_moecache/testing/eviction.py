@@ -115,8 +115,7 @@ class Pool:
         again = self.eviction.victim(pinned, layer)
         assert victim == again, "asking twice changed the answer"
         if victim is None:
-            waits = self.eviction.splits_waves and len(pinned) > self.size
-            assert waits or self.keys <= pinned, f"no victim though {self.keys - pinned} are free"
+            assert self.keys <= pinned, f"no victim though {self.keys - pinned} are free"
             return
         assert victim in self.keys and victim not in pinned
         self.keys.remove(victim)

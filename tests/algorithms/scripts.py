@@ -8,7 +8,6 @@ SCRIPTS: Mapping[str, Sequence[str]] = {
     "fifo": ["load 3 1 2, use 3, leave 3 1 2", "load 2 1, prefetch 0, want 2, leave 2 1 0"],
     "fld": ["load 1 2 17 9, use 1, leave 17 9 2 1"],
     "heat_lru": ["load 1 2, use 1, use 1, use 1, use 1, use 1, use 1, use 2, leave 2 1"],
-    "bypass_lru": ["load 1 2 3, use 1, leave 2 3 1"],
     "hysteresis": [
         "load 1 2, use 1, use 2, leave 1 2",
         "load 1 2 3, use 1, use 1, use 2, leave 3 2 1",

@@ -62,7 +62,6 @@ PAPERS = {
     "big_moe_on_edge_substitute": ("cache_prior", "none", "tail_lru", "fetch_cached_first"),
     "colibri": ("standard", "none", "pinned_lru", "fetch"),
     "colibri_degrade_zero": ("standard", "none", "pinned_lru", "degrade_zero"),
-    "imp": ("standard", "none", "bypass_lru", "fetch"),
     "llama_cpp_expert_cache": ("standard", "none", "lru", "bounded_insertion"),
     "freetoken": ("standard", "none", "lru", "host"),
     "ik_llama_cpp_ser": ("skip_ratio", "none", "lru", "fetch"),

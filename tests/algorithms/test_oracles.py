@@ -153,9 +153,9 @@ def test_an_eviction_agrees_with_its_oracle_key_by_key(
 
 def test_every_online_deterministic_eviction_has_an_oracle() -> None:
     """The textbook rules have one that nobody here wrote (`test_libcachesim.py`)."""
-    # Random is tested by its distribution, Belady and importance in their own files, the bypass in
-    # an engine (test_bypass.py); of the others, the scripts.
-    has_none = {"random", "belady", "importance", "w_tinylfu", "pinned_lru", "bypass_lru"}
+    # Random is tested by its distribution, Belady and importance in their own files;
+    # of the others, the scripts.
+    has_none = {"random", "belady", "importance", "w_tinylfu", "pinned_lru"}
     online = {n for n in algorithm_names("eviction") if n not in has_none | THEIRS.keys()}
     later = {n for n in online if n not in oracles.EVICTIONS}
     assert not later, f"without an oracle: {later}"

@@ -37,8 +37,6 @@ class EvictionAlgorithm(ABC):
     """Whether it needs the future, so that only a replay can run it."""
     compares_layers: ClassVar[bool] = False
     """Whether it only chooses between layers, which a cache of one layer (`n/layer`) has not."""
-    splits_waves: ClassVar[bool] = False
-    """Whether an event larger than the cache may be told to wait, so that it runs in more waves."""
     pairs_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Axis -> the only algorithms there that go with this one; `pairs_because` says why."""
     pairs_because: ClassVar[str] = ""
@@ -114,8 +112,8 @@ class EvictionAlgorithm(ABC):
     def victim(self, pinned: Container[int], layer: int) -> int | None:
         """Name the resident key to evict while `layer` is being served, or None.
 
-        Never a pinned key; None only where every key it knows is pinned, or, of a rule that
-        `splits_waves`, for an event larger than the cache. State does not change until `on_evict`.
+        Never a pinned key; None only where every key it knows is pinned. State does not change
+        until `on_evict`.
         """
 
 

@@ -202,6 +202,8 @@ class VirtualExecutor(Executor):
     def _upload(self, plan: Plan, cache: ExpertCache, pinned: Set[int]) -> None:
         """Load a few of what the host executed, without waiting for them."""
         for key, _ in plan.demands[: self._uploads]:
+            if key in cache.resident or key in cache.arriving:
+                continue  # A prefetch brought it while the host computed.
             nbytes = cache.size_of(key)
             if not cache.make_room(nbytes, pinned, plan.event.layer, key):
                 return
