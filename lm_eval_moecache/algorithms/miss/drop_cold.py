@@ -25,7 +25,8 @@ class DropCold(MissAlgorithm):
     always executed. The kept ones share what the others had (`drop_renorm`, on by default there).
     Cost: O(k) a token.
 
-    Parameters: factor, F, above 0 and at most 1 (1.0); renormalize (true).
+    Parameters: factor, F, above 0 and at most 1 (1.0); renormalize, whether the kept experts share
+    what the others had (true).
     """
 
     source: ClassVar[str] = "BigMoeOnEdge#94 (drop cold)"
