@@ -6,7 +6,6 @@ joined. The same runs give the same files to the byte, on one version of matplot
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.columns import (
     ACCURACY,
@@ -182,8 +182,9 @@ def documents_of(run: Run) -> list[Mapping[str, float]]:
     for task in run.tasks:
         path = run.path.with_name(f"samples_{task}_{stamp}.jsonl")
         if path.is_file():
-            with path.open(encoding="utf-8") as lines:
-                told = [json.loads(line).get("speed") or {} for line in lines]
+            what = repr(str(path))
+            lines = read_text(path, what).removesuffix("\n").split("\n")
+            told = [parse_json(line, what).get("speed") or {} for line in lines]
             found += [speed for speed in told if "prompt_tokens" in speed]
     return found
 

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -161,7 +162,7 @@ def share_of(family: str) -> list[Way]:
 def _setting_of(way: Way) -> str:
     given = {"clock": "wall", "policy": "on_demand", **way.given}
     if not any(given.get(key) == "" for key in FOLDERS) and KERNEL not in given:
-        given = asdict(read_config(given, way.speculative))
+        given = dict(read_config(given, way.speculative))
     return repr((given, way.speculative))
 
 
@@ -540,7 +541,7 @@ class Family:
         key = (kind, *(given.get(name) for name in loaded))
         if key in self._lms:
             lm = self._lms[key]
-            lm._check(str(self.folder), host)
+            check_arguments(str(self.folder), host, speculative=way.speculative)
         else:
             lm = self._lms[key] = kind(str(self.folder), **host)
         if self._current is not None and self._current is not lm:
