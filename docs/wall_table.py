@@ -28,6 +28,7 @@ _PLAIN: Mapping[str, Sequence[Any]] = {
     "emulate": ("olmoe-1b-7b",),
     "draft": ("self:int4", "tiny", "prompt_lookup"),
     "draft_tokens": (4,),
+    "reads_per_expert": (2,),
 }
 _BESIDE: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("scoring", "scan"): {"capacity": "4/layer"},
