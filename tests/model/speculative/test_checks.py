@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.harness import spec_lm as module
+from lm_eval_moecache.harness import lm as module
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.speculative.draft_model import measure
