@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=3)
     options = parser.parse_args()
     device = device_of(options.device)
-    # Without instructions for bfloat16, one large product takes a CPU a minute.
-    edge, nbytes = (256, 2**25) if device.type == "cpu" else (2048, 2**28)
-    machine = measure("calibrated", str(device), "bfloat16", nbytes, edge)
+    machine = measure("calibrated", str(device), "bfloat16", 2**28, 2048)
     print(dataclasses.replace(machine, source=""))
     model, moved = random_model(options.shape).to(device), random_model(options.shape)
     models = (model, moved, take(moved, device))

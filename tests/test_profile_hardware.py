@@ -52,6 +52,16 @@ def test_a_host_is_measured_as_fast_as_it_works(monkeypatch: pytest.MonkeyPatch)
     assert "with 4 float32 matrices" in host.source["host_memory_bytes_per_s"]
 
 
+@pytest.mark.parametrize(("small_s", "edge"), [(1e-4, 2048), (0.03, 512), (5.0, 256)])
+def test_a_slow_device_multiplies_smaller_matrices(
+    monkeypatch: pytest.MonkeyPatch, small_s: float, edge: int
+) -> None:
+    """A product of 256 in 0.03 s takes 0.24 s at 512 and 1.9 s at 1024: over a quarter second."""
+    monkeypatch.setattr(hardware, "_matmul_s", lambda *_: small_s)
+    assert hardware._edge_in_time(torch.device("cpu"), torch.bfloat16, 2048) == edge
+    assert hardware._edge_in_time(torch.device("cpu"), torch.bfloat16, 64) == 64
+
+
 def test_a_product_of_a_device_reads_enough_to_hide_its_launch() -> None:
     """At 5 TB/s, 128 MiB take 27 us; a launch takes 2 to 10 us."""
     on_device = _weights(torch.device("meta"), torch.bfloat16, 2**28)

@@ -36,6 +36,8 @@ _LAYERS = 8
 _TOP_K = 2
 ON_DEMAND = "on_demand"
 _CPU_EDGE = 1024
+_SMALL_EDGE = 256
+_PRODUCT_S = 0.25
 MOST_EDGE = 65536
 """Of the measured product: beyond it one takes minutes on any device."""
 
@@ -45,7 +47,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, xpu:1 ...")
     parser.add_argument("--dtype", type=str, default="bfloat16", help="compute dtype")
     parser.add_argument("--size", type=str, default="256MiB", help="bytes of one measured copy")
-    parser.add_argument("--matmul", type=int, default=2048, help="edge of the measured product")
+    parser.add_argument(
+        "--matmul",
+        type=int,
+        default=2048,
+        help="edge of the measured product, less where one takes long",
+    )
     parser.add_argument(
         "--pretrained",
         type=str,
@@ -203,7 +210,8 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     device = _device(device_name)
     _check_size(nbytes, device)
     where = _describe(device)
-    flops = 2 * edge**3 / _matmul_s(device, dtype, edge)
+    device_edge = _edge_in_time(device, dtype, edge)
+    flops = 2 * device_edge**3 / _matmul_s(device, dtype, device_edge)
     weights = _weights(device, dtype, nbytes)
     memory = weights.nbytes / typical_s(_products_with(weights), device)
     large_s, small_s = (typical_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
@@ -224,7 +232,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         host_flops=host.figures["host_flops"],
         host_memory_bytes_per_s=host.figures["host_memory_bytes_per_s"],
         source={
-            "peak_flops": f"{how}{edge} x {edge} x {edge} product in {dtype_name}",
+            "peak_flops": f"{how}{_cube(device_edge)} product in {dtype_name}",
             "memory_bytes_per_s": f"{how}products of one row with {matrices}",
             "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
             "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
@@ -261,7 +269,7 @@ def _measure_host(nbytes: int, edge: int) -> _Host:
             "host_memory_bytes_per_s": weights.nbytes / read_s,
         },
         {
-            "host_flops": f"{how}{edge} x {edge} x {edge} product in float32",
+            "host_flops": f"{how}{_cube(edge)} product in float32",
             "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
         },
     )
@@ -297,6 +305,21 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={name!r} cannot be used: {error}") from error
     return device
+
+
+def _cube(edge: int) -> str:
+    return f"{edge} x {edge} x {edge}"
+
+
+def _edge_in_time(device: torch.device, dtype: torch.dtype, edge: int) -> int:
+    """Halve the edge until a product takes a quarter of a second at most.
+
+    A CPU without instructions for half precision would take a minute for the usual one.
+    """
+    seconds = _matmul_s(device, dtype, min(edge, _SMALL_EDGE))
+    while edge > _SMALL_EDGE and seconds * (edge / _SMALL_EDGE) ** 3 > _PRODUCT_S:
+        edge //= 2
+    return edge
 
 
 def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
