@@ -248,3 +248,15 @@ def test_a_prefetcher_that_proposes_nothing_is_named(tmp_path: Path, capsys: Cap
     )
     found = run(tmp_path, capsys, "prefetch: history\n")
     assert found["warnings"] == [] and found["metrics"]["prefetch_precision"] is not None
+
+
+def test_processes_replay_as_one_does(tmp_path: Path, capsys: Captured) -> None:
+    path, _ = traces.record(tmp_path)
+    words = ["replay", str(path), "--eviction=lru,hazard,arc", "--hardware=rtx-4090-24gb"]
+    shown = []
+    for jobs in ("1", "2"):
+        arguments = [*words, "--bandwidth=1GB/s,9GB/s", "--capacity=3,50%", f"--jobs={jobs}"]
+        assert main([*arguments, "--json"]) == 0
+        shown.append(json.loads(capsys.readouterr().out))
+    assert len(shown[0]["runs"]) == 12
+    assert shown[0] == shown[1]

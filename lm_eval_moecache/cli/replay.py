@@ -13,10 +13,12 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
@@ -35,14 +37,19 @@ from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.numbers import read_count, shown
+from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replays import (
+    Row,
     SweepSetting,
     as_json,
     as_table,
+    cells_of,
     plot_miss_rates,
+    run_cells,
     run_sweep,
 )
+from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.trace.use import load_use
 
 # Option -> its help; each takes text, and is none unless given.
@@ -87,11 +94,43 @@ def run_raw(argv: list[str]) -> int:
         from lm_eval_moecache.report.timeline import write_timeline
 
         write_timeline(arguments.traces, setting, arguments.timeline)
-    rows = run_sweep(arguments.traces, setting, show_progress=sys.stderr.isatty())
+    rows = _rows(arguments.traces, setting, read_jobs(arguments.jobs))
     if arguments.plot is not None:
         plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
     return print_result(arguments.json, as_json(rows), text)
+
+
+def _rows(files: Sequence[str], setting: SweepSetting, jobs: int) -> list[Row]:
+    """Replay here, or in processes that each read a trace once for all its cells there."""
+    cells = cells_of(setting)
+    jobs = min(jobs, len(files) * len(cells))
+    if jobs == 1:
+        return run_sweep(files, setting, show_progress=sys.stderr.isatty())
+    # Cells of one capacity share their bounds, and so go together while there are others.
+    width, number = len(setting.capacities), range(len(cells))
+    slices = -(-jobs // (len(files) * width))
+    parts = [
+        (file, own)
+        for file in files
+        for capacity in range(width)
+        for turn in range(slices)
+        if (own := [i for i in number if i % width == capacity and i // width % slices == turn])
+    ]
+    found: dict[tuple[str, int], Row] = {}
+    with local_pool(jobs) as pool:
+        futures = submit(pool, _run_part, parts, setting)
+        done, is_quiet = as_completed(futures), not sys.stderr.isatty()
+        for future in tqdm(done, total=len(parts), unit="part", disable=is_quiet):
+            file, own = futures[future]
+            found |= {(file, i): row for i, row in zip(own, future.result(), strict=True)}
+    return [found[file, i] for file in files for i in number]
+
+
+def _run_part(part: tuple[str, Sequence[int]], setting: SweepSetting) -> list[Row]:
+    file, own = part
+    cells = cells_of(setting)
+    return run_cells(file, setting, [cells[i] for i in own])
 
 
 def parser(needs_traces: bool = True) -> ArgumentParser:
@@ -117,6 +156,7 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     made.add_argument("--cache_reset", choices=["never", "request"], default="never", help=reset)
     bounds = "also what LRU on demand misses, and the fewest misses that there can be"
     made.add_argument("--bound", type=bool, default=True, help=bounds)
+    made.add_argument("--jobs", type=int, default=1, help="replays at a time, each in a process")
     made.add_argument("--all", action="store_true", help="all columns of the table")
     return made
 

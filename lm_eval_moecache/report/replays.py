@@ -96,6 +96,19 @@ class Row:
         return not self.policy.is_lossless
 
 
+Cell = tuple[Policy, Hardware, str]
+"""What of a setting differs between the replays of a trace; the last is a capacity."""
+
+
+def cells_of(setting: SweepSetting) -> list[Cell]:
+    """Return what each trace is replayed as, in the order of the rows.
+
+    Raises ValueError for a setting that a live run refuses, too.
+    """
+    _check(setting)
+    return [*product(setting.policies, setting.hardwares, setting.capacities)]
+
+
 def run_sweep(
     files: Sequence[str], setting: SweepSetting, *, show_progress: bool = False
 ) -> list[Row]:
@@ -103,25 +116,30 @@ def run_sweep(
 
     Raises ValueError for a setting that a live run refuses, too, before any trace is read.
     """
-    _check(setting)
-    rows = []
-    for file in files:
-        foresees = setting.bound or any(map(_is_offline, setting.policies))
-        trace = _trace(file, setting, foresees)
-        settings = len(setting.policies) * len(setting.hardwares) + (1 if setting.bound else 0)
-        with tqdm(
-            total=trace.num_passes * len(setting.capacities) * settings,
-            desc=trace.name,
-            unit="pass",
-            delay=_PATIENCE_S,
-            disable=not show_progress,
-        ) as bar:
-            replays = _Replays(trace, setting, foresees, bar)
-            for policy, hardware in product(setting.policies, setting.hardwares):
-                for text in setting.capacities:
-                    capacity = _capacity(text, trace, setting.emulate, policy)
-                    rows.append(_row(file, replays, policy, hardware, capacity))
-                bar.refresh()
+    cells = cells_of(setting)
+    return [row for file in files for row in run_cells(file, setting, cells, show_progress)]
+
+
+def run_cells(
+    file: str, setting: SweepSetting, cells: Sequence[Cell], show_progress: bool = False
+) -> list[Row]:
+    """Replay a trace as these cells, in one reading of it."""
+    foresees = setting.bound or any(map(_is_offline, setting.policies))
+    trace = _trace(file, setting, foresees)
+    bounds = len({capacity for *_, capacity in cells}) if setting.bound else 0
+    with tqdm(
+        total=trace.num_passes * (len(cells) + bounds),
+        desc=trace.name,
+        unit="pass",
+        delay=_PATIENCE_S,
+        disable=not show_progress,
+    ) as bar:
+        replays = _Replays(trace, setting, foresees, bar)
+        rows = []
+        for policy, hardware, text in cells:
+            capacity = _capacity(text, trace, setting.emulate, policy)
+            rows.append(_row(file, replays, policy, hardware, capacity))
+        bar.refresh()
     return rows
 
 

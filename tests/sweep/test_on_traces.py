@@ -51,6 +51,17 @@ def test_cells_are_the_replays_of_moecache_replay(
     assert "belady" in capsys.readouterr().out
 
 
+def test_processes_write_what_one_does(tmp_path: Path) -> None:
+    found = []
+    for jobs in (1, 2):
+        grid = {"eviction": ["lru", "belady", "arc"], "capacity": ["10%", "8/layer"]}
+        path = write(tmp_path / str(jobs), name="same", grid=grid, jobs=jobs)
+        assert len(run_sweep(read_sweep(path), path.parent).done) == 6
+        runs = load_runs(path.parent)
+        found.append({run.run_id: (run.moecache, run.model_args, run.label) for run in runs})
+    assert found[0] == found[1]
+
+
 def test_another_content_of_a_trace_is_another_configuration(tmp_path: Path) -> None:
     copy = tmp_path / "copy.parquet"
     shutil.copy(TRACE, copy)
