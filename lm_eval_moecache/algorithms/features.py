@@ -45,6 +45,10 @@ class Expert:
     """Tokens that it served, of which `weight` has the sum."""
     weight: float = 0.0
     """Routing weights summed over these tokens; their logarithm where there is a `growth`."""
+    rate: float = 0.0
+    """Share of its layer's last tokens that needed it, and whether a prefetcher says that the
+    layer's coming turn will: of rules that forecast alone, as is all in `Forecast`."""
+    foretold: int = 0
     resident: int = 0
     ahead: int = 0
     """Its place among the wishes for the next pass, 0 for none."""
@@ -70,6 +74,36 @@ class Layer:
     second: float = 0.0
     turns: int = 0
     """In the row of a cache, the events that it has seen."""
+    foretold: int = 0
+    """Whether anybody is foretold for its coming turn."""
+    oldest: int = -1
+    """Key of who LRU would let go."""
+    balance: float = 0.0
+    """In the row of a cache, the duels won less those lost, the latest counting most."""
+
+
+@dataclass(slots=True)
+class Forecast:
+    """What a forecast is made of, by key, and how it does against LRU.
+
+    Where they would let different experts go, the one needed first was wrong: a duel, of which a
+    key has one at a time. One that both leave in the same event is a draw.
+    """
+
+    fast: float = 0.0
+    middle: float = 0.0
+    slow: float = 0.0
+    """Decayed use rates."""
+    fresh_fast: float = 0.0
+    fresh_middle: float = 0.0
+    fresh_slow: float = 0.0
+    """What the tokens of the event in progress add."""
+    asked: int = 0
+    """The cache's turn, counted from 1, that needed it last."""
+    rival: int = -1
+    """With whom it is in a duel."""
+    unwanted: int = 0
+    """Whether the forecast would have let it go, and not its rival."""
 
 
 @dataclass(slots=True)
@@ -94,6 +128,13 @@ class Now:
     moves: int = 0
     growth: float = 0.0
     """How much more a pass' weights count than those of the pass before, as a logarithm."""
+    forecasts: int = 0
+    nearness: float = 0.0
+    keep: float = 0.0
+    """Turns that a whole cycle weighs, and what a duel weighs against the one after it."""
+    furthest: int = -1
+    other: int = -1
+    """Whom forecast and LRU would let go, where they differ: a duel, once one of them is gone."""
 
 
 Rank = Callable[[Expert, Layer, Now], tuple[float, float]]
@@ -112,23 +153,17 @@ class Features(NamedTuple):
     layers: Table
     now: Table
     """A single record."""
+    forecasts: Table
+    """By key; a single record where the rule makes none."""
 
 
-def make_features(
-    num_layers: int,
-    num_experts: int,
-    per_layer: bool = False,
-    *,
-    ages: bool = False,
-    moves: bool = True,
-    growth: float = 0.0,
-) -> Features:
+def make_features(now: Now, per_layer: bool = False) -> Features:
     """Return the features of one cache, or of one for each layer, that nothing happened to yet."""
-    layers = make_table(Layer, num_layers)
+    layers, num_keys = make_table(Layer, now.num_layers), now.num_layers * now.num_experts
     for index, layer in enumerate(layers):
         layer.index, layer.cache = index, index if per_layer else 0
-    now = Now(num_layers, num_experts, ages=int(ages), moves=int(moves), growth=growth)
-    return Features(make_table(Expert, num_layers * num_experts), layers, [now])
+    forecasts = make_table(Forecast, num_keys if now.forecasts else 1)
+    return Features(make_table(Expert, num_keys), layers, [now], forecasts)
 
 
 def note_pass(f: Any, index: int) -> None:
@@ -161,20 +196,26 @@ def note_load(f: Any, key: int, home: int, prefetched: bool) -> None:
     layer.held += 1
     e.resident = 1
     layer.unclear = 1
+    if prefetched:
+        e.foretold = layer.foretold = 1
     if prefetched and home <= now.served:
         now.wishes += 1
         e.ahead = now.wishes
 
 
 def note_eviction(f: Any, key: int, home: int) -> None:
-    layer, e, base = f.layers[home], f.experts[key], home * f.now[0].num_experts
+    now, layer, e = f.now[0], f.layers[home], f.experts[key]
+    base = home * now.num_experts
     layer.held -= 1
     moved = f.experts[base + layer.held].member
     f.experts[base + e.place].member = moved
     f.experts[moved].place = e.place
     e.resident = 0
     e.ahead = 0
+    e.foretold = 0
     layer.unclear = 1
+    if now.furthest >= 0:
+        begin_duel(f, key)
 
 
 def note_wish(f: Any, key: int, home: int) -> None:
@@ -185,6 +226,8 @@ def note_wish(f: Any, key: int, home: int) -> None:
         e.wanted = now.order
         now.order += 1
         f.layers[home].unclear = 1
+    if now.forecasts:
+        e.foretold = f.layers[home].foretold = f.layers[home].unclear = 1
     if home <= now.served:
         now.wishes += 1
         e.ahead = now.wishes
@@ -202,10 +245,15 @@ def note_use(f: Any, key: int, turns: int) -> None:
         now.order += 1
         e.current = now.pass_index
         e.turn = turns
+    if now.forecasts:
+        f.forecasts[key].asked = turns + 1
 
 
-def note_turn(f: Any, layer: int) -> None:
+def note_turn(f: Any, layer: int, tokens: int) -> None:
+    """An event of some tokens is over."""
     now = f.now[0]
+    if now.forecasts:
+        forecast(f, layer, tokens)
     f.layers[f.layers[layer].cache].turns += 1
     now.served = layer
     f.layers[layer].unclear = 1
@@ -231,6 +279,63 @@ def add_weight(f: Any, key: int, weight: float, tokens: int) -> None:
     e.served_tokens += tokens
 
 
+FAST, MIDDLE, SLOW = 0.6, 0.9, 0.98
+"""What a use counts against one a token later: the last two, ten and fifty tokens count."""
+SLACK = 5.0
+"""Duels that a forecast may lose before LRU chooses: the first of a run say little."""
+
+
+def note_served(f: Any, key: int, fast: float, middle: float, slow: float) -> None:
+    """Note what tokens of an event count for a key: each decay to the power of their ages."""
+    g = f.forecasts[key]
+    g.fresh_fast += fast
+    g.fresh_middle += middle
+    g.fresh_slow += slow
+
+
+def end_use(f: Any, key: int, home: int, tokens: int) -> None:
+    """For a forecast, after the `note_use` of all keys of an event and before its `note_turn`.
+
+    It ends the key's duel, and knows the age of a single token.
+    """
+    if tokens == 1:
+        note_served(f, key, 1.0, 1.0, 1.0)
+    g = f.forecasts[key]
+    if g.rival >= 0:
+        other, cache = f.forecasts[g.rival], f.layers[f.layers[home].cache]
+        g.rival = other.rival = -1
+        if other.asked != g.asked:
+            cache.balance = f.now[0].keep * cache.balance + (-1.0 if g.unwanted else 1.0)
+
+
+def begin_duel(f: Any, key: int) -> None:
+    """Begin the duel that was announced, if its victim is the one that leaves."""
+    now = f.now[0]
+    first, second = f.forecasts[now.furthest], f.forecasts[now.other]
+    if key in (now.furthest, now.other) and first.rival < 0 and second.rival < 0:
+        first.rival, first.unwanted = now.other, 1
+        second.rival, second.unwanted = now.furthest, 0
+    now.furthest = -1
+
+
+def forecast(f: Any, layer: int, tokens: int) -> None:
+    """Let an event's tokens, each a turn of its own, count for the rates of its layer."""
+    fast, middle, slow = FAST, MIDDLE, SLOW
+    for _ in range(tokens - 1):
+        fast *= FAST
+        middle *= MIDDLE
+        slow *= SLOW
+    base, f.layers[layer].foretold = layer * f.now[0].num_experts, 0
+    for key in range(base, base + f.now[0].num_experts):
+        e, g = f.experts[key], f.forecasts[key]
+        g.fast = g.fast * fast + (1 - FAST) * g.fresh_fast
+        g.middle = g.middle * middle + (1 - MIDDLE) * g.fresh_middle
+        g.slow = g.slow * slow + (1 - SLOW) * g.fresh_slow
+        g.fresh_fast = g.fresh_middle = g.fresh_slow = 0.0
+        e.rate = (g.fast + g.middle + g.slow) / 3
+        e.foretold = 0
+
+
 def find_lowest(f: Any, rank: Rank, first: int, last: int, mark: int, layer: int) -> int:
     """Return who leaves first of layers `first` to `last`, the latter left out; -1 for nobody.
 
@@ -239,7 +344,7 @@ def find_lowest(f: Any, rank: Rank, first: int, last: int, mark: int, layer: int
     """
     now = f.now[0]
     now.layer, now.turns = layer, f.layers[f.layers[first].cache].turns
-    best, best_a, best_b = -1, 0.0, 0.0
+    best, best_a, best_b, oldest = -1, 0.0, 0.0, -1
     for index in range(first, last):
         home = f.layers[index]
         if home.unclear:
@@ -250,6 +355,15 @@ def find_lowest(f: Any, rank: Rank, first: int, last: int, mark: int, layer: int
             a, b = home.first, home.second
             if best < 0 or a < best_a or (a == best_a and b < best_b):
                 best, best_a, best_b = home.lowest, a, b
+            if now.forecasts:
+                used = f.experts[home.oldest].last_use
+                if oldest < 0 or used < f.experts[oldest].last_use:
+                    oldest = home.oldest
+    now.furthest = -1
+    if now.forecasts and best != oldest:
+        now.furthest, now.other = best, oldest
+        if f.layers[f.layers[first].cache].balance < -SLACK:
+            return oldest
     return best
 
 
@@ -257,16 +371,18 @@ def look_up_lowest(f: Any, rank: Rank, index: int, mark: int) -> None:
     """Look up who of a layer leaves first."""
     now, home = f.now[0], f.layers[index]
     base = index * now.num_experts
-    best, best_a, best_b = -1, 0.0, 0.0
+    best, best_a, best_b, oldest = -1, 0.0, 0.0, -1
     for i in range(home.held):
         key = f.experts[base + i].member
         e = f.experts[key]
         if e.pinned == mark:
             continue
+        if now.forecasts and (oldest < 0 or e.last_use < f.experts[oldest].last_use):
+            oldest = key
         a, b = rank(e, home, now)
         if best < 0 or a < best_a or (a == best_a and (b < best_b or (b == best_b and key < best))):
             best, best_a, best_b = key, a, b
-    home.lowest, home.first, home.second = best, best_a, best_b
+    home.lowest, home.first, home.second, home.oldest = best, best_a, best_b, oldest
     home.unclear = 0
 
 
@@ -275,10 +391,17 @@ A_LOAD, A_PREFETCH, AN_EVICTION, A_WISH, A_USE, A_LESSER_USE, A_NEXT_USE, A_TURN
 
 
 def play(
-    experts: Table, layers: Table, now: Table, rank: Rank, log: Any, pins: Any, layer: int
+    experts: Table,
+    layers: Table,
+    now: Table,
+    forecasts: Table,
+    rank: Rank,
+    log: Any,
+    pins: Any,
+    layer: int,
 ) -> int:
     """Take in a log [what, key, value, what ...] and return who leaves, none of `pins`, or -1."""
-    f = Features(experts, layers, now)
+    f = Features(experts, layers, now, forecasts)
     num_layers, num_experts = now[0].num_layers, now[0].num_experts
     for i in range(0, len(log), 3):
         what, key, value = log[i], log[i + 1], log[i + 2]
@@ -296,7 +419,12 @@ def play(
             experts[key].next_use = value
             layers[home].unclear = 1
         elif what == A_TURN:
-            note_turn(f, key)
+            j = i - 3
+            while now[0].forecasts and j >= 0 and log[j] in (A_USE, A_LESSER_USE):
+                j -= 3
+            for k in range(j + 3, i, 3):
+                end_use(f, log[k + 1], key, value)
+            note_turn(f, key, value)
         elif what == A_PASS:
             note_pass(f, key)
     if layer < 0:

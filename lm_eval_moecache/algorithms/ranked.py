@@ -54,6 +54,9 @@ class RankedEviction(EvictionAlgorithm):
     moves: ClassVar[bool] = True
     """Whether a rank can change with the layer being served."""
     growth: float = 0.0
+    forecasts: ClassVar[bool] = False
+    nearness: float = 0.0
+    keep: float = 0.0
     """See `features.Now`."""
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
@@ -62,7 +65,6 @@ class RankedEviction(EvictionAlgorithm):
         self._features: Features | None = None
         self._play: Callable[..., int] = features.play
         self._rank: Any = None
-        self._add_weight: Callable[..., None] = features.add_weight
         self._victims = 0
 
     @property
@@ -81,7 +83,7 @@ class RankedEviction(EvictionAlgorithm):
         log = self._log
         for key in event.keys:
             log.extend((A_USE, key, 0))
-        log.extend((A_TURN, event.layer, 0))
+        log.extend((A_TURN, event.layer, event.num_tokens))
         if len(log) > 4096:
             self._take_in()
 
@@ -101,25 +103,37 @@ class RankedEviction(EvictionAlgorithm):
         found = self._take_in([*pinned], layer)
         return None if found < 0 else found
 
-    def _note_weights(self, event: Event, weights: Any, tokens: Any) -> None:
-        """Note what an event's tokens gave each expert of its layer; `on_event` follows."""
+    def make_features(self, per_layer: bool = False) -> Features:
+        """Return what the rule knows before anything happened, of one cache or one per layer."""
+        now = Now(
+            self.geometry.num_layers,
+            self.geometry.num_experts,
+            ages=int(self.ages),
+            moves=int(self.moves),
+            growth=self.growth,
+            forecasts=int(self.forecasts),
+            nearness=self.nearness,
+            keep=self.keep,
+        )
+        return make_features(now, per_layer)
+
+    def _note(self, name: str, layer: int, experts: Any, *values: Any) -> None:
+        """Tell a function of features of each of these experts and its values, before `on_event`.
+
+        A number for each expert of the layer, or more: what the event's tokens gave it.
+        """
         self._take_in()
-        base = event.layer * self.geometry.num_experts
-        for key in event.keys:
-            weight, count = float(weights[key - base]), int(tokens[key - base])
-            self._add_weight(self._features, key, weight, count)
+        is_plain = self._play is features.play
+        function = getattr(features, name) if is_plain else compiled((features,), name)
+        base = self.geometry.key(layer, 0)
+        for expert in experts:
+            function(self._features, base + expert, *(own[expert].item() for own in values))
 
     def _take_in(self, pins: Any = (), layer: int = _NOBODY) -> int:
         """Bring the features up to date; return who leaves, or -1."""
         log: Any = self._log
         if self._features is None:
-            self._features = make_features(
-                self.geometry.num_layers,
-                self.geometry.num_experts,
-                ages=self.ages,
-                moves=self.moves,
-                growth=self.growth,
-            )
+            self._features = self.make_features()
             self._rank = self.plain_rank
         if self._play is not features.play:
             log, pins = np.frombuffer(log, np.int64), np.asarray(pins, np.int64)
@@ -133,7 +147,6 @@ class RankedEviction(EvictionAlgorithm):
         assert self._features is not None
         self._features = Features(*map(as_records, self._features))
         self._play, self._rank = compiled((features,), "play"), compiled_rank(self.plain_rank)
-        self._add_weight = compiled((features,), "add_weight")
 
 
 def compiled_rank(rank: Rank) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.algorithms import features
-from lm_eval_moecache.algorithms.features import make_features
 from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, State
@@ -102,14 +101,7 @@ class CompiledReplay:
         self._eviction = eviction
         self._rank: Any = eviction.plain_rank
         self._run: Callable[..., None] = core.run
-        rules = make_features(
-            self._layers,
-            self._experts,
-            len(engine.pools) > 1,
-            ages=eviction.ages,
-            moves=eviction.moves,
-            growth=eviction.growth,
-        )
+        rules = eviction.make_features(len(engine.pools) > 1)
         machine = Machine(
             now=executor.clock.now,
             busy_until=executor.link.busy_until,

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.features import (
+    FAST,
+    MIDDLE,
+    SLOW,
     Rank,
     add_weight,
+    end_use,
     find_lowest,
     note_eviction,
     note_load,
     note_pass,
+    note_served,
     note_turn,
     note_use,
     note_wish,
@@ -141,6 +146,7 @@ class State(NamedTuple):
     """`Features`, of which each function of that module takes its part."""
     layers: Table
     now: Table
+    forecasts: Table
     slots: Table
     """By key."""
     places: Table
@@ -180,6 +186,7 @@ def run(
     experts: Table,
     layers: Table,
     now: Table,
+    forecasts: Table,
     slots: Table,
     places: Table,
     machine: Table,
@@ -188,7 +195,7 @@ def run(
     counts: Table,
 ) -> None:
     """Serve the passes; write what each counted to `counts`."""
-    s = State(experts, layers, now, slots, places, machine)
+    s = State(experts, layers, now, forecasts, slots, places, machine)
     num_layers, m = len(layers), machine[0]
     for index in range(len(p.cold)):
         if p.cold[index]:
@@ -405,7 +412,25 @@ def note(s: State, p: Piece, e: int, layer: int) -> None:
         note_use(s, p.keys[i], turns)
         if m.offline:
             s.experts[p.keys[i]].next_use = p.next_use[i]
-    note_turn(s, layer)
+    tokens = p.rows[e + 1] - p.rows[e]
+    if s.now[0].forecasts:
+        for i in range(p.bounds[e], p.bounds[e + 1]):
+            end_use(s, p.keys[i], layer, tokens)
+        if tokens > 1:
+            add_served(s, p, e, layer)
+    note_turn(s, layer, tokens)
+
+
+def add_served(s: State, p: Piece, e: int, layer: int) -> None:
+    """Let the tokens of an event count by their age, the last one for 1."""
+    m, base = s.machine[0], layer * s.now[0].num_experts
+    fast = middle = slow = 1.0
+    for row in range(p.rows[e + 1] - 1, p.rows[e] - 1, -1):
+        for i in range(row * m.top_k, (row + 1) * m.top_k):
+            note_served(s, base + p.experts[i], fast, middle, slow)
+        fast *= FAST
+        middle *= MIDDLE
+        slow *= SLOW
 
 
 def add_weights(s: State, p: Piece, e: int, layer: int) -> None:

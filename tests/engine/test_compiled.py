@@ -33,6 +33,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "lfu": [{}],
     "belady": [{}],
     "lfru": [{}],
+    "hazard": [{}, {"nearness": 0, "memory": 1}],
     "layered_lru": [{}],
     "shallow_first": [{}],
     "fld": [{"distance": "absolute"}, {"distance": "forward"}],
@@ -181,6 +182,17 @@ def test_every_pairing_at_every_form_of_capacity(chosen: tuple[Any, ...]) -> Non
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_random_traces(data: st.DataObject) -> None:
+    check_a_random_trace(data)
+
+
+@pytest.mark.slow
+def test_five_hundred_random_traces_in_machine_code(machine_code: None) -> None:
+    settings(max_examples=500, deadline=None, derandomize=True)(
+        given(st.data())(check_a_random_trace)
+    )()
+
+
+def check_a_random_trace(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 9))
     trace = draw_trace(data.draw(st.integers(0, 999)), layers, experts, min(experts, 3))
     chosen = data.draw(st.sampled_from([*every_setting()]))
@@ -201,11 +213,13 @@ def test_random_traces(data: st.DataObject) -> None:
         link_bytes_per_s=data.draw(st.sampled_from([1e6, 1e7, 1e9])),
     )
     miss = data.draw(st.sampled_from(["fetch", "fetch_cached_first"]))
+    counts = tuple(tuple(range(experts)) for _ in range(layers))
     setting = Setting(
         policy=load_policy("on_demand", {**overrides(*chosen), "miss": miss}),
         capacity=parse_capacity(capacity, trace.geometry),
         hardware=hardware,
         link=data.draw(st.sampled_from(["priority", "fifo"])),
+        warm=data.draw(st.sampled_from([None, UseProfile(model="", counts=counts)])),
     )
     assert_equal(trace, setting, data.draw(st.sampled_from(["never", "request"])))
 
@@ -230,6 +244,7 @@ def test_compiled_by_numba(machine_code: None) -> None:
         ("specmd", {}),
         ("on_demand", {"eviction": "score", "eviction.history": "decayed"}),
         ("on_demand", {"eviction": "belady", "miss": "fetch_cached_first"}),
+        ("specmd", {"eviction": "hazard", "eviction.memory": 1}),
     ):
         for capacity in ("2", "30%", "5/layer"):
             for link in ("priority", "fifo"):
@@ -247,7 +262,7 @@ def test_a_live_rule_that_is_compiled_in_between(
     machine_code: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = draw_trace(7, 6, 16, 3)
-    for axes in ({"eviction": "least_stale"}, {"eviction": "score"}):
+    for axes in ({"eviction": "least_stale"}, {"eviction": "score"}, {"eviction": "hazard"}):
         setting = Setting(
             policy=load_policy("on_demand", {**axes, "prefetch": "next_gate"}),
             capacity=parse_capacity("30%", trace.geometry),

@@ -1,14 +1,31 @@
-"""Hazard against LRU: it forecasts, and where its forecast fails it is LRU again."""
+"""Hazard against its slow form, and against LRU, which it is again where its forecast fails."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+from tests.engine.slow_hazard import SlowHazard
 from tests.engine.test_belady import decode_trace, misses
+from tests.engine.test_compiled import draw_trace, figures
+from tests.engine.traces import HARDWARE
+
+TRACES = Path(__file__).resolve().parents[2] / "traces"
 
 
 def test_favourites_stay_where_lru_loses_them() -> None:
@@ -64,11 +81,19 @@ def test_a_prefill_counts_token_by_token() -> None:
     one_by_one = find_algorithm("eviction", "hazard")(geometry())
     for token, row in enumerate(experts.tolist()):
         one_by_one.on_event(Event(token, 0, DECODE, 1, row))
-    np.testing.assert_allclose(eviction._rates, one_by_one._rates)
     order = []
     while (key := eviction.victim(set(order), 1)) is not None:
         order.append(key)
     assert order == [0, 1, 2, 3]
+    for key in range(4):
+        one_by_one.on_insert(key, False)
+    one_by_one.victim(set(), 1)
+    for kind in ("fast", "middle", "slow"):
+        rates = (
+            [getattr(known, kind) for known in own._features.forecasts[:4]]
+            for own in (eviction, one_by_one)
+        )
+        np.testing.assert_allclose(*rates)
 
 
 def test_what_is_predicted_for_a_coming_layer_stays() -> None:
@@ -81,3 +106,34 @@ def test_what_is_predicted_for_a_coming_layer_stays() -> None:
     assert eviction.victim(set(), 0) in (4, 5)
     eviction.on_event(Event(1, 1, DECODE, 1, [4, 5]))
     assert eviction.victim(set(), 0) == 6
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next_gate", "frequency", "oracle"])
+@pytest.mark.parametrize("capacity", ["1", "7", "50%", "2/layer"])
+@pytest.mark.parametrize("memory", [1, 20])
+def test_it_is_its_slow_form(prefetch: str, capacity: str, memory: int) -> None:
+    trace = draw_trace(memory, 4, 6, 2)
+    parameters = {"prefetch": prefetch, "eviction.memory": memory}
+    for link in ("priority", "fifo"):
+        assert_as_slow(trace, capacity, link, parameters)
+
+
+def test_it_is_its_slow_form_on_real_routing() -> None:
+    trace = load_trace(str(TRACES / "olmoe-1b-7b.parquet"))
+    for capacity in ("6.25%", "8/layer"):
+        assert_as_slow(trace, capacity, "priority", {"prefetch": "frequency"})
+
+
+def assert_as_slow(trace: Trace, capacity: str, link: str, parameters: Mapping[str, Any]) -> None:
+    found = []
+    for eviction in ("hazard", f"{SlowHazard.__module__}.{SlowHazard.__name__}"):
+        setting = Setting(
+            policy=load_policy("on_demand", {"eviction": eviction, **parameters}),
+            capacity=parse_capacity(capacity, trace.geometry),
+            hardware=HARDWARE,
+            link=link,
+        )
+        engine = replay(trace, setting, future=Future(trace), cache_reset="request")
+        assert bool(engine.uncompiled) == (eviction != "hazard")
+        found.append(figures(engine))
+    assert found[0] == found[1]

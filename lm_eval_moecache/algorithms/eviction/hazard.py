@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Container
 from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm, VictimComparator
+from lm_eval_moecache.algorithms.features import FAST, MIDDLE, SLOW, Expert, Layer, Now
+from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
 
-_DECAYS = np.array([[0.6], [0.9], [0.98]])
-"""Per turn of an expert's own layer: what the last two, ten and fifty tokens needed."""
 _PRIOR = 0.02
 """Hazard of an expert that was never needed: no wait is forecast beyond fifty turns."""
 
 
-class Hazard(EvictionAlgorithm):
+def longest_wait(expert: Expert, home: Layer, now: Now) -> tuple[float, float]:
+    wait = 1 / (expert.rate + _PRIOR) + home.foretold
+    if expert.foretold:
+        wait = 0.0
+    turns = (home.index - now.layer - 1) % now.num_layers + 1
+    return -(wait + now.nearness * turns / now.num_layers), 0.0
+
+
+class Hazard(RankedEviction):
     """Evicts the expert with the longest expected wait, and falls back to LRU while that is wrong.
 
     An expert's hazard p is the chance that its layer's next turn needs it: the mean of three
@@ -31,11 +36,13 @@ class Hazard(EvictionAlgorithm):
     more than half of the last duels (`memory` of them, exponentially) went to LRU, LRU chooses.
 
     Parameters: nearness, turns a whole cycle weighs (default 2); memory, duels (default 200).
-    Cost: O(experts of a layer) per event and O(layers) per victim, in numpy; `results/real_routing`
-    has the microseconds.
+    Cost: O(experts of a layer) per event, O(layers + residents of a layer) per victim;
+    `results/real_routing` has the microseconds.
     """
 
     source: ClassVar[str] = "ours; the decayed rates after ds4#636, the bound in moe-cache-eval"
+    forecasts: ClassVar[bool] = True
+    rank = staticmethod(longest_wait)
 
     def __init__(
         self, geometry: Geometry, *, seed: int = 0, nearness: float = 2.0, memory: int = 200
@@ -45,104 +52,20 @@ class Hazard(EvictionAlgorithm):
             raise ValueError(f"eviction.nearness={nearness} must be 0 or more.")
         if memory < 1:
             raise ValueError(f"eviction.memory={memory} must be 1 or more.")
-        layers, experts = geometry.num_layers, geometry.num_experts
-        self._nearness = nearness
-        self._rates = np.zeros((layers, 3, experts))
-        self._wait = np.full((layers, experts), 1 / _PRIOR)
-        self._near = np.full((layers, experts), -np.inf)
-        """The wait of what is resident, -inf for the others."""
-        self._longest = np.full(layers, -np.inf)
-        self._choice = np.zeros(layers, dtype=np.int64)
-        self._stale: set[int] = set()
-        """Layers whose longest wait has to be looked up again."""
-        self._foretold: set[int] = set()
-        """Layers with predictions for their coming turn."""
-        turns = (np.arange(layers)[None, :] - np.arange(layers)[:, None] - 1) % layers + 1
-        self._ahead = nearness * turns / layers
-        self._order: OrderedDict[int, None] = OrderedDict()
-        self._duels = VictimComparator(memory)
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        layer, expert = divmod(key, self.geometry.num_experts)
-        self._order[key] = None
-        self._near[layer, expert] = self._wait[layer, expert]
-        self._stale.add(layer)
-        if prefetched:
-            self.on_predicted(key)
-
-    def on_predicted(self, key: int) -> None:
-        layer, expert = divmod(key, self.geometry.num_experts)
-        if layer not in self._foretold:
-            self._foretold.add(layer)
-            self._wait[layer] += 1
-            self._near[layer] += 1
-        self._near[layer, expert] = 0.0
-        self._stale.add(layer)
+        self.nearness, self.keep = float(nearness), 1 - 1 / memory
 
     def on_event(self, event: Event) -> None:
-        layer, order = event.layer, self._order
-        for key in event.keys:
-            if key in order:
-                order.move_to_end(key)
-        self._duels.settle(event.keys)
-        self._count(event)
-        wait, near = self._wait[layer], self._near[layer]
-        np.divide(1, self._rates[layer].mean(axis=0) + _PRIOR, out=wait)
-        np.copyto(near, wait, where=near > -np.inf)
-        self._stale.add(layer)
-        self._foretold.discard(layer)
-
-    def on_evict(self, key: int) -> None:
-        layer, expert = divmod(key, self.geometry.num_experts)
-        del self._order[key]
-        self._near[layer, expert] = -np.inf
-        self._stale.add(layer)
-        self._duels.begin(key)
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        oldest = next((key for key in self._order if key not in pinned), None)
-        if oldest is None:
-            return None
-        furthest = self._furthest(pinned, layer)
-        self._duels.offer(furthest, oldest)
-        return oldest if self._duels.lost else furthest
-
-    def _furthest(self, pinned: Container[int], layer: int) -> int:
-        unknown, self._stale = self._stale, set()
-        for place in unknown:
-            self._look_up(place, pinned)
-        waits = self._longest + self._ahead[layer]
-        while True:
-            place = int(waits.argmax())
-            key = place * self.geometry.num_experts + int(self._choice[place])
-            if key not in pinned:
-                return key
-            self._look_up(place, pinned)
-            waits[place] = self._longest[place] + self._ahead[layer, place]
-
-    def _look_up(self, layer: int, pinned: Container[int]) -> None:
-        """Find a layer's longest wait among what may be evicted."""
-        row = self._near[layer]
-        base = layer * self.geometry.num_experts
-        expert = int(row.argmax())
-        if base + expert in pinned:
-            row = row.copy()
-            while row[expert] > -np.inf and base + expert in pinned:
-                row[expert] = -np.inf
-                expert = int(row.argmax())
-            # Known for these pinned keys only.
-            self._stale.add(layer)
-        self._longest[layer], self._choice[layer] = row[expert], expert
-
-    def _count(self, event: Event) -> None:
-        rates, decays = self._rates[event.layer], _DECAYS
-        num_experts = self.geometry.num_experts
-        if not len(event.experts) or event.num_tokens == 1:
-            rates *= decays
-            rates[:, [key % num_experts for key in event.keys]] += 1 - decays
-            return
-        live = event.experts != DROPPED
-        ages = np.repeat(np.arange(event.num_tokens)[::-1, None], live.shape[1], axis=1)[live]
-        for row, decay in zip(rates, decays[:, 0], strict=True):
-            row *= decay**event.num_tokens
-            row += (1 - decay) * np.bincount(event.experts[live], decay**ages, num_experts)
+        if event.num_tokens > 1:
+            # The last token first, as the compiled replay counts them.
+            experts = event.experts[::-1]
+            live = experts != DROPPED
+            ages = np.repeat(np.arange(event.num_tokens)[:, np.newaxis], experts.shape[1], axis=1)
+            counts = [
+                np.bincount(experts[live], np.append(1.0, powers)[ages[live]])
+                for powers in (
+                    np.multiply.accumulate(np.full(event.num_tokens - 1, decay))
+                    for decay in (FAST, MIDDLE, SLOW)
+                )
+            ]
+            self._note("note_served", event.layer, np.unique(experts[live]).tolist(), *counts)
+        super().on_event(event)

@@ -44,4 +44,4 @@ class LHU(RankedEviction):
     def on_levels(self, event: Event, levels: Mapping[int, int]) -> None:
         for key in event.keys:
             self._log.extend((A_LESSER_USE if levels.get(key, 0) else A_USE, key, 0))
-        self._log.extend((A_TURN, event.layer, 0))
+        self._log.extend((A_TURN, event.layer, event.num_tokens))

@@ -63,5 +63,6 @@ class Score(RankedEviction):
         experts, num_experts = event.experts[live], self.geometry.num_experts
         sums = np.bincount(experts, event.weights[live], num_experts)
         tokens = np.bincount(experts, minlength=num_experts)
-        self._note_weights(event, sums, tokens)
+        own = [key % num_experts for key in event.keys]
+        self._note("add_weight", event.layer, own, sums, tokens)
         super().on_event(event)
