@@ -1,6 +1,6 @@
 """The textbook rules against libCacheSim's own counts, which nobody here wrote.
 
-On plain traces, of one layer and one expert an event, where the two mean the same.
+On plain traces, of one layer and one expert an event, where a replay and a request mean the same.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.testing.eviction import Pool
-from lm_eval_moecache.testing.streams import make_geometry
+from tests.engine.test_belady import decode_trace, misses
 
 THEIRS: Mapping[str, str] = {
     "arc": "ARC",
@@ -38,18 +35,6 @@ def plain_trace(num_experts: int, length: int, seed: int) -> IntArray:
     return np.asarray((drawn + np.arange(length) // (length // 5) * 7) % num_experts)
 
 
-def our_misses(name: str, trace: IntArray, size: int) -> int:
-    geometry = make_geometry(num_layers=1, num_experts=int(trace.max()) + 1, top_k=1)
-    pool = Pool(find_algorithm("eviction", name)(geometry), size)
-    misses = 0
-    for index, key in enumerate(trace.tolist()):
-        misses += key not in pool.keys
-        pool.eviction.on_pass(index)
-        weights = np.ones((1, 1), dtype=np.float32)
-        pool.serve(Event(index, 0, DECODE, 1, [key], np.array([[key]]), weights))
-    return misses
-
-
 def their_misses(libcachesim: Any, name: str, trace: IntArray, size: int) -> int:
     cache = getattr(libcachesim, name)(cache_size=size)
     requests = (libcachesim.Request(obj_id=key + 1, obj_size=1) for key in trace.tolist())
@@ -63,4 +48,5 @@ def test_a_textbook_rule_misses_as_often_as_libcachesims(
 ) -> None:
     libcachesim = pytest.importorskip("libcachesim", reason="no wheel of it for this platform")
     trace = plain_trace(num_experts, 4000, seed=size)
-    assert our_misses(name, trace, size) == their_misses(libcachesim, THEIRS[name], trace, size)
+    own = misses(decode_trace(trace[:, np.newaxis, np.newaxis], num_experts), name, size)
+    assert own == their_misses(libcachesim, THEIRS[name], trace, size)
