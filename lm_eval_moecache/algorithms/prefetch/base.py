@@ -171,27 +171,30 @@ def best_of_rows(
 
 
 def _top(ranks: FloatArray, count: int) -> IntArray:
-    """Return each row's `count` lowest places, the lowest first, of equal ones the first."""
-    if 4 * count > ranks.shape[-1]:
-        return ranks.argsort(axis=-1, kind="stable")[:, :count]
-    # To sort few of many is three times faster, where no tie says which few.
-    top = ranks.argpartition(count - 1, axis=-1)[:, :count]
-    top.sort(axis=-1)
-    own = np.take_along_axis(ranks, top, axis=-1)
-    top = np.take_along_axis(top, own.argsort(axis=-1, kind="stable"), axis=-1)
-    tied = (ranks <= own.max(axis=-1, keepdims=True)).sum(axis=-1) > count
-    top[tied] = ranks[tied].argsort(axis=-1, kind="stable")[:, :count]
-    return top
+    """Return each row's `count` lowest places, the lowest first, of equal ones the first.
+
+    Sorted as integers with the place in their lower half, which numpy does in vectors: several
+    times as fast as sorting places by their ranks.
+    """
+    bits = (ranks + np.float32(0)).view(np.int32)  # which makes -0 and 0 alike
+    bits ^= (bits >> 31) & np.int32(0x7FFFFFFF)
+    places: IntArray = (bits.astype(np.int64) << 32) | np.arange(ranks.shape[-1])
+    if 8 * count < ranks.shape[-1]:
+        places.partition(count, axis=-1)
+        places = places[:, :count]
+    places.sort(axis=-1)
+    return places[:, :count] & 0xFFFFFFFF
 
 
 def rows_by_mass(
     layers: Sequence[int], wanted: BoolArray, scores: FloatArray
 ) -> tuple[IntArray, IntArray]:
     """Return `by_mass` of each token alone, as `best_of_rows`."""
-    tokens, experts = wanted.nonzero()
-    order = np.lexsort((-scores[tokens, experts], tokens))
-    experts += np.asarray(layers)[tokens] * scores.shape[-1]
-    return experts[order], wanted.sum(axis=-1)
+    counts = np.count_nonzero(wanted, axis=-1)
+    most = int(counts.max(initial=0))
+    top = _top(np.where(wanted, -scores, np.float32(np.inf)), most)
+    top += np.asarray(layers)[:, None] * scores.shape[-1]
+    return top[np.arange(most) < counts[:, None]], counts
 
 
 def activations(event: Event, num_experts: int) -> IntArray:

@@ -147,7 +147,7 @@ class _History:
         place = int(steps[-1])
         self._total[layer] += bins.size
         self._bin[layer], self._below[layer] = low + place, int(upto[-1, place])
-        np.add.at(self._counts[layer], bins.ravel(), 1)
+        self._counts[layer] += np.bincount(bins.ravel(), minlength=_BINS + 1)
         return np.asarray((low + steps) / _BINS, dtype=np.float32)
 
     def _counted(self, layer: int, bins: IntArray, low: int, high: int) -> IntArray:
@@ -156,8 +156,9 @@ class _History:
         Both ends are included.
         """
         num_events, width = len(bins), high - low + 1
-        own = np.maximum(bins - low + 1, 0)
-        flat = (np.arange(num_events)[:, None] * width + own)[own < width]
-        fresh = np.bincount(flat, minlength=num_events * width).reshape(num_events, width)
+        own = np.clip(bins - (low - 1), 0, width)
+        own += np.arange(num_events)[:, None] * (width + 1)
+        fresh = np.bincount(own.ravel(), minlength=num_events * (width + 1))
+        fresh = fresh.reshape(num_events, width + 1)[:, :width]
         before = np.append(0, self._counts[layer].cumsum())[low : high + 1]
         return np.asarray(before + fresh.cumsum(axis=1).cumsum(axis=0), dtype=np.int64)
