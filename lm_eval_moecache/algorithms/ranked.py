@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Container, Iterable
 from inspect import unwrap
+from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,7 +34,9 @@ from lm_eval_moecache.records.jit import as_records, compiled, compiled_function
 _NOBODY = -1
 """In place of a layer: nobody has to leave."""
 _PLAIN_VICTIMS = 20_000
-"""Victims that are found by plain Python, in about the time that compiling takes, before it is."""
+"""Victims that a process finds by plain Python, in about the time that compiling takes, before it
+does."""
+_plain_victims = count()
 
 
 class RankedEviction(EvictionAlgorithm):
@@ -65,7 +68,6 @@ class RankedEviction(EvictionAlgorithm):
         self._features: Features | None = None
         self._play: Callable[..., int] = features.play
         self._rank: Any = None
-        self._victims = 0
 
     @property
     def plain_rank(self) -> Rank:
@@ -97,8 +99,8 @@ class RankedEviction(EvictionAlgorithm):
         if not isinstance(pinned, Iterable):
             every = range(self.geometry.num_layers * self.geometry.num_experts)
             pinned = [key for key in every if key in pinned]
-        self._victims += 1
-        if self._victims == _PLAIN_VICTIMS and has_numba():
+        is_plain = self._play is features.play
+        if is_plain and next(_plain_victims) >= _PLAIN_VICTIMS and has_numba():
             self._compile()
         found = self._take_in([*pinned], layer)
         return None if found < 0 else found

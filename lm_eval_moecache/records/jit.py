@@ -110,16 +110,7 @@ def _types_of(*arguments: Any) -> tuple[Any, ...]:
 
     So that another one can be given without compiling anew.
     """
-    numba = _numba()
-    found = []
-    for argument in arguments:
-        is_function = isinstance(argument, numba.core.dispatcher.Dispatcher)
-        found.append(
-            numba.types.FunctionType(argument.nopython_signatures[0])
-            if is_function
-            else numba.typeof(argument)
-        )
-    return tuple(found)
+    return tuple(map(_numba().typeof, arguments))
 
 
 @cache
@@ -129,7 +120,21 @@ def compiled_function(function: Any, *kinds: type) -> Any:
     records = [numba.from_dtype(dtype_of(kind)) for kind in kinds]
     signature = numba.types.UniTuple(numba.types.float64, 2)(*records)
     own = _digest(function.__code__.co_filename)
-    return _compiled(function, function.__globals__, own, signature)
+    made = _compiled(function, function.__globals__, own, signature, make=numba.cfunc)
+    return _Pointer(made, numba.typeof(made))
+
+
+class _Pointer:
+    """A compiled function as an argument, whose type and address need not be found at each call.
+
+    Finding them for numba's own functions takes several times as long as the search for a victim.
+    """
+
+    def __init__(self, function: Any, kind: Any) -> None:
+        self._function, self._numba_type_ = function, kind
+
+    def __wrapper_address__(self) -> int:
+        return int(self._function.address)
 
 
 def _digest_of(modules: Sequence[ModuleType]) -> str:
@@ -143,7 +148,9 @@ def _digest(*files: str) -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
-def _compiled(function: Any, scope: dict[str, Any], kept_as: str, *signature: Any) -> Any:
+def _compiled(
+    function: Any, scope: dict[str, Any], kept_as: str, *signature: Any, make: Any = None
+) -> Any:
     """Return the function with these globals, compiled; an entry is kept under a name."""
     numba = _numba()
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -154,7 +161,9 @@ def _compiled(function: Any, scope: dict[str, Any], kept_as: str, *signature: An
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         return numba.njit(forceinline=True, **options)(made)
     made.__qualname__ = f"{function.__name__}_{kept_as}"
+    if make is None:
+        make, options["nogil"] = numba.njit, True
     try:
-        return numba.njit(*signature, cache=True, nogil=True, **options)(made)
+        return make(*signature, cache=True, **options)(made)
     except RuntimeError:  # no folder that it may write to: compiled anew in each process
-        return numba.njit(*signature, nogil=True, **options)(made)
+        return make(*signature, **options)(made)
