@@ -19,7 +19,12 @@ _ABSENT = -1
 
 
 def fewest_misses(
-    trace: Trace, setting: Setting, *, cache_reset: str = "never", free_prefill: bool = False
+    trace: Trace,
+    setting: Setting,
+    *,
+    cache_reset: str = "never",
+    free_prefill: bool = False,
+    turns_away: bool = False,
 ) -> tuple[int, int]:
     """Return misses that no eviction goes below on demand, and the requests they are of.
 
@@ -31,6 +36,10 @@ def fewest_misses(
       the order of need and from what was resident, and some of those executed before. The bound
       lets it leave whatever *some* set of as many residents could have led to (`_stay`).
     - A cache whose layers differ in size holds as many experts as it would of the smallest.
+
+    With `turns_away` an expert may be executed beside the cache and never enter it: the bound of
+    rules that choose whom to admit as well, which the engine's do not. Between the two lies what
+    the best victims cannot get.
 
     Of the setting, the caches count (capacity, sizes, `warm`). Cost: O(experts) per event, in
     numpy.
@@ -66,18 +75,21 @@ def fewest_misses(
         if not free[index]:
             requests += len(keys)
             misses += len(keys) - num_hits
-        if len(keys) > fits[layer]:
+        if len(keys) > fits[layer] and not turns_away:
             here[:] = _ABSENT
             # Where hits are for nothing, what is resident may have been chosen for the order.
             chosen = fits[layer] if free[index] else num_hits
             stay = _stay(needs, fits[layer], chosen)
             due[keys[stay]] = needs[stay]
             continue
-        due[keys] = _ABSENT
-        excess = int(np.count_nonzero(here != _ABSENT)) + len(keys) - most[layer]
+        # Who is executed is resident meanwhile, unless it may be beside the cache.
+        due[keys] = needs if turns_away else _ABSENT
+        entering = 0 if turns_away else len(keys)
+        excess = int(np.count_nonzero(here != _ABSENT)) + entering - most[layer]
         if excess > 0:
             here[np.argpartition(here, -excess)[-excess:]] = _ABSENT
-        due[keys] = needs
+        if not turns_away:
+            due[keys] = needs
     return misses, requests
 
 

@@ -77,6 +77,11 @@ class Row:
     """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate, and the one that no eviction on
     demand goes below in that phase; empty where not asked for."""
     closeness: float | None
+    regret: float | None
+    """Misses above the fewest, of all requests; below 0 where a prefetch hides them."""
+    victim_share: float | None
+    """Of the misses above the fewest of a cache that may turn experts away, too, what better
+    victims would save; the rest is what only a choice of whom to admit could."""
     warnings: tuple[str, ...]
     """Settings that did nothing on this trace."""
     cycles: float
@@ -176,6 +181,14 @@ def closeness(lru: float, policy: float, fewest: float) -> float | None:
     return None if lru == fewest else (lru - policy) / (lru - fewest)
 
 
+def victim_share(policy: int, fewest: int, turning_away: int) -> float | None:
+    """Return what better victims would save, of what better victims and admission would.
+
+    None where a policy has no more misses than the bound of its own kind, as with prefetch.
+    """
+    return (policy - fewest) / (policy - turning_away) if policy > fewest else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What a replay came to: `misses` are late and absent requests."""
@@ -196,7 +209,7 @@ class _Replays:
         self.trace, self.setting, self._bar = trace, setting, bar
         self.future = Future(trace) if foresees and isinstance(trace, Trace) else None
         self._done: dict[str, _Found] = {}
-        self._fewest: dict[tuple[Capacity, bool], tuple[int, int]] = {}
+        self._fewest: dict[tuple[Capacity, bool, bool], tuple[int, int]] = {}
 
     def run(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> _Found:
         key = repr((_axes(policy), policy.phases, capacity, hardware))
@@ -223,9 +236,11 @@ class _Replays:
         )
         return self._done.setdefault(key, found)
 
-    def fewest(self, capacity: Capacity, *, decode: bool) -> tuple[int, int]:
+    def fewest(
+        self, capacity: Capacity, *, decode: bool = False, turns_away: bool = False
+    ) -> tuple[int, int]:
         """Return the bound on misses, and the requests it is of: all, or those after prefills."""
-        key = capacity, decode
+        key = capacity, decode, turns_away
         if key not in self._fewest:
             assert isinstance(self.trace, Trace), "a bound of a trace that is streamed"
             lru = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
@@ -234,6 +249,7 @@ class _Replays:
                 self.setting_of(lru, capacity, self.setting.hardwares[0]),
                 cache_reset=self.setting.cache_reset,
                 free_prefill=decode,
+                turns_away=turns_away,
             )
         return self._fewest[key]
 
@@ -257,7 +273,9 @@ def _row(
     file: str, replays: _Replays, policy: Policy, hardware: Hardware, capacity: Capacity
 ) -> Row:
     own = replays.run(policy, capacity, hardware)
-    bounds, close = _bounds(replays, own, capacity) if replays.setting.bound else ({}, None)
+    bounds, close, regret, victims = _NO_BOUNDS
+    if replays.setting.bound:
+        bounds, close, regret, victims = _bounds(replays, own, capacity)
     emulate = replays.setting.emulate
     warm = placement(policy, replays.setting.warm, replays.trace.geometry)
     has_sizes = replays.trace.has_sizes or emulate is not None
@@ -270,6 +288,8 @@ def _row(
         metrics=own.metrics,
         bounds=bounds,
         closeness=close,
+        regret=regret,
+        victim_share=victims,
         warnings=_idle(policy, own, len(replays.trace.requests)),
         cycles=own.regime["capacity_cycles"],
         emulates="" if emulate is None else emulate.name,
@@ -279,10 +299,12 @@ def _row(
     )
 
 
-def _bounds(
-    replays: _Replays, own: _Found, capacity: Capacity
-) -> tuple[dict[str, dict[str, float | None]], float | None]:
-    """Return the bounds by phase, and how close to them this replay comes."""
+_Bounds = tuple[dict[str, dict[str, float | None]], float | None, float | None, float | None]
+_NO_BOUNDS: _Bounds = {}, None, None, None
+
+
+def _bounds(replays: _Replays, own: _Found, capacity: Capacity) -> _Bounds:
+    """Return the bounds by phase, how close to them this replay comes, and what it regrets."""
     # Nothing is prefetched, so the machine says when and not what.
     machine = replays.setting.hardwares[0]
     policy = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
@@ -292,7 +314,11 @@ def _bounds(
         misses, requests = replays.fewest(capacity, decode=bool(phase))
         rate = misses / requests if requests else None
         bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
-    return bounds, closeness(lru.misses, own.misses, replays.fewest(capacity, decode=False)[0])
+    fewest, requests = replays.fewest(capacity)
+    least, _ = replays.fewest(capacity, turns_away=True)
+    regret = (own.misses - fewest) / requests if requests else None
+    victims = victim_share(own.misses, fewest, least)
+    return bounds, closeness(lru.misses, own.misses, fewest), regret, victims
 
 
 def _idle(policy: Policy, found: _Found, requests: int) -> tuple[str, ...]:
@@ -376,6 +402,8 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                     for name in (LRU, FEWEST)
                 },
                 "closeness": row.closeness,
+                "regret": row.regret,
+                "victim_share": row.victim_share,
                 "warnings": list(row.warnings),
             }
             for row in rows
@@ -464,6 +492,8 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "LRU miss": lambda row: _bound(row, "", LRU),
     "Fewest": lambda row: _bound(row, "", FEWEST),
     "Closeness": lambda row: _number(row.closeness, "{:.3f}"),
+    "Regret": lambda row: _number(row.regret, "{:.4f}"),
+    "Victims": lambda row: _number(row.victim_share, "{:.3f}"),
     "Decode miss": lambda row: _number(row.metrics["decode_miss_rate"], "{:.4f}"),
     "LRU decode": lambda row: _bound(row, "decode_", LRU),
     "Fewest decode": lambda row: _bound(row, "decode_", FEWEST),

@@ -21,6 +21,7 @@ from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
+from lm_eval_moecache.report.replays import victim_share
 from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace, build_trace
@@ -140,6 +141,62 @@ def test_the_bound_is_below_the_exhaustive_optimum_and_is_it_where_events_fit(
             assert bound <= optimum <= rule <= requests
             if largest <= slots:
                 assert bound == optimum == rule
+
+
+def fewest_turning_away(trace: Trace, slots: int) -> int:
+    """Try every choice of whom to keep of what was there and what came, in one cache."""
+    events = [frozenset(trace.keys[a:b].tolist()) for a, b in pairwise(trace.key_bounds)]
+
+    @cache
+    def best(event: int, held: frozenset[int]) -> int:
+        if event == len(events):
+            return 0
+        all_there = sorted(held | events[event])
+        kept = combinations(all_there, min(slots, len(all_there)))
+        return len(events[event] - held) + min(best(event + 1, frozenset(k)) for k in kept)
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_turning_away_is_the_optimum_of_a_cache_that_may_refuse(seed: int) -> None:
+    trace = mixed_trace(seed, top_k=1 + seed % 2)
+    for slots in (2, 3, 5):
+        run = setting(trace, f"{slots}")
+        found, requests = fewest_misses(trace, run, turns_away=True)
+        assert found == fewest_turning_away(trace, slots)
+        assert (found <= fewest_misses(trace, run)[0]) and requests == len(trace.keys)
+
+
+def test_who_is_needed_once_is_turned_away_by_hand() -> None:
+    """Two slots, a b c a b d a b e: each of c, d and e costs a or b its place, or nothing."""
+    experts = np.array([0, 1, 2, 0, 1, 3, 0, 1, 4])
+    steps = np.arange(len(experts), dtype=np.int32)
+    once = np.zeros_like(steps)
+    decode = np.full_like(steps, PHASES.index("decode"))
+    columns = Columns(
+        request=once,
+        pass_index=steps,
+        phase=decode,
+        token=steps,
+        layer=once,
+        experts=experts[:, None].astype(np.int32),
+    )
+    geometry = Geometry(
+        model="generated",
+        num_layers=1,
+        num_experts=EXPERTS,
+        top_k=1,
+        expert_bytes=((1,),),
+        dense_bytes=(0,),
+    )
+    run = setting(trace := build_trace("generated", geometry, columns), "2")
+    # a b, c for b, b for c, d for b, b for d, and e: seven. Turned away, a b c d e: five.
+    assert fewest_misses(trace, run) == (7, 9)
+    assert fewest_misses(trace, run, turns_away=True) == (5, 9)
+    lru = misses(trace, run, False)
+    assert lru == 9 and victim_share(lru, 7, 5) == 0.5
+    assert victim_share(7, 7, 5) is None and victim_share(6, 7, 5) is None
 
 
 def test_no_rule_that_goes_by_the_next_use_alone_is_optimal_in_waves() -> None:

@@ -17,6 +17,7 @@ from lm_eval_moecache.algorithms.eviction.score import Score
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -205,6 +206,18 @@ def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: flo
     for eviction, expected in (("lru", lru), ("belady", belady)):
         found = hit_rates(trace, future, eviction, capacity)
         assert round(found["hit_rate"] * 100, 1) == expected
+
+
+def test_what_the_olmoe_trace_would_hit_if_experts_were_turned_away() -> None:
+    """Published beside the 32.0% of Belady at 51 slots: what was just used may be dropped."""
+    trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
+    run = Setting(
+        policy=load_policy("on_demand"),
+        capacity=parse_capacity("51", trace.geometry),
+        hardware=traces.HARDWARE,
+    )
+    missed, requests = fewest_misses(trace, run, turns_away=True)
+    assert round(100 - 100 * missed / requests, 1) == 35.2
 
 
 def test_closeness_is_0_for_lru_and_1_for_belady() -> None:
