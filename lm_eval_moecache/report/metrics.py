@@ -26,6 +26,8 @@ from lm_eval_moecache.records.ledger import (
 )
 
 Metrics = dict[str, Any]
+EARLY_STEPS = 8
+"""Passes after a prefill that count as early: what it threw out is missed, and loaded, in these."""
 MEGABYTE = 1e6
 """What pictures count bytes in; links are told in GB/s."""
 
@@ -152,6 +154,12 @@ METRICS: Mapping[str, Metric] = {
         per("requests", "token_requests"),
         by_phase=True,
     ),
+    "early_decode_miss_rate": Metric(
+        "Early miss", 4, False, "miss rate just after a prefill [of requests]"
+    ),
+    "steady_decode_miss_rate": Metric(
+        "Steady miss", 4, False, "miss rate long after a prefill [of requests]"
+    ),
     "lost_weight_share": Metric(
         "Weight lost",
         4,
@@ -210,6 +218,32 @@ def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
         **rates([p for p in passes if p.phase == PREFILL], "prefill_"),
         **rates([p for p in passes if p.phase != PREFILL], "decode_"),
         **{name: m.of(found) for name, m in METRICS.items() if m.of and not m.by_phase},
+    }
+
+
+def prefill_metrics(requests: Sequence[RequestRecord]) -> Metrics:
+    """What a prefill costs the cache: misses of the passes right after it, and of those later.
+
+    Nothing where no request decodes so long after a prefill. A pass that several requests share is
+    early where it is for one of them.
+    """
+    early: dict[int, PassRecord] = {}
+    later: dict[int, PassRecord] = {}
+    for request in requests:
+        since: int | None = None
+        for record in request.passes:
+            if record.phase == PREFILL:
+                since = 0
+            elif since is not None:
+                (early if since < EARLY_STEPS else later)[record.index] = record
+                since += 1
+    steady = [record for index, record in later.items() if index not in early]
+    if not early or not steady:
+        return {}
+    miss_rate = per("missed", "requests")
+    return {
+        "early_decode_miss_rate": miss_rate(totals(list(early.values()))),
+        "steady_decode_miss_rate": miss_rate(totals(steady)),
     }
 
 
@@ -302,6 +336,7 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
         **throughput(requests, passes),
         **cache_metrics(passes),
         "miss_rate_stderr": miss_rate_stderr(requests),
+        **prefill_metrics(requests),
         **draft_metrics(passes),
         **host_metrics(passes),
         "peak_cache_bytes": peak_cache_bytes,

@@ -258,3 +258,29 @@ def test_throughput_has_vllms_names() -> None:
     scored = task_metrics([scoring(passes[:1])], 0)
     assert scored["output_throughput"] is None
     assert scored["total_token_throughput"] == 5 / 4
+
+
+def test_what_a_prefill_costs_is_told_by_the_passes_right_after_it() -> None:
+    """Eight early passes of 4 requests, half of them missed; two later ones with one miss in 8."""
+    early = [make_pass(1 + i, DECODE, i, i + 1, requests=4, misses=2) for i in range(8)]
+    later = [
+        make_pass(9, DECODE, 9, 10, requests=4, misses=1),
+        make_pass(10, VERIFY, 10, 11, requests=4),
+    ]
+    prefill = make_pass(0, PREFILL, 0, 1, requests=9, misses=9)
+    figures = task_metrics([generation([prefill, *early, *later], 11)], 0)
+    assert figures["early_decode_miss_rate"] == 16 / 32
+    assert figures["steady_decode_miss_rate"] == 1 / 8
+    # A trace that begins after its prompt, and a request that ends early, say nothing of it.
+    assert "early_decode_miss_rate" not in task_metrics([generation([*early, *later], 10)], 0)
+    assert "early_decode_miss_rate" not in task_metrics([generation([prefill, *early], 9)], 0)
+
+
+def test_a_pass_that_is_early_for_one_request_is_not_steady_for_another() -> None:
+    shared = make_pass(10, DECODE, 10, 11, requests=2, late=1)
+    alone = make_pass(11, DECODE, 11, 12, requests=2)
+    first = [make_pass(i, PREFILL if not i else DECODE, i, i + 1) for i in range(9)]
+    second = [make_pass(9, PREFILL, 9, 10), shared]
+    figures = task_metrics([generation([*first, shared, alone], 10), generation(second, 2, 1)], 0)
+    assert figures["early_decode_miss_rate"] == 1 / 2
+    assert figures["steady_decode_miss_rate"] == 0.0
