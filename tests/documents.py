@@ -30,6 +30,7 @@ SHORTER = {
     "moecache analyze coactivation": "--max_tokens 256 --sample_tokens 16",
     "moecache analyze locality": "--max_tokens 128",
     "moecache analyze drafting": "--max_tokens 64",
+    "moecache analyze divergence": "--max_tokens 32 --policies big_moe_on_edge_drop_cold",
     "moecache analyze predictability": "--limit 1",
     "moecache profile buddies": "--limit 40 --max_tokens 4096 --sample_tokens 16",
     "moecache profile predictor": "--limit 4 --tokens 2 --max_epochs 1",

@@ -61,9 +61,13 @@ class AnalyzedModel:
         scan: bool = False,
         seed: int = 0,
     ) -> Iterator[Engine]:
-        """Run the model on demand with these overrides; `scan` needs a cache per layer."""
+        """Run the model with these overrides of `policy` (on_demand).
+
+        `scan` routes a text token after token as if decoded, and needs a cache per layer.
+        """
+        axes = dict(overrides)
         setting = Setting(
-            policy=load_policy("on_demand", overrides),
+            policy=load_policy(axes.pop("policy", "on_demand"), axes),
             capacity=parse_capacity(capacity, self.geometry),
             hardware=load_hardware(DEFAULT_PROFILE),
             seed=seed,

@@ -11,14 +11,16 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.render import rows_as_markdown
 
-_OF_A_TEXT = ("coactivation", "drafting", "locality", "optimal_expert", "sensitivity")
+_OF_A_TEXT = ("coactivation", "divergence", "drafting", "locality", "optimal_expert", "sensitivity")
 ANALYSES = tuple(sorted((*_OF_A_TEXT, "predictability")))
+_LOSSY = "big_moe_on_edge_drop_cold,ik_llama_cpp_ser,mixture_cache"
 # Option -> its type, its help, and the analyses that look at it with their defaults.
 _OPTIONS: Mapping[str, tuple[type, str, Mapping[str, Any]]] = {
     "text": (
@@ -42,8 +44,13 @@ _OPTIONS: Mapping[str, tuple[type, str, Mapping[str, Any]]] = {
     "rank": (int, "optimal_expert: whose choices are tried (default: 2)", {"optimal_expert": 2}),
     "capacity": (
         str,
-        "locality: the cache of each layer (default: 8/layer)",
-        {"locality": "8/layer"},
+        "locality, divergence: the cache of each layer (default: 8/layer)",
+        {"locality": "8/layer", "divergence": "8/layer"},
+    ),
+    "policies": (
+        str,
+        f"divergence: a,b (default: {_LOSSY})",
+        {"divergence": _LOSSY},
     ),
     "layer": (
         int,
@@ -121,9 +128,11 @@ def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:
     for key in ("k_max", "sample_tokens", "seeds", "limit", "max_tokens"):
         if options.get(key, 1) < 1:
             raise ValueError(f"{key}={options[key]} must be 1 or more.")
+    for policy in options["policies"].split(",") if "policies" in options else ():
+        load_policy(policy)
     if "capacity" in options and not is_per_layer(options["capacity"]):
         raise ValueError(
-            f"capacity={options['capacity']!r} is one cache for all layers, but analyze locality "
+            f"capacity={options['capacity']!r} is one cache for all layers, but analyze {analysis} "
             "looks at a cache per layer. Allowed: like '8/layer'."
         )
     return options
@@ -191,6 +200,16 @@ def _locality(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
     return rows, f"{locality.TITLE} ({analyzed.name}, {capacity})", partial(locality.draw, maps)
 
 
+def _divergence(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
+    from lm_eval_moecache.analysis import divergence
+
+    capacity = options["capacity"]
+    policies = {name: {"policy": name} for name in options["policies"].split(",")}
+    rows = divergence.analyze(analyzed, policies, capacity)
+    title = f"{divergence.TITLE} ({analyzed.name}, {capacity})"
+    return rows, title, partial(divergence.draw, rows)
+
+
 def _coactivation(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
     from lm_eval_moecache.analysis import coactivation
 
@@ -219,6 +238,7 @@ def _drafting(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
 
 _RUN: Mapping[str, Callable[[Any, Mapping[str, Any]], Analysed]] = {
     "coactivation": _coactivation,
+    "divergence": _divergence,
     "drafting": _drafting,
     "locality": _locality,
     "optimal_expert": _optimal_expert,

@@ -1,0 +1,157 @@
+"""How far a policy moves a model's answers: routes, next tokens and their distribution.
+
+The same text goes through the unmodified model and through the model under each policy, teacher
+forced and routed token after token as if decoded, so that neither sees what the other would have
+written. Letters: T tokens, V vocabulary, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.report.metrics import cache_metrics
+
+TITLE = "What a policy changes of the output"
+UNMODIFIED = "unmodified"
+_OF_THE_CACHE = (
+    "routing_fidelity",
+    "lost_weight_share",
+    "avoided_miss_share",
+    "miss_rate",
+    "bytes_per_token",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What was compared in one window of text: sums over its tokens that predict another."""
+
+    tokens: int
+    loss: float
+    """Negative log-likelihood of the text, in nats."""
+    kl: float
+    """KL divergence of the output from the unmodified model's, in nats."""
+    same_top: int
+    """Tokens after which both models find the same next token likeliest."""
+    routes: float
+    """Summed over tokens: the share of the unmodified model's experts, in all layers, that the
+    routers ask for as well, before the policy answers them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """One window as a model reads it. Logits stay in memory: T x V values."""
+
+    tokens_T: Tensor
+    logits_TV: Tensor
+    experts_LTK: tuple[Tensor, ...]
+
+
+def read(analyzed: AnalyzedModel) -> list[Reading]:
+    """Read all windows as the model is now."""
+    return [read_window(analyzed, window) for window in analyzed.windows]
+
+
+def compare(before: Reading, after: Reading) -> Window:
+    """Hold a window as some model reads it against how the unmodified one did."""
+    own_TV = functional.log_softmax(after.logits_TV.float(), dim=-1)
+    their_TV = functional.log_softmax(before.logits_TV.float(), dim=-1)
+    same = [
+        (theirs_TK[:, :, None] == own_TK[:, None, :]).any(dim=-1).float().mean(dim=-1)
+        for theirs_TK, own_TK in zip(before.experts_LTK, after.experts_LTK, strict=True)
+    ]
+    return Window(
+        tokens=len(own_TV),
+        loss=float(functional.nll_loss(own_TV, before.tokens_T[1:], reduction="sum")),
+        kl=float((their_TV.exp() * (their_TV - own_TV)).sum()),
+        same_top=int((own_TV.argmax(dim=-1) == their_TV.argmax(dim=-1)).sum()),
+        routes=float(torch.stack(same).mean(dim=0)[: len(own_TV)].sum()),
+    )
+
+
+def read_window(analyzed: AnalyzedModel, window: Tensor) -> Reading:
+    """Read one window: logits after each token but the last, and what each router asks for."""
+    seen: list[Tensor] = []
+    handles = [
+        layer.router.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].reshape(-1, args[0].shape[-1]))
+        )
+        for layer in analyzed.layers
+    ]
+    try:
+        with torch.no_grad():
+            logits_TV = analyzed.model(window[None].to(analyzed.model.device)).logits[0, :-1]
+            # The gate as it is: what a policy puts into the router's output is not asked for.
+            experts = [
+                layer.gate.ask(hidden_TD)[2].cpu()
+                for layer, hidden_TD in zip(analyzed.layers, seen, strict=True)
+            ]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Reading(tokens_T=window, logits_TV=logits_TV.cpu(), experts_LTK=tuple(experts))
+
+
+def analyze(
+    analyzed: AnalyzedModel, policies: Mapping[str, Mapping[str, Any]], capacity: str
+) -> list[dict[str, Any]]:
+    """Return a row for the unmodified model and for each policy: a name and what it overrides.
+
+    An override `policy` names the composition (on_demand). `kl_stderr` is over windows. With a
+    lossless policy the divergence is 0 but for rounding.
+    """
+    plain = read(analyzed)
+    rows = [{"policy": UNMODIFIED, **figures([compare(each, each) for each in plain])}]
+    for name, overrides in policies.items():
+        with analyzed.under(overrides, capacity=capacity, scan=True) as engine:
+            windows = [compare(each, read_window(analyzed, each.tokens_T)) for each in plain]
+        found = cache_metrics(engine.ledger.passes)
+        counted = {key: found[key] for key in _OF_THE_CACHE}
+        rows.append({"policy": name, **figures(windows), **counted})
+    return rows
+
+
+def figures(windows: Sequence[Window]) -> dict[str, Any]:
+    """Return perplexity and agreements over all tokens of some windows."""
+    tokens = np.array([window.tokens for window in windows], dtype=np.float64)
+    kl = np.array([window.kl for window in windows])
+    mean, count = kl.sum() / tokens.sum(), len(windows)
+    # Of a ratio of sums over windows, as windows differ in length.
+    spread = np.sqrt(((kl - mean * tokens) ** 2).sum() * count / max(count - 1, 1)) / tokens.sum()
+    return {
+        "tokens": int(tokens.sum()),
+        "perplexity": float(np.exp(sum(window.loss for window in windows) / tokens.sum())),
+        "kl": float(mean),
+        "kl_stderr": float(spread) if count > 1 else None,
+        "top1_agreement": float(sum(window.same_top for window in windows) / tokens.sum()),
+        "route_agreement": float(sum(window.routes for window in windows) / tokens.sum()),
+    }
+
+
+def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Draw the divergence of each policy over the bytes that it moves."""
+    from lm_eval_moecache.report.mpl_style import legend, look, new_figure
+
+    figure, (left, right) = new_figure(columns=2)
+    series = {}
+    for index, row in enumerate(rows[1:]):
+        moved = row["bytes_per_token"] / 1e6
+        series[row["policy"]] = left.errorbar(
+            moved, row["kl"], yerr=row["kl_stderr"] or 0.0, **look(index)
+        )
+        right.plot(moved, row["top1_agreement"], **look(index))
+    left.set_ylabel("KL from the unmodified model [nats a token]")
+    right.set_ylabel("same likeliest next token [of tokens]")
+    for axes in (left, right):
+        axes.set_xlabel("moved per token [MB]")
+    legend(figure, series)
+    figure.suptitle(title)
+    return figure
