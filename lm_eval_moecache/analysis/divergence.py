@@ -109,7 +109,8 @@ def analyze(
     lossless policy the divergence is 0 but for rounding.
     """
     plain = read(analyzed)
-    rows = [{"policy": UNMODIFIED, **figures([compare(each, each) for each in plain])}]
+    unmodified = figures([compare(each, each) for each in plain])
+    rows = [{"policy": UNMODIFIED, **unmodified, **dict.fromkeys(_OF_THE_CACHE)}]
     for name, overrides in policies.items():
         with analyzed.under(overrides, capacity=capacity, scan=True) as engine:
             windows = [compare(each, read_window(analyzed, each.tokens_T)) for each in plain]
