@@ -199,7 +199,8 @@ _ON_HOST: Mapping[str, tuple[str, str, int]] = {
 
 def totals(passes: Sequence[PassRecord]) -> Totals:
     """Add up what some passes counted."""
-    counted = {name: getattr(total(passes), name) for name in COUNTED}
+    summed = total(passes)
+    counted = {name: getattr(summed, name) for name in COUNTED}
     tokens, duration_s = sum(p.num_tokens for p in passes), sum(p.duration_s for p in passes)
     return Totals(**counted, tokens=tokens, duration_s=duration_s)
 

@@ -29,9 +29,14 @@ def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
             "gpu": _gpu(),
             **_rounding(),
         },
-        "versions": {"python": platform.python_version(), **versions_of(_PACKAGES)},
+        "versions": {"python": platform.python_version(), **_versions()},
         "revision": code_revision(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return versions_of(_PACKAGES)
 
 
 def _rounding() -> dict[str, Any]:

@@ -176,7 +176,7 @@ def _top(ranks: FloatArray, count: int) -> IntArray:
     Sorted as integers with the place in their lower half, which numpy does in vectors: several
     times as fast as sorting places by their ranks.
     """
-    bits = (ranks + np.float32(0)).view(np.int32)  # which makes -0 and 0 alike
+    bits = np.add(ranks, 0, dtype=np.float32).view(np.int32)  # which makes -0 and 0 alike
     bits ^= (bits >> 31) & np.int32(0x7FFFFFFF)
     places: IntArray = (bits.astype(np.int64) << 32) | np.arange(ranks.shape[-1])
     if 8 * count < ranks.shape[-1]:
