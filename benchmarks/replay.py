@@ -1,11 +1,12 @@
 """Prints how many expert requests a replay serves per second of one core, beside libCacheSim.
 
 Usage: python benchmarks/replay.py [--requests 100000,1000000] [--experts 64,512] [--rounds 5]
-[--out results/replay_speed.md]. Each round takes all in turn, ours and libCacheSim's on the same
-trace; a figure is the median of the rounds. Time is CPU time of this process; a busy machine
-slows all down, so compare within one table. The trace is generated: a decode trace of 16 layers,
-top-8, whose experts are drawn with a skew and stay likely for a while; a quarter is resident.
-What libCacheSim does is less: single requests of one pool, with no clock, link or prefetches.
+[--out results/real_routing/replay_speed.txt]. Each round takes all in turn, ours and libCacheSim's
+on the same trace; a figure is the median of the rounds. Time is CPU time of this process; a busy
+machine slows all down, so compare within one table. The trace is generated: a decode trace of 16
+layers, top-8, whose experts are drawn with a skew and stay likely for a while; a quarter is
+resident. What libCacheSim does is less: single requests of one pool, with no clock, link or
+prefetches.
 """
 
 from __future__ import annotations
