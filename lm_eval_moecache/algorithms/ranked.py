@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Container, Iterable
 from inspect import unwrap
 from itertools import count
@@ -64,7 +63,7 @@ class RankedEviction(EvictionAlgorithm):
 
     def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
         super().__init__(geometry, seed=seed)
-        self._log = array("q")
+        self._log: list[int] = []
         self._features: Features | None = None
         self._play: Callable[..., int] = features.play
         self._rank: Any = None
@@ -82,10 +81,10 @@ class RankedEviction(EvictionAlgorithm):
         self._log.extend((A_PREFETCH if prefetched else A_LOAD, key, 0))
 
     def on_event(self, event: Event) -> None:
-        log = self._log
-        for key in event.keys:
-            log.extend((A_USE, key, 0))
-        log.extend((A_TURN, event.layer, event.num_tokens))
+        log, uses = self._log, [A_USE, 0, 0] * len(event.keys)
+        uses[1::3] = event.keys
+        log += uses
+        log += (A_TURN, event.layer, event.num_tokens)
         if len(log) > 4096:
             self._take_in()
 
@@ -138,9 +137,9 @@ class RankedEviction(EvictionAlgorithm):
             self._features = self.make_features()
             self._rank = self.plain_rank
         if self._play is not features.play:
-            log, pins = np.frombuffer(log, np.int64), np.asarray(pins, np.int64)
+            log, pins = np.array(log, np.int64), np.array(pins, np.int64)
         found = int(self._play(*self._features, self._rank, log, pins, layer))
-        self._log = array("q")
+        self._log = []
         return found
 
     def _compile(self) -> None:
