@@ -15,6 +15,7 @@ from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
@@ -144,6 +145,9 @@ def test_unwrapping_twice_is_safe_and_the_model_still_answers_alike(family: str)
     wrapped.unwrap()
     assert traces_left_on(model) == before
     assert all(torch.equal(a, b) for a, b in zip(expected, logits_of(model), strict=True))
+    model.set_experts_implementation("batched_mm")
+    wrapped.unwrap()
+    assert implementation_of(model) == "batched_mm", "what was set since then stays"
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])

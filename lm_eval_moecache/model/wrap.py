@@ -118,14 +118,15 @@ class WrappedModel:
         return handles
 
     def unwrap(self) -> None:
-        """Restore the model to what it was. Safe to call twice."""
+        """Restore the model to what it was. A second call changes nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for layer in self._layers:
             if hasattr(layer.experts, STORE_ATTRIBUTE):
                 delattr(layer.experts, STORE_ATTRIBUTE)
-        self.model.set_experts_implementation(self._before)
+        if implementation_of(self.model) == IMPLEMENTATION:
+            self.model.set_experts_implementation(self._before)
         self.engine.close()
         self._store.close()
 

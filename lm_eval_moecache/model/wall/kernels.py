@@ -223,13 +223,24 @@ class WorkOnPool(Work):
         table_E[list(slot_of)] = torch.tensor(list(slot_of.values()))
         slot_TK = copy_to_device(table_E, self._index_TK.device)[self._index_TK]
         one_token = len(self._hidden_TD) == 1 and len(slot_of) == top_k
-        stand_in = OnSlots(self._module, slots, sparse=not one_token)
+        skips = self._kernel == "grouped_mm"
+        stand_in = OnSlots(self._module, slots, sparse=skips and not one_token)
+        here_TK: Tensor | None = None
+        if not (skips or one_token):
+            # This kernel computes what is not here, too, and what a slot holds while it is written
+            # may be no number even times 0: it reads a slot that holds an expert instead.
+            here_TK = slot_TK < num_slots
+            slot_TK = slot_TK.where(here_TK, next(iter(slot_of.values())))
         if is_all:
-            self._done = self._ask(stand_in, self._hidden_TD, slot_TK, self._w_TK)
+            w_TK = self._w_TK if here_TK is None else self._w_TK * here_TK
+            self._done = self._ask(stand_in, self._hidden_TD, slot_TK, w_TK)
             return
         hidden_SD = self._hidden_TD.repeat_interleave(top_k, dim=0)
         slot_S1 = slot_TK.reshape(-1, 1)
-        out_SD = self._ask(stand_in, hidden_SD, slot_S1, hidden_SD.new_ones(slot_S1.shape))
+        w_S1 = hidden_SD.new_ones(slot_S1.shape)
+        if here_TK is not None:
+            w_S1 = w_S1 * here_TK.reshape(-1, 1)
+        out_SD = self._ask(stand_in, hidden_SD, slot_S1, w_S1)
         self._out_SD = out_SD if self._out_SD is None else self._out_SD + out_SD
 
     def _ask(self, stand_in: OnSlots, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

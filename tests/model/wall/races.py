@@ -644,6 +644,7 @@ def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
             lm.wrapped.unwrap()
             lm.model.set_experts_implementation(kernel)
             lm.install(config)
+            assert lm.wrapped._store.kernel == kernel
             recording = Recording(lm)
             try:
                 answered = generate(lm) if way.speculative else drive(lm)
