@@ -22,7 +22,11 @@ def load(file: Path) -> list[Run]:
 
 
 def fill(
-    file: Path, cells: Iterable[tuple[Run, Any]], measure: Callable[[Run, Any], Run]
+    file: Path,
+    cells: Iterable[tuple[Run, Any]],
+    measure: Callable[[Run, Any], Run],
+    *,
+    save_each: int = 20,
 ) -> list[Run]:
     """Measure the cells that the file lacks, each with what it means, and return all."""
     runs = load(file)
@@ -30,7 +34,7 @@ def fill(
     for cell, meaning in cells:
         if json.dumps(cell, sort_keys=True) not in known:
             runs.append({"cell": cell, **measure(cell, meaning)})
-            if len(runs) % 20 == 0:
+            if len(runs) % save_each == 0:
                 _save(file, runs)
                 sys.stderr.write(f"{file.parent.name}: {len(runs)} cells\n")
     _save(file, runs)

@@ -29,7 +29,7 @@ FOLDERS = sorted(
     }
 )
 BOARDS = board_folders(RESULTS)
-SCRIPTED = ("real_routing", "layer_sizes", "policy_space", "miss_answers")
+SCRIPTED = ("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions")
 PAPERS = sorted(RESULTS.rglob("paper.md"))
 PRUNED = "cache_conditional/figure_4"
 WRITTEN_BY_HAND = ("README.md", "theirs.md")

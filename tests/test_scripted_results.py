@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from statistics import mean, median
 
+import evictions
 import layer_sizes
 import policy_space
 import pytest
@@ -18,12 +20,15 @@ from lm_eval_moecache.trace.importers import load_trace
 ROWS = json.loads((RESULTS / "layer_sizes/layer_sizes.json").read_text())
 ROUTING = load(RESULTS / "real_routing/cells.json.gz")
 CLAIMS = load(RESULTS / "real_routing/claims.json.gz")
+EVICTIONS = load(RESULTS / "evictions/cells.json.gz")
+EVICTION_COSTS = load(RESULTS / "evictions/costs.json.gz")
 SPACE = load(RESULTS / "policy_space/cells.json.gz")
 ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
 TABLES = {
     "layer_sizes/table.md": (layer_sizes.render, ROWS),
     "real_routing/table.md": (real_routing.render, ROUTING),
     "real_routing/claims.md": (routing_claims.render, CLAIMS),
+    "evictions/table.md": (partial(evictions.render, costs=EVICTION_COSTS), EVICTIONS),
     "policy_space/table.md": (policy_space.render_space, SPACE),
     "miss_answers/table.md": (policy_space.render_answers, ANSWERS),
 }
@@ -49,6 +54,21 @@ def test_sizes_win_on_their_own_half_and_on_the_other_only_where_little_fits(sha
             assert row["adapted"] <= row["equal"]
     others = [r["adapted"] - r["equal"] for r in rows if r["solved_on"] != r["measured_on"]]
     assert (mean(others) < -0.005) == (share <= 10)
+
+
+def test_every_eviction_has_its_cells_on_every_trace() -> None:
+    """Those that the trace can show, at every capacity below all experts."""
+    cells = [cell for cell, _ in evictions.cells()]
+    told = [json.dumps(run["cell"], sort_keys=True) for run in EVICTIONS]
+    assert sorted(told) == sorted(json.dumps(cell, sort_keys=True) for cell in cells)
+    assert len(told) > 600
+
+
+def test_no_eviction_misses_less_than_the_bound_which_belady_is() -> None:
+    bounds = {evictions.place_of(run): run["bound"] for run in EVICTIONS if "bound" in run}
+    for run in EVICTIONS:
+        bound, missed = bounds[evictions.place_of(run)], sum(run["misses"])
+        assert missed == bound if run["cell"]["eviction"] == "belady" else missed >= bound
 
 
 def test_every_composition_has_its_cells_on_every_device_or_is_said_to_have_none() -> None:

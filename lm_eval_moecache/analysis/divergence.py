@@ -152,7 +152,8 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
     left.set_ylabel("KL from the unmodified model [nats a token]")
     right.set_ylabel("same likeliest next token [of tokens]")
     for axes in (left, right):
-        axes.set_xlabel("moved per token [MB]")
+        axes.set(xlabel="moved per token [MB]", xlim=(0, None))
+    left.set_ylim(bottom=0)
     legend(figure, series)
     figure.suptitle(title)
     return figure
