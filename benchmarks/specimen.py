@@ -18,7 +18,6 @@ import heapq
 import json
 import logging
 import math
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +42,8 @@ from transformers import (
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR, documents
 from lm_eval_moecache.trace.importers import load_trace
+from tools.train_tiny.corpus import read_documents
+from tools.train_tiny.packages import PACKAGES
 from tools.train_tiny.skills.generator import ASKED, held_out
 from tools.train_tiny.skills.problem import Problem
 
@@ -531,10 +532,6 @@ class ByteNgram:
 
 def ngram_bits(cache: Path) -> float:
     """Bits per byte of the baseline, trained on documents in the mixture of the training."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tools.train_tiny.corpus import read_documents
-    from tools.train_tiny.packages import PACKAGES
-
     texts = list[str]()
     for package in PACKAGES:
         left = package.weight * CHARS_PER_WEIGHT

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm_eval_moecache.model import weighting
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.weighting import find
-from lm_eval_moecache.model.weighting.find import find_rule
-from lm_eval_moecache.model.weighting.rules import (
+from lm_eval_moecache.model.weighting import (
     Sigmoid,
     SigmoidNormed,
     SoftmaxAll,
     SoftmaxChosen,
     SparseMixer,
     WeightingRule,
+    find_rule,
 )
 from tests.models import FAMILIES, random_model
 
@@ -94,7 +94,7 @@ def test_a_new_familys_rule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     router = Stranger(8, 4)
     gate = Gate(router, router, 8, 4)
     assert find_rule(gate) is None
-    monkeypatch.setattr(find, "RULES", [*find.RULES, Squared])
+    monkeypatch.setattr(weighting, "RULES", [*weighting.RULES, Squared])
     rule = find_rule(gate)
     assert isinstance(rule, Squared)
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])

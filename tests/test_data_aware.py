@@ -18,7 +18,7 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.predictor.data_aware import Foresight, network_from, sparsemax
+from lm_eval_moecache.model.predictor.network import Foresight, network_from, sparsemax
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, DATA_AWARE, Artifact, read_artifact
 from lm_eval_moecache.records.data_aware import NUM_LSTMS, cost_of, shapes
 from lm_eval_moecache.testing.artifacts import artifact_for
@@ -195,7 +195,7 @@ def test_an_embedding_of_another_length_is_refused(
     drawn: tuple[Artifact, nn.Embedding], checkpoint: Checkpoint
 ) -> None:
     from lm_eval_moecache.algorithms.prefetch.data_aware import DataAware
-    from lm_eval_moecache.model.predictor.data_aware import foresight_of
+    from lm_eval_moecache.model.predictor.network import foresight_of
     from tests.artifacts import profile_for
 
     prefetch = DataAware(GEOMETRY, profile=profile_for(DATA_AWARE, GEOMETRY))

@@ -48,16 +48,15 @@ COMBINATIONS = [pair for pair in product(LOSSLESS, CAPACITIES) if _goes_together
 LM_ARGUMENTS: dict[str, Any] = {"device": "cpu", "max_length": 48}
 
 
+def make_setting(geometry: Geometry, **given: str) -> Setting:
+    """Return what an engine is made of, where a policy takes either form of capacity."""
+    config = read_config(given)
+    size = parse_capacity(config.capacity, geometry)
+    return Setting(policy=config.policy, capacity=size, hardware=config.hardware)
+
+
 def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) -> Engine:
-    config = read_config({"policy": policy, "capacity": capacity, **changes})
-    return Engine(
-        geometry,
-        Setting(
-            policy=config.policy,
-            capacity=parse_capacity(capacity, geometry),
-            hardware=config.hardware,
-        ),
-    )
+    return Engine(geometry, make_setting(geometry, policy=policy, capacity=capacity, **changes))
 
 
 def logits_of(model: Any) -> list[torch.Tensor]:

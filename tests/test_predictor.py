@@ -24,7 +24,8 @@ from lm_eval_moecache.model.predictor.accuracy import (
     judge,
     layer_rows,
 )
-from lm_eval_moecache.model.predictor.network import PredictorNetwork, Recipe, train
+from lm_eval_moecache.model.predictor.make import Recipe, train
+from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import Pairs, RouterCapture, Samples, write_shard
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, read_artifact, write_artifact
 from lm_eval_moecache.records.event import DECODE, PREFILL

@@ -39,7 +39,7 @@ from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.model.speculative.draft_model import matching_layers, measure
 from lm_eval_moecache.model.store import IMPLEMENTATION, STORE_ATTRIBUTE
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
-from lm_eval_moecache.model.weighting.find import check_rules
+from lm_eval_moecache.model.weighting import check_rules
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, shown

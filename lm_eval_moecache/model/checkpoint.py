@@ -139,9 +139,7 @@ def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
     """
     if theirs.get("gguf_file"):
         return
-    subfolder = str(theirs.get("subfolder") or "")
-    is_folder = Path(model).is_dir()
-    folder = Path(model) / subfolder if is_folder else _downloaded(model, theirs, subfolder)
+    folder = _folder_of(model, theirs)
     if folder is None:
         return
     what = f"{key}={model!r}"
@@ -149,7 +147,7 @@ def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
     if single.is_file():
         _check_file(what, single, (), None)
     elif index.is_file():
-        _check_shards(what, index, is_folder)
+        _check_shards(what, index, Path(model).is_dir())
     else:
         for path in sorted(folder.glob("pytorch_model*.bin")):
             _check_bin(what, path)
@@ -159,9 +157,7 @@ def weights_files(model: Any, theirs: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that a model is loaded from; none where others are."""
     if not isinstance(model, str) or theirs.get("gguf_file"):
         return []
-    subfolder = str(theirs.get("subfolder") or "")
-    place = Path(model) / subfolder if Path(model).is_dir() else None
-    folder = place if place is not None else _downloaded(model, theirs, subfolder)
+    folder = _folder_of(model, theirs)
     if folder is None:
         return []
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
@@ -181,9 +177,7 @@ def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
     """
     if not isinstance(model, str):
         return ""
-    subfolder = str(theirs.get("subfolder") or "")
-    place = Path(model) / subfolder if Path(model).is_dir() else None
-    folder = place if place is not None else _downloaded(model, theirs, subfolder)
+    folder = _folder_of(model, theirs)
     if folder is None:
         return ""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -191,7 +185,11 @@ def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
     return json.dumps([str(folder.resolve()), str(theirs.get("revision", "main")), stats])
 
 
-def _downloaded(model: str, theirs: Mapping[str, Any], subfolder: str) -> Path | None:
+def _folder_of(model: str, theirs: Mapping[str, Any]) -> Path | None:
+    """Return where a checkpoint lies: in its folder, or what is downloaded of a hub id."""
+    subfolder = str(theirs.get("subfolder") or "")
+    if Path(model).is_dir():
+        return Path(model) / subfolder
     revision = str(theirs.get("revision", "main"))
     try:
         config = cached_file(

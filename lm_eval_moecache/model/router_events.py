@@ -1,4 +1,4 @@
-"""What the routers of a pass say, as events.
+"""What the routers of a pass say, as events; and prefetchers that look on while a run is recorded.
 
 Shapes: T tokens, E experts, K experts per token, D hidden size.
 """
@@ -10,25 +10,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.device import copy_to_host
-from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.predictor.network import network_of
-from lm_eval_moecache.model.store import BoolArray
-from lm_eval_moecache.model.weighting.find import in_numpy
-from lm_eval_moecache.model.weighting.rules import WeightingRule
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
+from lm_eval_moecache.model.predictor.network import foresight_of, network_of
+from lm_eval_moecache.model.weighting import WeightingRule, in_numpy
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray
+from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
+    PASS_START,
     UNSEEN_EXPERTS,
     UNSEEN_SCORES,
     Event,
     unique_in_order,
 )
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.predictor import target_of
+from lm_eval_moecache.records.predictor import digest_of, target_of
+from lm_eval_moecache.trace.detail import Detail, identity
+from lm_eval_moecache.trace.recorder import Predict, Propose, Rows
 
 Proposals = list[Sequence[int]]
 
@@ -220,3 +224,59 @@ def _by_call(calls: Sequence[RouterCall], rows: FloatArray) -> list[Mapping[int,
     """Divide [predictions, E] between the calls that they are of."""
     each: Iterator[FloatArray] = iter(rows[:, None])
     return [{target: next(each) for target in call.predicted} for call in calls]
+
+
+class ShadowPrefetcher:
+    """One prefetcher, shown the events of a run that another policy governs.
+
+    It sees what it would see in a run of its own: the events and predictions are the model's, and
+    no prefetcher sees the cache.
+    """
+
+    def __init__(
+        self, prefetch: PrefetchAlgorithm, layers: Sequence[MoELayer], embedding: nn.Module
+    ) -> None:
+        self._prefetch = prefetch
+        self._num_layers = len(layers)
+        self._network = network_of(prefetch, layers[0].gate.hidden_size)
+        self._foresight = foresight_of(prefetch, embedding)
+        self._foreseen: dict[int, FloatArray] = {}
+
+    def begin_pass(self, input_ids: torch.Tensor, past_length: int, valid: Any) -> None:
+        """Read a pass's tokens, where the prefetcher does; `valid` marks those of requests."""
+        if self._foresight is not None:
+            self._foreseen = self._foresight.begin_pass(input_ids, past_length, valid)
+
+    def __call__(self, event: Event, hidden: Any, rows: Rows, predict: Predict) -> list[int]:
+        """Return the keys it proposes at the event."""
+        if event.layer == 0:
+            self._prefetch.on_pass(event.pass_index)
+        if self._foresight is not None:
+            # Proposed before the pass, and kept with its first layer.
+            before = event._replace(layer=PASS_START, keys=(), predicted=self._foreseen)
+            return list(self._prefetch.propose(before)) if event.layer == 0 else []
+        predicted = {}
+        if self._network is not None:
+            target = target_of(event.layer, self._num_layers, event.phase)
+            if target is not None:
+                logits = self._network(event.layer, hidden)
+                predicted[target] = rows(logits.to(torch.float16).float())
+        elif self._prefetch.depth:
+            last = min(event.layer + self._prefetch.depth, self._num_layers - 1)
+            predicted = {ahead: predict(ahead) for ahead in range(event.layer + 1, last + 1)}
+        return list(self._prefetch.propose(event._replace(predicted=predicted)))
+
+
+def shadow_prefetchers_of(
+    detail: Detail, geometry: Geometry, layers: Sequence[MoELayer], embedding: nn.Module
+) -> dict[str, Propose]:
+    """Build the prefetchers that a recording asks for; ValueError for another model's artifact."""
+    found: dict[str, Propose] = {}
+    for choice, seed in detail.onlookers:
+        prefetch: PrefetchAlgorithm = choice.build(geometry, seed)
+        digest = ""
+        if prefetch.artifact is not None:
+            check_router_digest(prefetch.artifact, router_digest(list(layers)), geometry.model)
+            digest = digest_of(prefetch.artifact)
+        found[identity(choice, seed, digest)] = ShadowPrefetcher(prefetch, layers, embedding)
+    return found

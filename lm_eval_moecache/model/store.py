@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lm_eval_moecache.model.grouped import Matrices, grouped_forward, tensors_of
+from lm_eval_moecache.records.arrays import BoolArray
 
-BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 Waves = Callable[[], Iterator[tuple[Mapping[int, int], bool]]]
 """Tells the keys to execute and their slots, as they come: `Executor.waves`."""

@@ -14,21 +14,18 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
-from lm_eval_moecache.model.predictor.data_aware import foresight_of
+from lm_eval_moecache.model.predictor.network import foresight_of
 from lm_eval_moecache.model.router_events import RouterCall, RouterEvents, rounded
 from lm_eval_moecache.model.store import (
     IMPLEMENTATION,
     STORE_ATTRIBUTE,
-    BoolArray,
     InPlaceStore,
     Store,
     implementation_of,
     register_experts_function,
 )
-from lm_eval_moecache.model.weighting.change import changed_output
-from lm_eval_moecache.model.weighting.find import find_rules
-from lm_eval_moecache.model.weighting.rules import WeightingRule
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.model.weighting import WeightingRule, changed_output, find_rules
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import DECODE, NO_PREDICTIONS, PREFILL, VERIFY, Event
 from lm_eval_moecache.records.ledger import PassRecord

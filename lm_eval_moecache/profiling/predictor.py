@@ -41,8 +41,7 @@ def run(arguments: Namespace) -> int:
     prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of
-    from lm_eval_moecache.model.predictor.make import make
-    from lm_eval_moecache.model.predictor.network import Recipe
+    from lm_eval_moecache.model.predictor.make import Recipe, make
 
     geometry_of(arguments.pretrained)  # says what cannot be read
     recipe = {name: getattr(arguments, name) for name in _RECIPE}

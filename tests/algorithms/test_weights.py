@@ -12,9 +12,7 @@ import torch
 
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
-from lm_eval_moecache.model.weighting import change
-from lm_eval_moecache.model.weighting.change import changed_output
-from lm_eval_moecache.model.weighting.find import find_rule
+from lm_eval_moecache.model.weighting import changed_output, find_rule
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.event import Event
@@ -183,7 +181,7 @@ def test_one_tokens_changed_output_is_that_of_many(
         selection = Selection(experts)
         quick = changed_output(output, choice, selection, rule, None, own)
         with monkeypatch.context() as patch:
-            patch.setattr(change, "_is_plain", lambda _: False)
+            patch.setattr("lm_eval_moecache.model.weighting._is_plain", lambda _: False)
             slow = changed_output(output, choice, selection, rule, None, own)
         assert all(torch.equal(a, b) for a, b in zip(quick[:3], slow[:3], strict=True))
         assert [t.dtype for t in quick[:3]] == [t.dtype for t in slow[:3]]

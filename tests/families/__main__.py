@@ -15,7 +15,7 @@ from pathlib import Path
 
 import transformers
 
-from lm_eval_moecache.model.weighting.rules import RULES
+from lm_eval_moecache.model.weighting import RULES
 from tests.families.check import FAILED, REFUSED, RUNS, Row, check
 from tests.families.configs import causal_types, other_types
 

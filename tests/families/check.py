@@ -15,7 +15,7 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.weighting.find import find_rule
+from lm_eval_moecache.model.weighting import find_rule
 from lm_eval_moecache.trace.importers import load_trace
 from tests.families.configs import causal_types, save
 from tests.harness import make_instance

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
-from lm_eval_moecache.records.sizes import parse_capacity
 from tests.model.wall.models import wrap_wall
+from tests.test_equality import make_engine
 
 PAD, END = 0, 1
 
@@ -79,13 +76,7 @@ def wrap(model: Any, clock: str, capacity: str, policy: str = "on_demand") -> Wr
         return wrap_wall(model, policy, capacity)
     layers = find_moe_layers(model)
     geometry = describe(model, layers, "batches")
-    config = read_config({"policy": policy, "capacity": capacity})
-    setting = Setting(
-        policy=config.policy,
-        capacity=parse_capacity(capacity, geometry),
-        hardware=config.hardware,
-    )
-    return WrappedModel(model, layers, Engine(geometry, setting))
+    return WrappedModel(model, layers, make_engine(policy, capacity, geometry))
 
 
 def assert_exact(

@@ -13,8 +13,7 @@ from accelerate import dispatch_model
 
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
-from lm_eval_moecache.model.weighting.find import check_rules, find_rule
-from lm_eval_moecache.model.weighting.rules import SoftmaxChosenScaled
+from lm_eval_moecache.model.weighting import SoftmaxChosenScaled, check_rules, find_rule
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.families.configs import small_model
@@ -165,11 +164,9 @@ def test_a_type_without_a_causal_model_is_refused_by_name(tmp_path: Path) -> Non
 def test_an_unknown_rule_is_refused_before_loading(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lm_eval_moecache.model.weighting import find
-
     path = str(checkpoint("olmoe"))
     check_arguments(path, {**CPU, "policy": "pruning"})
-    monkeypatch.setattr(find, "RULES", [])
+    monkeypatch.setattr("lm_eval_moecache.model.weighting.RULES", [])
     check_arguments(path, {**CPU, "policy": "specmd"})
     with pytest.raises(ValueError, match="OlmoeTopKRouter weighs its experts by a rule"):
         check_arguments(path, {**CPU, "policy": "pruning"})

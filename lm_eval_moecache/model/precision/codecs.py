@@ -1,20 +1,131 @@
-"""The codecs by the names that users type: a table, and those of torch and bitsandbytes.
+"""The codecs: a weight matrix in, the tensors that stand for it in the store out.
 
-A new codec is a class here (or in a file of its own, as HQQ's) and one entry of `CODECS`; `ladder`
-has its name, for whoever does not need torch yet.
+A new codec is a class here and one entry of `CODECS`; `ladder` has its name, for whoever does not
+need torch yet. Shapes of HQQ: G groups, S weights of a group.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
-from lm_eval_moecache.model.precision.base import PIECE, Codec, Layout, pieces
-from lm_eval_moecache.model.precision.half_quadratic import HQQ2, HQQ3, HQQ4, HQQ8
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""(shape, dtype) of each tensor that one encoded matrix consists of."""
+
+
+class Codec(ABC):
+    """Encodes [out, in] matrices of float weights and decodes them again.
+
+    `layout` is a function of the shape alone, so a store can set slots of fixed size aside before
+    there are any weights. `name` is what users type, the group size included.
+    """
+
+    source: ClassVar[str]
+    """The library and the format."""
+    library: ClassVar[str | None] = None
+    """Package that does the work; None for torch itself."""
+    minimum: ClassVar[str] = "0"
+    """The library's oldest release that will do."""
+    group_sizes: ClassVar[tuple[int, ...]] = ()
+    """Allowed sizes of the groups of weights that share a scale; empty where there are none."""
+    encodes_on: ClassVar[str | None] = None
+    """Type of the device that encodes whatever the matrix lies on; None for the matrix' own."""
+    as_it_lies: ClassVar[bool] = False
+    """Whether a matrix is stored as the model has it, also where that is [in, out]."""
+
+    def __init__(self, name: str, group_size: int | None = None) -> None:
+        self.name = name
+        self.group_size = 64 if group_size is None else group_size
+
+    @abstractmethod
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """Return what a matrix of this shape is stored as; ValueError where it cannot be."""
+
+    @abstractmethod
+    def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Return contiguous tensors of `layout(matrix.shape)`, on the matrix' device.
+
+        Called by several threads at a time.
+        """
+
+    @abstractmethod
+    def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the [out, in] matrix that computations use, at the compute dtype."""
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes that one matrix of this shape takes in the store and on the link."""
+        return sum(math.prod(size) * dtype.itemsize for size, dtype in self.layout(shape))
+
+    def check(self, device_type: str) -> None:
+        """Raise ValueError, saying what would do, where this codec cannot work on the device.
+
+        Encodes and decodes a small matrix there: what counts is what the installed library does.
+        """
+        self._check_version()
+        probe = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+        try:
+            matrix = probe.to(device_type, torch.bfloat16)
+            decoded = self.decode(self.encode(matrix), matrix.shape, torch.bfloat16)
+            works = bool(decoded.isfinite().all())
+            problem = "" if works else "it returns weights that are not finite"
+        except Exception as error:
+            # Libraries raise whatever they like where a kernel or a device is missing.
+            first_line = next(iter(str(error).splitlines()), "")
+            works, problem = False, f"{type(error).__name__}: {first_line}"
+        if not works:
+            raise ValueError(
+                f"precision={self.name!r} does not work on the device {device_type!r} with "
+                f"{self._installed()} ({problem}). Allowed: a device that it supports, as "
+                "device=cpu, or another precision, as bf16 or fp16."
+            )
+
+    def _check_version(self) -> None:
+        if self.library is None:
+            return
+        try:
+            found = version(self.library)
+        except PackageNotFoundError:
+            found = None
+        if found is None or Version(found) < Version(self.minimum):
+            raise ValueError(
+                f"precision={self.name!r} needs {self.library}>={self.minimum}, but "
+                f"{'none' if found is None else found} is installed. Allowed: "
+                f"pip install -U {self.library}, or a precision without it, as bf16 or fp16."
+            )
+
+    def _installed(self) -> str:
+        name = self.library or "torch"
+        return f"{name} {version(name)}"
+
+
+def num_weights(shape: Sequence[int], codec: Codec, multiple: int) -> int:
+    """Return the number of weights of a matrix, which the codec takes only in such multiples."""
+    count = math.prod(shape)
+    if count % multiple:
+        raise ValueError(
+            f"precision={codec.name!r} stores weights in groups that need a multiple of {multiple} "
+            f"weights, but an expert matrix of this model is {tuple(shape)}. Allowed: a smaller "
+            f"group, as '{codec.name.partition('/')[0]}/g{min(codec.group_sizes)}', or a precision "
+            "without groups, as int8 or bf16."
+        )
+    return count
+
+
+PIECE = 1 << 17
+"""Weights that are worked on at a time on a CPU: what is made between fits into a core's cache."""
+
+
+def pieces(count: int, width: int, most: int = PIECE) -> list[slice]:
+    """Divide `count` rows of `width` weights into pieces that are worked on one after another."""
+    rows = max(1, most // width)
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 class Cast(Codec):
@@ -175,6 +286,154 @@ class FP4(FourBit):
 
     source = "bitsandbytes quantize_4bit, fp4"
     quant_type = "fp4"
+
+
+ITERATIONS, BETA, NORM = 20, 10.0, 0.7
+"""HQQ's own settings: steps at most, and what its shrinking operator takes."""
+SMALLEST, LARGEST_SCALE = 1e-4, 2e4
+"""A group that spans less than this is not stretched, and none more than so much."""
+
+
+class HalfQuadratic(Codec):
+    """HQQ (Badri and Shaji 2023): `bits` per weight; a float16 scale and zero per group.
+
+    Groups run along the rows (`axis=1`), the form that fast kernels take; scale and zero are
+    float16, HQQ's default. Encoded on the CPU whatever the device: HQQ optimises in half precision
+    on CUDA and in float32 on a CPU, so that the codes would differ by device. Decoded in float32
+    and then rounded to the compute dtype, which loses less than HQQ's own arithmetic in the compute
+    dtype and is the same on every device.
+
+    The library's steps, taken over pieces of a matrix that a core's cache holds, give the
+    library's codes to the last bit. A matrix cannot be divided further: the error that ends the
+    search is its mean.
+    """
+
+    source: ClassVar[str] = "HQQ Quantizer"
+    library: ClassVar[str | None] = "hqq"
+    minimum: ClassVar[str] = "0.2.7"
+    group_sizes: ClassVar[tuple[int, ...]] = (8, 16, 32, 64, 128, 256)
+    encodes_on: ClassVar[str | None] = "cpu"
+    bits: ClassVar[int]
+    per_word: ClassVar[int]
+    """Weights in one packed word."""
+    word: ClassVar[torch.dtype] = torch.uint8
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        # Words pack weights of different groups; three bits alone pad what is left over.
+        step = self.group_size * (1 if self.word == torch.int32 else self.per_word)
+        groups = num_weights(shape, self, step) // self.group_size
+        scales = ((groups, 1), torch.float16)
+        packed = (-(-groups // self.per_word), self.group_size)
+        return ((packed, self.word), scales, scales)
+
+    @torch.no_grad()
+    def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        from hqq.core.quantize import Quantizer
+
+        weights_GS = matrix.cpu().float().reshape(-1, self.group_size)
+        scale_G1, zero_G1 = self._search(weights_GS)
+        codes_GS = torch.empty(weights_GS.shape, dtype=torch.uint8)
+        for rows in pieces(*weights_GS.shape):
+            scaled = (weights_GS[rows] * scale_G1[rows]).add_(zero_G1[rows])
+            codes_GS[rows] = scaled.round_().clamp_(0, self._top)
+        packed = Quantizer.pack[Quantizer.bit_to_packing[self.bits]](codes_GS)
+        parts = (packed, (1.0 / scale_G1).half(), zero_G1.half())
+        return tuple(part.to(matrix.device) for part in parts)
+
+    def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        packed, scale, zero = tensors
+        if packed.device.type != "cpu":
+            return self._decode_by_library(tensors, shape, dtype)
+        decoded = torch.empty((len(scale), self.group_size), dtype=dtype)
+        parts = pieces(*packed.shape)
+        piece = torch.empty(packed[parts[0]].shape)
+        for part in range(self.per_word):
+            shift = self.bits * (self.per_word - 1 - part)
+            # Codes stay where they are in their words: scale and zero are shifted instead, which is
+            # exact, as both are multiples of powers of two.
+            place = 2.0**shift
+            groups = slice(part * len(packed), min((part + 1) * len(packed), len(scale)))
+            scales, zeros = scale[groups].float() / place, zero[groups].float() * place
+            target = decoded[groups]
+            for rows in parts:
+                here = target[rows]
+                codes = packed[rows][: len(here)] & (self._top << shift)
+                found = piece[: len(here)].copy_(codes)
+                here.copy_(found.sub_(zeros[rows]).mul_(scales[rows]))
+        return decoded.reshape(tuple(shape))
+
+    @property
+    def _top(self) -> int:
+        return int(2**self.bits - 1)
+
+    def _search(self, weights_GS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale (codes per weight) and zero of each group, as HQQ's optimiser finds them."""
+        from hqq.core.optimize import optimize_weights_proximal_legacy_step as library_step
+
+        least, most = weights_GS.aminmax(dim=1, keepdim=True)
+        span = most - least
+        scale_G1 = torch.where(span <= SMALLEST, 1.0, self._top / span).clamp_(max=LARGEST_SCALE)
+        zero_G1 = -least * scale_G1
+        if self.bits == 4:  # As HQQ's own configurations do.
+            zero_G1.round_()
+        error_GS, best = torch.empty_like(weights_GS), torch.inf
+        for _ in range(ITERATIONS):
+            for rows in pieces(*weights_GS.shape):
+                weights = weights_GS[rows]
+                near, _, zero_G1[rows], _ = library_step(
+                    weights, scale_G1[rows], zero_G1[rows], [0, self._top], BETA, NORM, 1
+                )
+                torch.sub(weights, near, out=error_GS[rows]).abs_()
+            error = float(error_GS.mean())
+            if not error < best:
+                break
+            best = error
+        return scale_G1, zero_G1
+
+    def _decode_by_library(
+        self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        from hqq.core.quantize import Quantizer
+
+        packed, scale, zero = tensors
+        meta: dict[str, Any] = {
+            "nbits": self.bits,
+            "group_size": self.group_size,
+            "axis": 1,
+            "shape": torch.Size(shape),
+            "packing": Quantizer.bit_to_packing[self.bits],
+            "view_as_float": False,
+            "compute_dtype": torch.float32,
+            "scale": scale.float(),
+            "zero": zero.float(),
+        }
+        decoded: Tensor = Quantizer.dequantize(packed, meta)
+        return decoded.to(dtype)
+
+
+class HQQ2(HalfQuadratic):
+    """2 bits per weight."""
+
+    bits, per_word = 2, 4
+
+
+class HQQ3(HalfQuadratic):
+    """3 bits per weight, ten in 32: 3.2 bits stored."""
+
+    bits, per_word = 3, 10
+    word = torch.int32
+
+
+class HQQ4(HalfQuadratic):
+    """4 bits per weight."""
+
+    bits, per_word = 4, 2
+
+
+class HQQ8(HalfQuadratic):
+    """8 bits per weight."""
+
+    bits, per_word = 8, 1
 
 
 CODECS: dict[str, type[Codec]] = {

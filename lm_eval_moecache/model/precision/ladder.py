@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lm_eval_moecache.records.errors import unknown
 
 if TYPE_CHECKING:
-    from lm_eval_moecache.model.precision.base import Codec
+    from lm_eval_moecache.model.precision.codecs import Codec
 
 NAMES = ("bf16", "fp16", "fp32", "int8", "nf4", "fp4", "hqq8", "hqq4", "hqq3", "hqq2")
 """The keys of `codecs.CODECS`."""

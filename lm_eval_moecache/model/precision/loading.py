@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
 from lm_eval_moecache.model.precision.stored import (
     Encoded,

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, decode, is_matrices
-from lm_eval_moecache.model.store import BoolArray, InPlaceStore, Waves
+from lm_eval_moecache.model.store import InPlaceStore, Waves
 from lm_eval_moecache.model.wall.kernels import OnSlots
+from lm_eval_moecache.records.arrays import BoolArray
 
 # Decoding again what was decoded a moment ago would cost real time, where it fits.
 MEMO_BYTES = 64 * 2**20

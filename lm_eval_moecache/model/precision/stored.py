@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.codecs import Codec
 
 Encoded = list[tuple[Tensor, ...]]
 """Level -> the tensors [E, ...] that one parameter is stored as."""

@@ -5,7 +5,6 @@ Shapes: B texts of a batch, T tokens, L layers, E experts, N truncated experts.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.predictor.data_aware import DataAwareNetwork
-from lm_eval_moecache.model.predictor.samples import HELD_OUT_SHARE, MAX_PROMPT_TOKENS
+from lm_eval_moecache.model.predictor.network import DataAwareNetwork
+from lm_eval_moecache.model.predictor.samples import HELD_OUT_SHARE, generate
+from lm_eval_moecache.model.predictor.training import fit
 from lm_eval_moecache.records.geometry import Geometry
 
 _IGNORED = -1
@@ -82,7 +82,8 @@ def record_texts(
     truncate = min(truncate, layers[0].num_experts)
     for start in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
         batch = prompts[start : start + batch_size]
-        for ids in _answered(model, tokenizer, batch, num_tokens):
+        answered, real, _ = generate(model, tokenizer, batch, num_tokens)
+        for ids in (row[own] for row, own in zip(answered, real, strict=True)):
             seen: list[Tensor] = []
             handles = [layer.router.register_forward_hook(_keep(layer, seen)) for layer in layers]
             model(ids[None])
@@ -101,34 +102,6 @@ def _keep(layer: MoELayer, seen: list[Tensor]) -> Any:
     return hook
 
 
-def _answered(model: Any, tokenizer: Any, prompts: Sequence[str], num_tokens: int) -> list[Tensor]:
-    """Return each prompt's tokens with those of its answer, up to the end token."""
-    # The end of a prompt is what it asks.
-    tokenizer.padding_side = tokenizer.truncation_side = "left"
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    encoded = tokenizer(
-        list(prompts),
-        return_tensors="pt",
-        padding=True,
-        truncation=True,
-        max_length=MAX_PROMPT_TOKENS,
-        return_token_type_ids=False,
-    ).to(model.device)
-    output = model.generate(
-        **encoded,
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    ends = model.generation_config.eos_token_id
-    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=output.device)
-    answers = output[:, encoded.input_ids.shape[1] :]
-    alive = torch.isin(answers, ends).int().cumsum(1).eq(0)
-    real = torch.cat([encoded.attention_mask.bool(), alive], dim=1)
-    return [row[own] for row, own in zip(output, real, strict=True)]
-
-
 def train(
     texts: Sequence[Text], embedding: nn.Module, geometry: Geometry, recipe: Recipe
 ) -> Trained:
@@ -139,52 +112,43 @@ def train(
     """
     torch.manual_seed(recipe.seed)
     texts = [texts[i] for i in np.random.default_rng(recipe.seed).permutation(len(texts))]
-    held_out, known = _split(texts)
-    hidden = next(embedding.parameters()).shape[-1]
-    sizes = (hidden, recipe.width, geometry.num_layers, geometry.num_experts)
-    network = DataAwareNetwork(*sizes)
-    return _fit(network, known, held_out, embedding, geometry.top_k, recipe)
-
-
-def _split(texts: Sequence[Text]) -> tuple[Sequence[Text], Sequence[Text]]:
     count = max(1, round(HELD_OUT_SHARE * len(texts)))
     if count >= len(texts):
         raise ValueError(f"prompts: {len(texts)} cannot be divided into train and held-out.")
-    return texts[:count], texts[count:]
-
-
-def _fit(
-    network: DataAwareNetwork,
-    known: Sequence[Text],
-    held_out: Sequence[Text],
-    embedding: nn.Module,
-    top_k: int,
-    recipe: Recipe,
-) -> Trained:
+    held_out, known = texts[:count], texts[count:]
+    hidden = next(embedding.parameters()).shape[-1]
+    sizes = (hidden, recipe.width, geometry.num_layers, geometry.num_experts)
+    network, top_k = DataAwareNetwork(*sizes), geometry.top_k
     adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     order = np.random.default_rng(recipe.seed)
-    best, since, epochs, kept = float("inf"), 0, 0, copy.deepcopy(network.state_dict())
-    for _ in tqdm(range(recipe.max_epochs), desc="training", unit="epoch"):
-        epochs += 1
-        shuffled = [known[i] for i in order.permutation(len(known))]
+
+    def epoch() -> float:
+        shuffled, losses = [known[i] for i in order.permutation(len(known))], []
         for start in range(0, len(shuffled), recipe.batch_size):
             batch = shuffled[start : start + recipe.batch_size]
             adam.zero_grad()
-            torch.autograd.backward(_loss(network, batch, embedding, top_k, recipe))
+            loss = _loss(network, batch, embedding, top_k, recipe)
+            torch.autograd.backward(loss)
             adam.step()
-        loss = _mean_loss(network, held_out, embedding, top_k, recipe)
-        if loss < best:
-            best, since, kept = loss, 0, copy.deepcopy(network.state_dict())
-        elif (since := since + 1) >= recipe.patience:
-            break
+            losses.append(float(loss.detach()))
+        return float(np.mean(losses))
+
+    epochs = tqdm(range(recipe.max_epochs), desc="training", unit="epoch")
+    best = fit(
+        network,
+        epoch,
+        lambda: _mean_loss(network, held_out, embedding, top_k, recipe),
+        epochs,
+        recipe.patience,
+    )
     # What is judged is what is stored: halves.
-    network.load_state_dict({name: value.half().float() for name, value in kept.items()})
+    network.load_state_dict({k: value.half().float() for k, value in network.state_dict().items()})
     return Trained(
         network=network.eval(),
-        epochs=epochs,
-        held_out_loss=best,
+        epochs=best.epochs,
+        held_out_loss=best.held_out_loss,
         recall=_recall(network, held_out, embedding, top_k),
-        frequency=_frequency(known, held_out, top_k, network.per_layer[1]),
+        frequency=_frequency(known, held_out, top_k, geometry.num_experts),
     )
 
 

@@ -1,32 +1,37 @@
-"""Makes a predictor: records, trains layer after layer, judges. What is done stays done.
+"""Makes a predictor as CommitMoE's sections 4.2 and 5.1 say: records, trains each layer, judges.
 
 The working folder holds recordings and trained layers under a digest of what they depend on, so
-that an interrupted run goes on and another loss uses the same recordings.
+that an interrupted run goes on and another loss uses the same recordings. Shapes: N samples,
+D hidden size, E experts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 import transformers
+from safetensors import safe_open
+from safetensors.numpy import save
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.device import best_device
-from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.predictor.accuracy import certainty_rows, judge, layer_rows
-from lm_eval_moecache.model.predictor.network import PredictorNetwork, Recipe, train
-from lm_eval_moecache.model.predictor.samples import Samples, digest_prompts, record
-from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.model.predictor.network import PredictorNetwork, new_network
+from lm_eval_moecache.model.predictor.samples import Pairs, Samples, digest_prompts, record, top_k
+from lm_eval_moecache.model.predictor.training import fit
 from lm_eval_moecache.records.artifact import PREDICTOR, Artifact, write_artifact
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.predictor import array_name, num_stages
 
 Rows = list[dict[str, Any]]
@@ -44,18 +49,20 @@ class Made:
         """Write the artifact with its accuracy, and with where its prompts come from."""
         made_from = {**data, **self.artifact.made_from}
         made_from |= {"layers": self.layers, "certainty": self.certainty}
-        write_artifact(path, dataclasses.replace(self.artifact, made_from=made_from))
+        write_artifact(path, replace(self.artifact, made_from=made_from))
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A loaded model, and what of it a predictor belongs to."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How to train. The paper gives no batch size, no patience and no most number of epochs."""
 
-    model: Any
-    tokenizer: Any
-    layers: list[MoELayer]
-    geometry: Geometry
-    router_digest: str
+    loss: str = "kl"
+    learning_rate: float = 5e-5
+    halve_every: int = 5
+    batch_size: int = 32
+    max_epochs: int = 30
+    patience: int = 5
+    seed: int = 42
 
 
 def make(
@@ -68,17 +75,21 @@ def make(
     recipe: Recipe,
 ) -> Made:
     """Make the predictor of a model; the same arguments give the same bytes, resumed or not."""
-    loaded = _load(pretrained)
+    path = model_path(pretrained)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(best_device())
+    layers = find_moe_layers(model)
+    geometry, routers = describe(model, layers, pretrained), router_digest(layers)
     settings = {
-        "routers": loaded.router_digest,
+        "routers": routers,
         "prompts": digest_prompts(prompts),
         "tokens": num_tokens,
         "prompts_per_batch": prompts_per_batch,
     }
     shards = record(
-        loaded.model,
-        loaded.tokenizer,
-        loaded.layers,
+        model,
+        tokenizer,
+        layers,
         prompts,
         work / f"recorded-{_digest(settings)}",
         num_tokens=num_tokens,
@@ -86,122 +97,156 @@ def make(
     )
     samples = Samples(shards)
     known, held_out = samples.split(recipe.seed)
-    folder = work / f"trained-{_digest(settings | dataclasses.asdict(recipe))}"
-    arrays, rows = _train(samples, known, held_out, loaded.geometry, recipe, folder)
-    counts = {
-        "tokens": num_tokens,
-        "prompts": len(prompts),
-        "held_out_prompts": len(held_out),
-        "samples": len(samples.prompts),
-    }
-    artifact = _describe(loaded, arrays, {**dataclasses.asdict(recipe), **counts})
-    return _judge(artifact, samples, loaded.layers, known, held_out, rows)
-
-
-def _load(pretrained: str) -> _Model:
-    path = model_path(pretrained)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(best_device())
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, pretrained)
-    return _Model(model, tokenizer, layers, geometry, router_digest(layers))
-
-
-def _describe(loaded: _Model, arrays: Mapping[str, Any], made_from: Mapping[str, Any]) -> Artifact:
-    geometry = loaded.geometry
-    return Artifact(
+    folder = work / f"trained-{_digest(settings | asdict(recipe))}"
+    arrays: dict[str, Any] = {}
+    trainings: Rows = []
+    for layer in tqdm(range(geometry.num_layers), desc="training", unit="layer"):
+        trained = folder / f"{layer:03d}.safetensors"
+        if not trained.is_file():
+            pairs = samples.pairs(layer, geometry.num_layers)
+            parts = {
+                name: pairs.where(np.isin(pairs.prompts_N, chosen))
+                for name, chosen in (("training", known), ("held-out", held_out))
+            }
+            write_whole(
+                trained, _train_layer(parts, layer, geometry.num_layers, geometry.top_k, recipe)
+            )
+        with safe_open(trained, "numpy") as file:
+            arrays |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            trainings.append(json.loads(file.metadata()["row"]))
+    artifact = Artifact(
         kind=PREDICTOR,
         model=geometry.model,
         num_layers=geometry.num_layers,
         num_experts=geometry.num_experts,
         top_k=geometry.top_k,
-        router_digest=loaded.router_digest,
-        made_from=made_from,
+        router_digest=routers,
+        made_from={
+            **asdict(recipe),
+            "tokens": num_tokens,
+            "prompts": len(prompts),
+            "held_out_prompts": len(held_out),
+            "samples": len(samples.prompts),
+        },
         arrays=arrays,
+    )
+    judged = judge(
+        samples,
+        PredictorNetwork(artifact),
+        layers,
+        num_chosen=geometry.top_k,
+        known=known,
+        held_out=held_out,
+    )
+    rows = zip(layer_rows(judged, geometry.top_k), trainings, strict=True)
+    return Made(
+        artifact=artifact,
+        layers=[{**row, **training} for row, training in rows],
+        certainty=certainty_rows(judged, geometry.top_k),
     )
 
 
-def _judge(
-    artifact: Artifact,
-    samples: Samples,
-    layers: Sequence[MoELayer],
-    known: IntArray,
-    held_out: IntArray,
-    rows: Rows,
-) -> Made:
-    network, top_k = PredictorNetwork(artifact), artifact.top_k
-    judged = judge(samples, network, layers, num_chosen=top_k, known=known, held_out=held_out)
-    found = [{**row, **how} for row, how in zip(layer_rows(judged, top_k), rows, strict=True)]
-    return Made(artifact=artifact, layers=found, certainty=certainty_rows(judged, top_k))
-
-
-def _train(
-    samples: Samples,
-    known: IntArray,
-    held_out: IntArray,
-    geometry: Geometry,
-    recipe: Recipe,
-    folder: Path,
-) -> tuple[dict[str, Any], Rows]:
-    folder.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, Any] = {}
-    rows: Rows = []
-    for layer in tqdm(range(geometry.num_layers), desc="training", unit="layer"):
-        path = folder / f"{layer:03d}.safetensors"
-        if not path.is_file():
-            _train_layer(samples, known, held_out, geometry, recipe, layer, path)
-        found, row = _read_layer(path)
-        arrays |= found
-        rows.append(row)
-    return arrays, rows
-
-
 def _train_layer(
-    samples: Samples,
-    known: IntArray,
-    held_out: IntArray,
-    geometry: Geometry,
-    recipe: Recipe,
-    layer: int,
-    path: Path,
-) -> None:
-    from safetensors.numpy import save
-
-    pairs = samples.pairs(layer, geometry.num_layers)
-    kept = pairs.where(np.isin(pairs.prompts_N, known))
-    judged = pairs.where(np.isin(pairs.prompts_N, held_out))
-    for name, part in (("training", kept), ("held-out", judged)):
+    parts: Mapping[str, Pairs], layer: int, num_layers: int, num_chosen: int, recipe: Recipe
+) -> bytes:
+    """Return a safetensors file of one layer's trained stages, and of how the training went."""
+    for name, part in parts.items():
         if not len(part.prompts_N):
             raise ValueError(
                 f"prompts: none of the {name} ones gives a sample for layer {layer}. Give more "
                 "prompts, or such as are answered at length."
             )
-    found = train(
-        kept,
-        judged,
-        stages=num_stages(layer, geometry.num_layers),
-        num_chosen=geometry.top_k,
-        recipe=recipe,
-        layer=layer,
-    )
+    stages = num_stages(layer, num_layers)
+    found = train(*parts.values(), stages=stages, num_chosen=num_chosen, recipe=recipe, layer=layer)
     arrays = {
         array_name(layer, stage, what): array
         for stage, linear in enumerate(found.stages)
         for what, array in zip(("weight", "bias"), linear, strict=True)
     }
     row = {"epochs": found.epochs, "best_epoch": found.best_epoch, "loss": found.held_out_loss}
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(save(arrays, metadata={"row": json.dumps(row)}))
-    partial.replace(path)
-
-
-def _read_layer(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    from safetensors import safe_open
-
-    with safe_open(path, "numpy") as file:
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return arrays, json.loads(file.metadata()["row"])
+    data: bytes = save(arrays, metadata={"row": json.dumps(row)})
+    return data
 
 
 def _digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_CHUNK = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The arrays of one layer's stages, (weight, bias) each, and how the training went."""
+
+    stages: list[tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]]
+    epochs: int
+    best_epoch: int
+    train_loss: float
+    held_out_loss: float
+
+
+def train(
+    pairs: Pairs, held_out: Pairs, *, stages: int, num_chosen: int, recipe: Recipe, layer: int
+) -> Trained:
+    """Train one layer's predictor; the same samples, recipe and layer give the same arrays.
+
+    Adam with its learning rate halved every few epochs.
+    """
+    torch.manual_seed(recipe.seed * 1009 + layer)
+    order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
+    network = new_network(pairs.inputs_ND.shape[1], pairs.targets_NE.shape[1], stages)
+    inputs, targets = _tensors(pairs, recipe.loss, num_chosen)
+    judged = _tensors(held_out, recipe.loss, num_chosen)
+    adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
+    halving = torch.optim.lr_scheduler.StepLR(adam, step_size=recipe.halve_every, gamma=0.5)
+
+    def epoch() -> float:
+        total = 0.0
+        for rows in torch.split(torch.randperm(len(inputs), generator=order), recipe.batch_size):
+            loss = _loss(network(inputs[rows].float()), targets[rows], recipe.loss)
+            adam.zero_grad()
+            torch.autograd.backward(loss)
+            adam.step()
+            total += float(loss.detach()) * len(rows)
+        halving.step()
+        return total / len(inputs)
+
+    def held_out_loss() -> float:
+        return _mean_loss(network, *judged, recipe.loss)
+
+    best = fit(network, epoch, held_out_loss, range(recipe.max_epochs), recipe.patience)
+    linears = [module for module in network if isinstance(module, nn.Linear)]
+    arrays = [(_half(linear.weight), _half(linear.bias)) for linear in linears]
+    return Trained(arrays, best.epochs, best.epoch, best.train_loss, best.held_out_loss)
+
+
+def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """Return inputs, and as targets the distribution (`kl`) or the set (`bce`) of the router."""
+    inputs = torch.from_numpy(pairs.inputs_ND)
+    if loss == "kl":
+        return inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1)
+    chosen = np.zeros(pairs.targets_NE.shape, dtype=np.float32)
+    np.put_along_axis(chosen, top_k(pairs.targets_NE, num_chosen), 1.0, axis=-1)
+    return inputs, torch.from_numpy(chosen)
+
+
+def _loss(predicted: Tensor, targets: Tensor, loss: str) -> Tensor:
+    """Return eq. 4, or the binary cross-entropy of the chosen experts."""
+    if loss == "kl":
+        return nn.functional.kl_div(predicted.log_softmax(-1), targets, reduction="batchmean")
+    return nn.functional.binary_cross_entropy_with_logits(predicted, targets)
+
+
+@torch.no_grad()
+def _mean_loss(network: nn.Sequential, inputs: Tensor, targets: Tensor, loss: str) -> float:
+    total = 0.0
+    for start in range(0, len(inputs), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        part = _loss(network(inputs[rows].float()), targets[rows], loss)
+        total += float(part) * len(inputs[rows])
+    return total / len(inputs)
+
+
+def _half(values: Tensor) -> npt.NDArray[np.float16]:
+    return values.detach().to(torch.float16).numpy()

@@ -1,23 +1,21 @@
-"""Applies a trained predictor to router inputs, and trains that of one layer.
+"""Applies what was learned of routers: a predictor of the next layer's, and one that reads texts.
 
-Trained as CommitMoE's sections 4.2 and 5.1 say. Shapes: T tokens, N samples, D hidden size, E
-experts.
+Shapes: B texts, T tokens, L layers, E experts, D embedding or hidden size, W width of the network.
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.model.predictor.samples import Pairs, top_k
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray
 from lm_eval_moecache.records.artifact import Artifact
+from lm_eval_moecache.records.data_aware import NUM_LSTMS, sizes_of
 from lm_eval_moecache.records.predictor import (
     HIDDEN_FACTOR,
     array_name,
@@ -33,15 +31,17 @@ class PredictorNetwork:
 
     def __init__(self, artifact: Artifact) -> None:
         self.hidden_size = hidden_size(artifact)
-        self._layers: list[Stages] = []
-        for layer in range(artifact.num_layers):
-            stages = range(num_stages(layer, artifact.num_layers))
-            self._layers.append(
-                [
-                    (_get(artifact, layer, s, "weight"), _get(artifact, layer, s, "bias"))
-                    for s in stages
-                ]
-            )
+        arrays = {name: torch.from_numpy(a).float() for name, a in artifact.arrays.items()}
+        self._layers: list[Stages] = [
+            [
+                (
+                    arrays[array_name(layer, stage, "weight")],
+                    arrays[array_name(layer, stage, "bias")],
+                )
+                for stage in range(num_stages(layer, artifact.num_layers))
+            ]
+            for layer in range(artifact.num_layers)
+        ]
 
     @torch.no_grad()
     def __call__(self, layer: int, hidden_TD: Tensor) -> Tensor:
@@ -78,115 +78,129 @@ def network_of(prefetch: PrefetchAlgorithm, width: int) -> PredictorNetwork | No
     return network
 
 
-def _get(artifact: Artifact, layer: int, stage: int, what: str) -> Tensor:
-    return torch.from_numpy(artifact.arrays[array_name(layer, stage, what)]).float()
+State = tuple[Tensor, Tensor]
+Embed = Callable[[Tensor], Tensor]
 
 
-_CHUNK = 65536
+class DataAwareNetwork(nn.Module):
+    """Compression, LSTM stages, sparse causal attention, a residual, heads. Computes in float32."""
+
+    def __init__(self, hidden: int, width: int, num_layers: int, num_experts: int) -> None:
+        super().__init__()
+        self.compress = nn.Linear(hidden, width)
+        self.lstm = nn.LSTM(width, width, NUM_LSTMS, batch_first=True)
+        self.residual = nn.Linear(width, width)
+        self.heads = nn.Linear(width, num_layers * num_experts)
+        self.per_layer: tuple[int, int] = (num_layers, num_experts)
+
+    def forward(
+        self, embedded_BTD: Tensor, read_BSW: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, Tensor, State]:
+        """Return logits [B, T, L, E], the LSTM's outputs with those read before, and its state.
+
+        `read_BSW` and `state` are what a call on the S tokens before returned.
+        """
+        compressed = self.compress(embedded_BTD.float()).relu()
+        output, state = self.lstm(compressed, state)
+        read = output if read_BSW is None else torch.cat([read_BSW, output], dim=1)
+        scores = output @ read.mT / output.shape[-1] ** 0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        hidden = hidden.triu(1 + read.shape[1] - output.shape[1])
+        context = sparsemax(scores.masked_fill(hidden, -1e9)) @ read
+        logits = self.heads(context + self.residual(compressed).relu())
+        assert state is not None
+        return logits.unflatten(-1, self.per_layer), read, state
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """How to train. The paper gives no batch size, no patience and no most number of epochs."""
-
-    loss: str = "kl"
-    learning_rate: float = 5e-5
-    halve_every: int = 5
-    batch_size: int = 32
-    max_epochs: int = 30
-    patience: int = 5
-    seed: int = 42
+def sparsemax(scores: Tensor) -> Tensor:
+    """Project each row onto the simplex (Martins & Astudillo 2016): like softmax, with zeros."""
+    ordered = scores.sort(dim=-1, descending=True).values
+    count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    beyond = ordered.cumsum(-1) - 1
+    size = (count * ordered > beyond).sum(-1, keepdim=True)
+    return (scores - beyond.gather(-1, size - 1) / size).clamp_min(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The arrays of one layer's stages, (weight, bias) each, and how the training went."""
-
-    stages: list[tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]]
-    epochs: int
-    best_epoch: int
-    train_loss: float
-    held_out_loss: float
+def network_from(artifact: Artifact) -> DataAwareNetwork:
+    """Return the network of an artifact, ready to be applied."""
+    network = DataAwareNetwork(*sizes_of(artifact), artifact.num_layers, artifact.num_experts)
+    arrays = {name: torch.from_numpy(np.array(a)).float() for name, a in artifact.arrays.items()}
+    network.load_state_dict(arrays)
+    return network.eval()
 
 
-def train(
-    pairs: Pairs, held_out: Pairs, *, stages: int, num_chosen: int, recipe: Recipe, layer: int
-) -> Trained:
-    """Train one layer's predictor; the same samples, recipe and layer give the same arrays.
+@dataclass(slots=True)
+class _Text:
+    """One row's tokens so far, by their place in the pass's cache, and what was made of them."""
 
-    Adam with its learning rate halved every few epochs; the epoch with the least held-out loss
-    is kept, and training stops when `patience` epochs have brought nothing better.
+    ids: list[int]
+    is_real: list[bool]
+    num_read: int = 0
+    """Places that `read` and `state` cover."""
+    read: Tensor | None = None
+    state: State | None = None
+
+
+class Foresight:
+    """Foretells each pass from the text so far: kept by row, as the model's own cache is.
+
+    Tokens that the model's cache lost again (rejected drafts) are forgotten here, too. Rows whose
+    past is not known (their number has changed) are read from this pass on. Beams that change
+    places are not followed.
     """
-    torch.manual_seed(recipe.seed * 1009 + layer)
-    order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
-    network = new_network(pairs.inputs_ND.shape[1], pairs.targets_NE.shape[1], stages)
-    inputs, targets = _tensors(pairs, recipe.loss, num_chosen)
-    judged = _tensors(held_out, recipe.loss, num_chosen)
-    adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
-    halving = torch.optim.lr_scheduler.StepLR(adam, step_size=recipe.halve_every, gamma=0.5)
-    best, best_epoch, epoch = float("inf"), 0, 0
-    kept: dict[str, Any] = copy.deepcopy(network.state_dict())
-    train_loss = kept_train_loss = float("nan")
-    for epoch in range(1, recipe.max_epochs + 1):
-        train_loss = _run_epoch(network, adam, inputs, targets, recipe, order)
-        halving.step()
-        loss = _mean_loss(network, *judged, recipe.loss)
-        if loss < best:
-            best, best_epoch, kept_train_loss = loss, epoch, train_loss
-            kept = copy.deepcopy(network.state_dict())
-        elif epoch - best_epoch >= recipe.patience:
-            break
-    network.load_state_dict(kept)
-    linears = [module for module in network if isinstance(module, nn.Linear)]
-    arrays = [(_half(linear.weight), _half(linear.bias)) for linear in linears]
-    return Trained(arrays, epoch, best_epoch, kept_train_loss, best)
+
+    def __init__(self, artifact: Artifact, embed: Embed) -> None:
+        self._network = network_from(artifact)
+        self._embed = embed
+        self._texts: list[_Text] = []
+
+    @torch.no_grad()
+    def begin_pass(
+        self, input_ids: Tensor, past_length: int, valid: BoolArray | None
+    ) -> dict[int, FloatArray]:
+        """Return for each layer the logits [tokens, E] of the pass's valid tokens, row by row."""
+        rows, length = input_ids.shape
+        real = np.ones((rows, length), dtype=bool) if valid is None else valid.reshape(rows, length)
+        if past_length == 0 or len(self._texts) != rows:
+            self._texts = [_Text([0] * past_length, [False] * past_length) for _ in range(rows)]
+        self._network.to(input_ids.device)
+        found = [
+            self._read(text, ids, own, past_length)
+            for text, ids, own in zip(self._texts, input_ids.tolist(), real.tolist(), strict=True)
+        ]
+        logits_TLE = torch.cat(found).cpu().numpy()
+        return {layer: logits_TLE[:, layer] for layer in range(logits_TLE.shape[1])}
+
+    def _read(self, text: _Text, ids: list[int], real: list[bool], past_length: int) -> Tensor:
+        """Return the logits of a row's real tokens among `ids`: [t, L, E]."""
+        if len(text.ids) > past_length and text.num_read > past_length:
+            text.num_read, text.read, text.state = 0, None, None
+        text.ids[past_length:], text.is_real[past_length:] = ids, real
+        new = range(text.num_read, len(text.ids))
+        wanted = [text.ids[place] for place in new if text.is_real[place]]
+        text.num_read = len(text.ids)
+        if not wanted:
+            return self._network.heads.weight.new_zeros((0, *self._network.per_layer))
+        device = self._network.heads.weight.device
+        embedded = self._embed(torch.tensor([wanted], device=device))
+        logits, text.read, text.state = self._network(embedded, text.read, text.state)
+        own: Tensor = logits[0][len(wanted) - sum(real) :]
+        return own
 
 
-def _run_epoch(
-    network: nn.Sequential,
-    adam: torch.optim.Optimizer,
-    inputs: Tensor,
-    targets: Tensor,
-    recipe: Recipe,
-    order: torch.Generator,
-) -> float:
-    total = 0.0
-    shuffled = torch.randperm(len(inputs), generator=order)
-    for rows in torch.split(shuffled, recipe.batch_size):
-        loss = _loss(network(inputs[rows].float()), targets[rows], recipe.loss)
-        adam.zero_grad()
-        torch.autograd.backward(loss)
-        adam.step()
-        total += float(loss.detach()) * len(rows)
-    return total / len(inputs)
+def foresight_of(prefetch: PrefetchAlgorithm, embedding: nn.Module) -> Foresight | None:
+    """Make the foresight of a prefetcher that asks for one, by the model's embedding of tokens.
 
-
-def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
-    """Return inputs, and as targets the distribution (`kl`) or the set (`bce`) of the router."""
-    inputs = torch.from_numpy(pairs.inputs_ND)
-    if loss == "kl":
-        return inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1)
-    chosen = np.zeros(pairs.targets_NE.shape, dtype=np.float32)
-    np.put_along_axis(chosen, top_k(pairs.targets_NE, num_chosen), 1.0, axis=-1)
-    return inputs, torch.from_numpy(chosen)
-
-
-def _loss(predicted: Tensor, targets: Tensor, loss: str) -> Tensor:
-    """Return eq. 4, or the binary cross-entropy of the chosen experts."""
-    if loss == "kl":
-        return nn.functional.kl_div(predicted.log_softmax(-1), targets, reduction="batchmean")
-    return nn.functional.binary_cross_entropy_with_logits(predicted, targets)
-
-
-@torch.no_grad()
-def _mean_loss(network: nn.Sequential, inputs: Tensor, targets: Tensor, loss: str) -> float:
-    total = 0.0
-    for start in range(0, len(inputs), _CHUNK):
-        rows = slice(start, start + _CHUNK)
-        part = _loss(network(inputs[rows].float()), targets[rows], loss)
-        total += float(part) * len(inputs[rows])
-    return total / len(inputs)
-
-
-def _half(values: Tensor) -> npt.NDArray[np.float16]:
-    return values.detach().to(torch.float16).numpy()
+    ValueError where the network takes embeddings of another length.
+    """
+    artifact = prefetch.artifact
+    if not prefetch.foresees or artifact is None:
+        return None
+    found, wanted = next(embedding.parameters()).shape[-1], sizes_of(artifact)[0]
+    if found != wanted:
+        raise ValueError(
+            f"prefetch.profile={artifact.path!r} takes embeddings of {wanted} numbers, but those "
+            f"of {prefetch.geometry.model!r} have {found}. Make one for this model with `moecache "
+            "profile data_aware`."
+        )
+    return Foresight(artifact, embedding)

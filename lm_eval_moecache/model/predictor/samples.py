@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save
 from torch import Tensor
 from tqdm import tqdm
 
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
+from lm_eval_moecache.records.files import write_whole
 
 HELD_OUT_SHARE = 0.2
 Halves = npt.NDArray[np.float16]
@@ -76,12 +79,7 @@ class Samples:
 
 def write_shard(path: Path, hidden_LND: Halves, logits_LNE: Halves, prompts_N: IntArray) -> None:
     """Write one shard whole or not at all."""
-    from safetensors.numpy import save
-
-    data = save({"hidden": hidden_LND, "logits": logits_LNE, "prompt": prompts_N})
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    write_whole(path, save({"hidden": hidden_LND, "logits": logits_LNE, "prompt": prompts_N}))
 
 
 def top_k(logits_NE: FloatArray | Halves, count: int) -> IntArray:
@@ -90,8 +88,6 @@ def top_k(logits_NE: FloatArray | Halves, count: int) -> IntArray:
 
 
 def _read(path: Path, name: str, layer: int | None = None) -> Any:
-    from safetensors import safe_open
-
     with safe_open(path, "numpy") as file:
         return file.get_tensor(name) if layer is None else file.get_slice(name)[layer]
 
@@ -165,7 +161,6 @@ def record(
     The model generates greedily; recorded are the passes over the first `num_tokens` tokens that
     it generates, up to its end token.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shards = []
     starts = range(0, len(prompts), batch_size)
     for start in tqdm(starts, desc="recording", unit="batch"):
@@ -174,8 +169,14 @@ def record(
         if path.is_file():
             continue
         batch = prompts[start : start + batch_size]
-        hidden, logits, rows = _record_batch(model, tokenizer, layers, batch, num_tokens)
-        write_shard(path, hidden, logits, rows + start)
+        with RouterCapture(model, layers) as seen:
+            # The last generated token is never read, so one more than is recorded.
+            _, real, begin = generate(model, tokenizer, batch, num_tokens + 1)
+        alive_BS = real[:, begin:-1].cpu().numpy()
+        rows = np.nonzero(alive_BS)[0].astype(np.int64)
+        write_shard(
+            path, _gather(seen.hidden, alive_BS), _gather(seen.logits, alive_BS), rows + start
+        )
     return shards
 
 
@@ -188,9 +189,14 @@ def digest_prompts(prompts: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def _record_batch(
-    model: Any, tokenizer: Any, layers: Sequence[MoELayer], prompts: Sequence[str], num_tokens: int
-) -> tuple[Halves, Halves, IntArray]:
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[str], num_tokens: int
+) -> tuple[Tensor, Tensor, int]:
+    """Let the model answer the prompts greedily.
+
+    Returns the tokens [B, prompt + S], which of them are the prompt's or come before the answer's
+    end token, and where answers begin.
+    """
     # The end of a prompt is what it asks.
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     if tokenizer.pad_token_id is None:
@@ -203,20 +209,17 @@ def _record_batch(
         max_length=MAX_PROMPT_TOKENS,
         return_token_type_ids=False,
     ).to(model.device)
-    with RouterCapture(model, layers) as seen:
-        # The last generated token is never read, so one more than is recorded.
-        output = model.generate(
-            **encoded,
-            max_new_tokens=num_tokens + 1,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    generated_BS = output[:, encoded.input_ids.shape[1] :][:, :-1].cpu().numpy()
+    output = model.generate(
+        **encoded,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    begin = encoded.input_ids.shape[1]
     ends = model.generation_config.eos_token_id
-    ended = np.isin(generated_BS, ends if isinstance(ends, list) else [ends])
-    alive_BS = ~np.maximum.accumulate(ended, axis=1)
-    rows = np.nonzero(alive_BS)[0].astype(np.int64)
-    return _gather(seen.hidden, alive_BS), _gather(seen.logits, alive_BS), rows
+    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=output.device)
+    alive = torch.isin(output[:, begin:], ends).int().cumsum(1).eq(0)
+    return output, torch.cat([encoded.attention_mask.bool(), alive], dim=1), begin
 
 
 def _gather(kept: Sequence[Sequence[Tensor]], alive_BS: Any) -> Halves:

@@ -27,7 +27,7 @@ from lm_eval_moecache.model.moe_layers import (
     find_moe_layers,
     place_of,
 )
-from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.ladder import codec
 from lm_eval_moecache.records.draft import NO_TARGET, Draft
 from lm_eval_moecache.records.geometry import Geometry

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lm_eval_moecache.model.device import copy_to_device, copy_to_host
 from lm_eval_moecache.model.grouped import GroupedCall, Matrices
-from lm_eval_moecache.model.store import BoolArray
+from lm_eval_moecache.records.arrays import BoolArray
 
 Slots = Mapping[str, Tensor]
 """Parameter name -> [slots, ...]."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.model.device import on_stream
 from lm_eval_moecache.model.grouped import Matrices
-from lm_eval_moecache.model.precision.base import Codec
+from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import (
     Encoded,
     decode_one,

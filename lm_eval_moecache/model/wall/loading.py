@@ -5,9 +5,6 @@ Experts that a checkpoint has as they are executed are read from its files, wher
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,25 +18,30 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.device import CPU, peak_memory
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
-from lm_eval_moecache.model.precision.base import Codec
-from lm_eval_moecache.model.precision.codecs import AsStored
+from lm_eval_moecache.model.precision.codecs import AsStored, Codec
 from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
 from lm_eval_moecache.model.precision.loading import encoding, settle_layer, take_layer
-from lm_eval_moecache.model.precision.stored import expert_bytes, expert_matrices
+from lm_eval_moecache.model.precision.stored import (
+    expert_bytes,
+    expert_matrices,
+    shape_without_memory,
+)
 from lm_eval_moecache.model.sources import Source, can_leave_out, leaving_out, sources_of
 from lm_eval_moecache.model.wall.ladder import part_of, stored_parameters
 from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
 from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.tiers import (
     DiskTier,
-    Joined,
     OnDisk,
     RamTier,
     Stored,
     Tier,
+    joined,
     tensors_in,
 )
-from lm_eval_moecache.records.files import lock
+
+PREFIX = "experts-"
+"""Begins the name of a folder that goes when the experts in it have been opened."""
 
 
 class ExpertLoader:
@@ -148,13 +150,13 @@ class ExpertLoader:
         dtype = next(iter(expert_parameters(layers[0].experts).values())).dtype
         codecs = self.codecs or [AsStored(dtype)]
         if not self._identity:
-            self._folder = Path(stack.enter_context(scratch(self._folder)))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            scratch = tempfile.TemporaryDirectory(prefix=PREFIX, dir=self._folder)
+            self._folder = Path(stack.enter_context(scratch))
         elif self._kept is not None:
             self._folder = self._kept.parent
         needed = _bytes_at(layers, codecs)
-        self._files = EncodedExpertStore(
-            self._folder, self._identity, dtype, codecs, thorough=False, needed=needed
-        )
+        self._files = EncodedExpertStore(self._folder, self._identity, dtype, codecs, needed)
         stack.enter_context(encoding(layers, codecs, self._files, release=True))
 
     def _written(self, layers: Sequence[MoELayer]) -> list[Tier]:
@@ -169,10 +171,10 @@ class ExpertLoader:
             plain = expert_parameters(layer.experts).items()
             beside.append({name: t for name, t in plain if name not in matrices})
             for level in levels:
-                found = tensors_in(self._files.file(level, index).path)
+                found = tensors_in(self._files.file(level, index))
                 if self.codecs is None:
                     found = {name: found[part_of(name, 0)] for name in matrices}
-                rows[level].append({**found})
+                rows[level].append({name: each.by_expert for name, each in found.items()})
         return [DiskTier(each, beside, self._past_cache()) for each in rows]
 
     def _past_cache(self) -> bool:
@@ -214,8 +216,7 @@ def _leave_shapes(layers: Sequence[MoELayer], device: torch.device) -> None:
     """Replace experts by parameters of their shape that take one number's memory."""
     for layer in layers:
         for name, tensor in expert_parameters(layer.experts).items():
-            shape = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-            setattr(layer.experts, name, nn.Parameter(shape, requires_grad=False))
+            setattr(layer.experts, name, shape_without_memory(tensor, device))
 
 
 def names_of(layers: Sequence[MoELayer]) -> list[dict[str, str]]:
@@ -257,7 +258,7 @@ def _place(
         return None
     whole = groups[0][0]
     if len(groups) == len(groups[0]) == 1 and whole.shape == tuple(parameter.shape):
-        return whole
+        return whole.by_expert
     num_experts, rows, *rest = parameter.shape
     if any(len(group) != num_experts for group in groups):
         return None
@@ -267,48 +268,4 @@ def _place(
         and all(part.shape[1:] == tuple(rest) for part in parts)
         for parts in experts
     )
-    return Joined(experts) if fits else None
-
-
-logger = logging.getLogger(__name__)
-PREFIX = "experts-"
-
-
-@contextmanager
-def scratch(parent: Path) -> Iterator[str]:
-    """Make a folder in `parent` which goes when the block ends.
-
-    Folders there of runs that were killed are removed first: a run holds a lock on its own, which
-    goes with the process. Raises OSError where nothing may be written.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    descriptors = [os.open(parent, os.O_RDONLY)]
-    try:
-        # One run at a time: a new folder that is not locked yet must not look like a dead one.
-        if lock(descriptors[0], wait=True):
-            _remove_dead(parent)
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-        descriptors.append(os.open(folder, os.O_RDONLY))
-        lock(descriptors[1])
-        os.close(descriptors.pop(0))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _remove_dead(parent: Path) -> None:
-    for folder in sorted(parent.glob(f"{PREFIX}*")):
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except OSError:  # another user's
-            continue
-        try:
-            if lock(descriptor):
-                shutil.rmtree(folder, ignore_errors=True)
-                logger.warning("store_dir: removed %s, of a run that was killed.", folder)
-        finally:
-            os.close(descriptor)
+    return [joined(parts) for parts in experts] if fits else None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.engine.wall.host import HOST
 from lm_eval_moecache.model.grouped import Matrices
-from lm_eval_moecache.model.store import BoolArray, Waves
+from lm_eval_moecache.model.store import Waves
 from lm_eval_moecache.model.wall.host import Host
 from lm_eval_moecache.model.wall.kernels import (
     Layer,
@@ -23,6 +23,7 @@ from lm_eval_moecache.model.wall.kernels import (
     WorkOnPool,
 )
 from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.records.arrays import BoolArray
 from lm_eval_moecache.records.geometry import Geometry
 
 KERNELS = ("grouped_mm", "batched_mm")

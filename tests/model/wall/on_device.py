@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.wall.assemble import assemble
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
+from lm_eval_moecache.model.wall.tiers import DiskTier, tensors_in
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.sizes import parse_capacity
 from tests.model.wall.races import Judge, Recording
 from tests.models import random_model
+from tests.test_equality import make_setting
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64}
 
@@ -60,7 +59,7 @@ def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str
         file = folder / f"{index}.safetensors"
         tensors = dict(layer.experts.named_parameters())
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, file)
-        rows.append({name: find_stored(file, name) for name in tensors})
+        rows.append({name: each.by_expert for name, each in tensors_in(file).items()})
     loader = ExpertLoader("ram", None, model)
     loader.take_experts(model, torch.device(device))
     loader.tiers = [DiskTier(rows)]
@@ -70,12 +69,11 @@ def wrap_files(model: Any, device: str, folder: Path, policy: str, capacity: str
 def wrapped_by(
     loader: ExpertLoader, model: Any, policy: str, capacity: str, **changes: str
 ) -> WrappedModel:
-    config = read_config({"policy": policy, "capacity": capacity, **changes})
+    given = {"policy": policy, "capacity": capacity, **changes}
     layers = find_moe_layers(model)
-    geometry = describe(model, layers, "device", config.ladder)
-    size = parse_capacity(capacity, geometry)
-    setting = Setting(policy=config.policy, capacity=size, hardware=config.hardware)
-    return WrappedModel(model, layers, *assemble(model, geometry, setting, loader))
+    geometry = describe(model, layers, "device", read_config(given).ladder)
+    engine, store = assemble(model, geometry, make_setting(geometry, **given), loader)
+    return WrappedModel(model, layers, engine, store)
 
 
 def assert_exact(

@@ -21,7 +21,7 @@ from docs.wall_table import LADDER
 from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.model.precision.whole import WholeFile
+from lm_eval_moecache.model.precision import encoded_store
 from lm_eval_moecache.model.wall.pools import DeviceMover
 from tests.model.wall.races import Family, Way, generate, sizes_of
 from tests.model.wall.test_faults import LIMIT_S, within_the_limit
@@ -193,14 +193,14 @@ def test_a_folder_that_is_removed_while_it_is_written_is_said(
     name: str, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by somebody who cleans up: what was written is gone before its layer has its name."""
-    write, written = WholeFile.write, itertools.count()
+    write, written = encoded_store.write_whole, itertools.count()
 
-    def gone(file: WholeFile, data: bytes) -> None:
-        write(file, data)
+    def gone(path: Path, data: bytes) -> None:
+        write(path, data)
         if next(written) == 2:
             for folder in (tmp_path / "store", tmp_path / "encoded"):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    monkeypatch.setattr(WholeFile, "write", gone)
+    monkeypatch.setattr(encoded_store, "write_whole", gone)
     with pytest.raises(ValueError, match=r"store='disk': the model cannot be loaded.*No such file"):
         within_the_limit(lambda: load(WAYS[name], shared, tmp_path))

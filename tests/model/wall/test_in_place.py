@@ -13,23 +13,16 @@ from lm_eval.models.huggingface import HFLM
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading
 
-from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model import sources
 from lm_eval_moecache.model.checkpoint import skeleton, weights_files
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall.loading import find_in_place
 from lm_eval_moecache.model.wall.pools import expert_parameters
-from lm_eval_moecache.model.wall.tiers import DiskTier, Joined, tensors_in
+from lm_eval_moecache.model.wall.tiers import DiskTier, joined, tensors_in
 from tests.conftest import Checkpoint
 from tests.harness import answers
+from tests.model.wall.models import HOST, on_disk
 from tests.models import FAMILIES, byte_tokenizer, random_model
-
-HOST: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
-
-
-def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
-    wall = {"clock": "wall", "policy": "specmd", "capacity": "25%", "store": "disk"}
-    return MoECacheLM(pretrained=str(path), store_dir=str(folder), **HOST, **{**wall, **changes})
 
 
 def places(path: Path, **given: Any) -> Any:
@@ -65,8 +58,8 @@ def test_parts_of_an_expert_may_lie_in_several_files(tmp_path: Path) -> None:
     model.save_pretrained(path, max_shard_size="4KB")
     byte_tokenizer().save_pretrained(path)
     assert len(weights_files(str(path), {})) > 10
-    first: Joined = places(path)[0]["gate_up_proj"]
-    assert len(first.files) > 1
+    first = places(path)[0]["gate_up_proj"]
+    assert len({file for spans in first for file, _, _ in spans}) > 1
     lm = on_disk(path, tmp_path / "store")
     assert answers(lm) == answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
     lm.wrapped.unwrap()
@@ -76,13 +69,12 @@ def test_neighbours_are_read_as_one(tmp_path: Path) -> None:
     parts = {f"{e}.{name}": torch.full((2, 3), float(e)) for e in range(2) for name in "ab"}
     save_file({**parts, "0.c": torch.zeros(1)}, tmp_path / "x.safetensors")
     found = tensors_in(tmp_path / "x.safetensors")
-    joined = Joined([[found[f"{e}.a"], found[f"{e}.b"]] for e in range(2)])
+    spans = [joined([found[f"{e}.a"], found[f"{e}.b"]]) for e in range(2)]
     # 0.a and 0.b are neighbours in the file, and 1.a and 1.b, but for what lies between.
-    assert [len(joined.spans(e)) for e in range(2)] == [1, 1]
-    apart = Joined([[found["0.b"], found["0.a"]]])
-    assert len(apart.spans(0)) == 2
+    assert [len(each) for each in spans] == [1, 1]
+    assert len(joined([found["0.b"], found["0.a"]])) == 2
     target = torch.empty(4, 3)
-    DiskTier([{"w": joined}]).fill(0, 1, {"w": target})
+    DiskTier([{"w": spans}]).fill(0, 1, {"w": target})
     assert torch.equal(target, torch.ones(4, 3))
 
 

@@ -15,20 +15,15 @@ from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names
-from lm_eval_moecache.records.ledger import PassRecord
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.precision.test_live import WIDE, WIDTHS, replaced, wrap
-from tests.model.wall.models import wrap_ladder
+from tests.model.wall.models import counts, wrap_ladder
 from tests.model.wall.test_equality import assert_same
 from tests.models import FAMILIES, random_model
 from tests.test_equality import logits_of
 
 LADDER = "int8:int4:int2"
-COUNTED = (
-    *("requests", "misses", "late", "collisions", "token_misses", "bytes_moved", "evictions"),
-    *("low_precision", "dropped", "substituted", "unfaithful"),
-)
 
 
 def wide(family: str) -> Any:
@@ -36,10 +31,6 @@ def wide(family: str) -> Any:
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 64
     return random_model(family, **sizes)
-
-
-def counts(passes: list[PassRecord]) -> list[list[int]]:
-    return [[getattr(record, name) for name in COUNTED] for record in passes]
 
 
 @pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])

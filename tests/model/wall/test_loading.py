@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -24,21 +23,15 @@ from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import assemble
-from lm_eval_moecache.model.wall.loading import scratch
 from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.tiers import DiskTier, find_stored
+from lm_eval_moecache.model.wall.tiers import DiskTier, tensors_in
 from tests.conftest import Checkpoint
 from tests.harness import answers
+from tests.model.wall.models import HOST, on_disk
 from tests.models import FAMILIES, save_model
 
 ROOT = Path(__file__).resolve().parents[3]
-HOST: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
 WALL: dict[str, Any] = {"clock": "wall", "policy": "specmd", "capacity": "25%"}
-
-
-def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
-    store = {"store": "disk", "store_dir": str(folder)}
-    return MoECacheLM(pretrained=str(path), **HOST, **WALL, **store, **changes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,54 +127,12 @@ def test_too_little_room_for_the_files_is_said_before_they_are_written(
         on_disk(checkpoint("olmoe"), tmp_path, dtype="float32")
 
 
-def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    """A limit on the size of files stands for the full disk."""
-    result = script(
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n",
-        checkpoint("olmoe"),
-        tmp_path,
-        dtype="float32",
-    )
-    assert "ValueError: store='disk': the model cannot be loaded" in result.stderr
-    assert str(tmp_path) in result.stderr
-    assert not [file for file in tmp_path.rglob("*") if file.suffix in (".safetensors", ".part")]
-
-
-@pytest.mark.parametrize("store", ["ram", "disk"])
-def test_a_corrupt_shard_is_named(store: str, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", "olmoe")
-    shard = path / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors .* is cut short or damaged"):
-        MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
-
-
-@pytest.mark.parametrize("store", ["ram", "disk"])
-def test_a_missing_shard_is_named(store: str, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", "olmoe")
-    shard = path / "model.safetensors"
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-2.safetensors"}}
-    shard.rename(path / "model-1.safetensors")
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model-2\.safetensors is missing"):
-        MoECacheLM(pretrained=str(path), **HOST, **WALL, store=store)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "not a sound"), (b"\xff" * 16, "not a sound"), (b"\x02" + b"\0" * 7 + b"{}", "'w'")],
-)
-def test_a_file_that_is_no_safetensors_file_is_named(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16])
+def test_a_file_that_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "bad.safetensors"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        find_stored(file, "w")
+    with pytest.raises(ValueError, match="not a sound") as caught:
+        tensors_in(file)
     assert str(file) in str(caught.value)
 
 
@@ -190,7 +141,7 @@ def test_a_tier_reads_what_was_stored(tmp_path: Path) -> None:
 
     weights = torch.randn(5, 3, 4).to(torch.bfloat16)
     save_file({"other": torch.ones(7), "w": weights}, tmp_path / "x.safetensors")
-    tier = DiskTier([{"w": find_stored(tmp_path / "x.safetensors", "w")}])
+    tier = DiskTier([{"w": tensors_in(tmp_path / "x.safetensors")["w"].by_expert}])
     target = torch.zeros(3, 4, dtype=torch.bfloat16)
     for expert in (4, 0, 2):
         tier.fill(0, expert, {"w": target})
@@ -226,7 +177,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     )
     process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stderr=subprocess.DEVNULL)
     end = time.perf_counter() + 60
-    while len(list(tmp_path.glob("*/pending-*.sha256"))) < 3 and time.perf_counter() < end:
+    while len(list(tmp_path.glob("*/pending-*.safetensors"))) < 3 and time.perf_counter() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -239,16 +190,6 @@ def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     assert answers(lm) == expected
     assert not list(tmp_path.glob("*/pending-*"))
     lm.wrapped.unwrap()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="locks")
-def test_the_files_of_a_run_that_lives_are_left_alone(tmp_path: Path) -> None:
-    dead = tmp_path / "experts-dead"
-    dead.mkdir()
-    (dead / "x").write_bytes(b"x")
-    with scratch(tmp_path) as first, scratch(tmp_path) as second:
-        assert {str(path) for path in tmp_path.iterdir()} == {first, second}
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -10,46 +10,12 @@ import pytest
 
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import LatePools, wrap_wall
-from tests.model.wall.test_equality import assert_same
-from tests.model.wall.test_ladder import counts
-from tests.models import FAMILIES, random_model
-from tests.test_equality import logits_of, make_engine
-
-LOSSY: list[dict[str, str]] = [
-    {"miss": "drop", "miss.h": "1"},
-    {"miss": "substitute_score"},
-    {"miss": "substitute_random"},
-    {"routing": "cache_prior"},
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_dropping_and_substitution_are_the_virtual_clocks_twenty_times_over(family: str) -> None:
-    """Without prefetches nothing depends on time: neither what is chosen nor what comes out."""
-    model = random_model(family)
-    layers = find_moe_layers(model)
-    for changes in LOSSY:
-        virtual = make_engine("on_demand", "5/layer", describe(model, layers, "x"), **changes)
-        wrapped = WrappedModel(model, layers, virtual)
-        expected = logits_of(model)
-        wrapped.unwrap()
-        changed = sum(p.dropped + p.substituted + p.unfaithful for p in virtual.ledger.passes)
-        assert changed > 0
-        for seed in range(5):
-            options = {"changes": changes, "seed": seed, "longest_s": 0.0001}
-            wrapped = wrap_wall(model, "on_demand", "5/layer", LatePools, **options)
-            found = logits_of(model)
-            wrapped.engine.check_integrity()
-            wrapped.unwrap()
-            assert_same(expected, found, f"{changes}, {seed}")
-            assert counts(wrapped.engine.ledger.passes) == counts(virtual.ledger.passes)
+from tests.model.wall.models import counts, wrap_wall
+from tests.models import random_model
 
 
 def test_the_resident_run_before_what_is_missing_is_there() -> None:

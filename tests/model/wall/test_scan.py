@@ -10,8 +10,7 @@ import torch
 from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
-from tests.model.wall.models import BrokenPools, LatePools, wrap_wall
-from tests.model.wall.test_ladder import counts
+from tests.model.wall.models import BrokenPools, LatePools, counts, wrap_wall
 from tests.models import FAMILIES, random_model
 from tests.test_equality import make_engine
 

@@ -10,7 +10,7 @@ import pytest
 from lm_eval_moecache.harness.lm import MoECacheLM
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.test_ladder import counts
+from tests.model.wall.models import counts
 
 HOST: dict[str, Any] = {"device": "cpu", "max_length": 48}
 

@@ -1,0 +1,297 @@
+"""The weights that model families give to a chosen set of experts.
+
+A table of rules, which one a router follows (found by asking it), and a changed selection put into
+its output. Shapes: T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lm_eval_moecache.model.device import copy_to_device
+from lm_eval_moecache.model.gate import Choice, Gate, value_of
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
+from lm_eval_moecache.records.selection import Selection
+
+
+class WeightingRule(ABC):
+    """Turns logits [T, E] and chosen experts [T, K] into weights [T, K].
+
+    A new one is a subclass here and an entry of `RULES`. Which rule a router follows is found by
+    asking it, so that no list of model names has to be kept.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    @classmethod
+    def of(cls, router: nn.Module) -> WeightingRule | None:
+        """Return the rule as this router may follow it, or None where it cannot be."""
+        return cls()
+
+    @abstractmethod
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return float32 weights before the family's constant scale."""
+
+    def __call__(self, logits_TE: Tensor, experts_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        weights = self.raw(logits_TE.float(), experts_TK)
+        return (weights if self.scale == 1 else weights * self.scale).to(dtype)
+
+
+class Sigmoid(WeightingRule):
+    """Sigmoid of each chosen logit, not renormalised; a correction bias only selects."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        return logits_TE.gather(-1, experts_TK).sigmoid()
+
+
+class SigmoidNormed(WeightingRule):
+    """Sigmoid of the chosen logits, renormalised to sum to one (DeepSeek-V3, GLM)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        chosen = logits_TE.gather(-1, experts_TK).sigmoid()
+        return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+
+
+class SoftmaxAll(WeightingRule):
+    """Softmax over all experts, not renormalised (OLMoE, DeepSeek-V2, Qwen2-MoE)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        return logits_TE.softmax(-1).gather(-1, experts_TK)
+
+
+class SoftmaxChosen(WeightingRule):
+    """Softmax over the chosen experts (GPT-OSS, Granite; Mixtral and Qwen3-MoE renormalise
+    softmax-then-top-k, which is the same)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        return logits_TE.gather(-1, experts_TK).softmax(-1)
+
+
+class SoftmaxChosenScaled(WeightingRule):
+    """Softmax over the chosen experts, each times its own scale (Gemma 4)."""
+
+    def __init__(self, scale_E: Tensor) -> None:
+        super().__init__()
+        self._scale_E = scale_E.detach().float()
+
+    @classmethod
+    def of(cls, router: nn.Module) -> SoftmaxChosenScaled | None:
+        has_scale = isinstance(getattr(router, "per_expert_scale", None), Tensor)
+        return cls(value_of(router, "per_expert_scale")) if has_scale else None
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        scale_E = self._scale_E.to(logits_TE.device)
+        return logits_TE.gather(-1, experts_TK).softmax(-1) * scale_E[experts_TK]
+
+
+class SparseMixer(WeightingRule):
+    """Phi-MoE: each expert in turn against those not yet taken that come close to it."""
+
+    def __init__(self, jitter_eps: float) -> None:
+        super().__init__()
+        self._jitter_eps = jitter_eps
+
+    @classmethod
+    def of(cls, router: nn.Module) -> SparseMixer | None:
+        jitter_eps = getattr(router, "router_jitter_noise", None)
+        return cls(jitter_eps) if isinstance(jitter_eps, float) else None
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        left = logits_TE.clone()
+        weights = []
+        for k in range(experts_TK.shape[-1]):
+            chosen = experts_TK[:, k : k + 1]
+            own = left.gather(-1, chosen)
+            factor = torch.maximum(logits_TE.abs(), own)
+            far = ((own - logits_TE) / factor) > 2 * self._jitter_eps
+            weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, chosen))
+            left = left.scatter(-1, chosen, float("-inf"))
+        return torch.cat(weights, -1)
+
+
+class SqrtSoftplusNormed(WeightingRule):
+    """Square root of softplus of the chosen logits, renormalised to sum to one (DeepSeek-V4)."""
+
+    def raw(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        chosen = nn.functional.softplus(logits_TE.gather(-1, experts_TK)).sqrt()
+        return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+
+
+RULES: list[type[WeightingRule]] = [
+    Sigmoid,
+    SigmoidNormed,
+    SoftmaxAll,
+    SoftmaxChosen,
+    SoftmaxChosenScaled,
+    SparseMixer,
+    SqrtSoftplusNormed,
+]
+"""Tried in this order."""
+
+
+NUM_TOKENS = 32
+LEAST_SPREAD = 0.1
+"""Below this standard deviation of the logits all rules give nearly constant weights."""
+ENOUGH = 0.9
+"""The share of tokens that a router's own rule explains; another rule explains next to none."""
+
+
+def find_rule(gate: Gate) -> WeightingRule | None:
+    """Find the rule that reproduces this router's weights on random input, or None."""
+    if gate.missing:
+        return None
+    choice = gate.probe(NUM_TOKENS)
+    logits_TE, weights_TK, experts_TK = (t.float() for t in choice)
+    if gate.skips or float(logits_TE.std()) < LEAST_SPREAD:
+        return None
+    experts_TK = experts_TK.long()
+    for each in RULES:
+        rule = each.of(gate.router)
+        if rule is None:
+            continue
+        ratio = weights_TK / rule.raw(logits_TE, experts_TK)
+        scale = float(ratio.median())
+        # bf16 keeps 8 bits of a weight, hence the tolerance, and a rule with a threshold may find
+        # a token on its other side.
+        close = torch.isclose(ratio, torch.full_like(ratio, scale), rtol=0.02)
+        if close.all(-1).float().mean() >= ENOUGH:
+            rule.scale = _exact_scale(gate.router, scale)
+            return rule
+    return None
+
+
+def find_rules(gates: Sequence[Gate]) -> list[WeightingRule | None]:
+    """Find how each router weighs a selection. Raises ValueError where one's rule is not known."""
+    found = [find_rule(gate) for gate in gates]
+    if None in found:
+        raise _unknown_rule(gates[found.index(None)])
+    return found
+
+
+def check_rules(gates: Sequence[Gate]) -> None:
+    """Raise the error of `find_rules` for routers that have no weights yet."""
+    for gate in {type(gate.router): gate for gate in gates}.values():
+        if find_rule(gate.stand_in() if gate.is_empty else gate) is None:
+            raise _unknown_rule(gate)
+
+
+def in_numpy(rule: WeightingRule) -> Weigh:
+    """Return a family's rule as algorithms see it."""
+
+    def weigh(logits: FloatArray, experts: IntArray) -> FloatArray:
+        weights = rule(torch.from_numpy(logits), torch.from_numpy(experts), torch.float32)
+        found: FloatArray = weights.numpy()
+        return found
+
+    return weigh
+
+
+def _unknown_rule(gate: Gate) -> ValueError:
+    needs = f" and needs {', '.join(gate.missing)} beside hidden states" if gate.missing else ""
+    return ValueError(
+        f"routing, miss: the router {gate.name} weighs its experts by a rule that is not known"
+        f"{needs}, so a changed selection cannot be weighted. Allowed for this model: "
+        "routing=standard with miss=fetch."
+    )
+
+
+def _exact_scale(router: nn.Module, seen: float) -> float:
+    """Return the router's own scaling factor where that explains what was seen, else this."""
+    own = getattr(router, "routed_scaling_factor", None)
+    if isinstance(own, int | float) and abs(seen / own - 1) < 0.02:
+        return float(own)
+    return 1.0 if abs(seen - 1) < 0.02 else float(f"{seen:.4g}")
+
+
+def changed_output(
+    output: Any,
+    choice: Choice,
+    selection: Selection,
+    rule: WeightingRule,
+    valid: BoolArray | None,
+    own: IntArray,
+) -> Any:
+    """Return a router's output with this selection for its `valid` tokens (None: for all).
+
+    Tokens whose experts are the router's own keep its weights untouched. `own` are these experts of
+    the valid tokens, in any order.
+    """
+    logits_TE, weights_TK, experts_TK = choice
+    if valid is None and _is_plain(selection):
+        return _of_one_token(output, choice, selection.experts, rule, own)
+    weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
+    keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
+    changed = _which_change(selection, own, weigh_as, keep)
+    if not changed.any():
+        return output
+    served = np.arange(len(keep)) if valid is None else valid.nonzero()[0]
+    rows = copy_to_device(served[changed], experts_TK.device)
+    weighted = rule(
+        logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
+        copy_to_device(weigh_as[changed], experts_TK.device, torch.int64),
+        torch.float32,
+    )
+    kept = _kept(selection, weighted, changed, keep)
+    if len(keep) == 1 and valid is None:
+        chosen = copy_to_device(selection.experts, experts_TK.device, experts_TK.dtype)
+        new_weights = kept.to(weights_TK.dtype).reshape(weights_TK.shape)
+        return (output[0], new_weights, chosen.reshape(experts_TK.shape), *output[3:])
+    experts, weights = experts_TK.clone(), weights_TK.clone()
+    experts[rows] = copy_to_device(selection.experts[changed], experts.device, experts.dtype)
+    weights[rows] = kept.to(weights.dtype)
+    return (output[0], weights, experts, *output[3:])
+
+
+def _of_one_token(
+    output: Any, choice: Choice, experts: IntArray, rule: WeightingRule, own: IntArray
+) -> Any:
+    """Return the output with these experts [1, K] in place of the router's `own`."""
+    if sorted(experts.tolist()[0]) == sorted(own.tolist()[0]):
+        return output
+    logits_TE, weights_TK, experts_TK = choice
+    if logits_TE.dim() != 2:
+        logits_TE = logits_TE.reshape(1, -1)
+    chosen = copy_to_device(experts, experts_TK.device)
+    weights, chosen = rule(logits_TE, chosen, weights_TK.dtype), chosen.to(experts_TK.dtype)
+    if experts_TK.dim() != 2:
+        weights, chosen = weights.reshape(weights_TK.shape), chosen.reshape(experts_TK.shape)
+    return (output[0], weights, chosen, *output[3:])
+
+
+def _is_plain(selection: Selection) -> bool:
+    """Whether it is one token's, and says nothing but which experts."""
+    return (
+        len(selection.experts) == 1
+        and selection.keep is None
+        and selection.weigh_as is None
+        and selection.weights is None
+        and not selection.renormalize
+    )
+
+
+def _kept(selection: Selection, weighted: Tensor, changed: BoolArray, keep: BoolArray) -> Tensor:
+    """Return the weights of the changed tokens' experts, 0 where one is dropped."""
+    if selection.weights is not None:
+        given = copy_to_device(selection.weights[changed], weighted.device, weighted.dtype)
+        weighted = torch.where(given.isnan(), weighted, given)
+    kept = weighted * copy_to_device(keep[changed], weighted.device)
+    if selection.renormalize:
+        # What a token gave to all its experts, the kept ones share; a token may have kept none.
+        kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+    return kept
+
+
+def _which_change(selection: Selection, own: Any, weigh_as: Any, keep: Any) -> BoolArray:
+    changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
+    if selection.weigh_as is not None:
+        changed |= (weigh_as != selection.experts).any(-1)
+    if selection.weights is not None:
+        changed |= ~np.isnan(selection.weights).all(-1)
+    return changed
