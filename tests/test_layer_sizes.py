@@ -66,14 +66,6 @@ def test_bad_sizes_are_refused_with_the_reason(text: str, words: str) -> None:
         parse_capacity(text, GEOMETRY)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"experts_per_layer": [1, 0, 2]}', "{}"])
-def test_a_bad_file_of_sizes_is_named(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "sizes.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r"sizes\.json"):
-        parse_capacity(str(file), GEOMETRY)
-
-
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=5, max_size=5), min_size=1, max_size=4),
     st.integers(1, 16),

@@ -120,32 +120,6 @@ def test_a_folder_and_a_yaml_are_read_like_the_shipped_ones(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"hidden_size": 8}, "lacks moe_intermediate_size"),
-        ({"hidden_size": "many"}, "hidden_size"),
-        ({**OLMOE, "num_experts": -1}, "num_experts=-1"),
-        ({**OLMOE, "num_experts": 10**9}, "num_experts=1000000000"),
-        ({**OLMOE, "num_hidden_layers": 10**8}, "num_hidden_layers"),
-        ({**OLMOE, "mlp_only_layers": 3}, "mlp_only_layers=3 must be a list"),
-        ({**OLMOE, "num_expert": 64}, "'num_expert' is not a key.*Did you mean 'num_experts'"),
-        ({**OLMOE, "quantization_config": {"quant_method": "mine"}}, "quant_method='mine'"),
-        ([1], "mapping"),
-    ],
-)
-def test_what_is_no_moe_configuration_is_refused(tmp_path: Path, config: object, said: str) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=said):
-        load_real_model(str(file))
-
-
-def test_an_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'Mixtral-8x7B'"):
-        load_real_model("Mixtral-8x7")
-
-
-@pytest.mark.parametrize(
     ("quantized", "bits"),
     [
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, 4.25),

@@ -1,6 +1,6 @@
 """Bad inputs in one table: what is given, and words that the refusal must have.
 
-To add one, add a row. `{trace}`, `{results}`, `{folder}` and `{text}` in a command are a sound
+To add one, add a row. `…` in the words stands for anything between them. `{trace}`, `{results}`, `{folder}` and `{text}` in a command are a sound
 trace, a folder of sound results, an empty folder, and a text;
 `{special}` holds pipes and devices, `{models}` folders of models that cannot be built.
 """
@@ -120,18 +120,31 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("bandwidth", "1_0GB/s", "bandwidth="),
     ("bandwidth", -5, "bandwidth="),
     ("bandwidth", [], "bandwidth="),
-    ("hardware", "a100-5gbp", "Did you mean"),
+    ("capacity", "-5%", "capacity='-5%' … '5%' … '30/layer'"),
+    ("bandwidth", "5Gb/h", "bandwidth='5Gb/h' … KiB"),
+    ("bandwidth", "5XB/s", "bandwidth='5XB/s' … GiB"),
+    ("bandwidth", "-5GB/s", "bandwidth='-5GB"),
+    ("bandwidth", 5, "bandwidth='5' has no unit … '5GB/s'"),
+    ("hardware", "a100-5gbp", "hardware='a100-5gbp' … Did you mean 'a100-5GBps'"),
+    ("hardware", "a100", "hardware='a100' … a100-5GBps"),
+    ("hardware", "nowhere/mine.yaml", "hardware='nowhere/mine.yaml' … no such file"),
+    ("policy", "nowhere/mine.yaml", "policy='nowhere/mine.yaml' … no such file"),
+    ("routing", "standart", "routing='standart' … Did you mean 'standard'?"),
+    ("prefetch", "nextgate", "prefetch='nextgate' … Did you mean 'next_gate'?"),
+    ("miss", "fetsh", "miss='fetsh' … Did you mean 'fetch'?"),
+    ("evict.order", "fifo", "'evict.order' … 'fifo'"),
     ("hardware", "none.yaml", "there is no such file"),
     ("hardware", LONG, "hardware="),
     ("hardware", LONG + ".yaml", "there is no such file"),
     ("hardware", "a\0b.yaml", "hardware="),
-    ("policy", "specmdd", "Did you mean 'specmd'"),
+    ("policy", "specmdd", "policy='specmdd' … Did you mean 'specmd' … on_demand"),
     ("policy", LONG, "policy="),
     ("policy", LONG + ".yaml", "there is no such file"),
     ("policy", "../policies", "policy="),
     ("policy", 7, "policy="),
     ("polcy", "specmd", "Did you mean 'policy'"),
-    ("seed", -1, "seed=-1"),
+    ("seed", -1, "seed=-1 … 0 or more"),
+    ("seed", 1.0, "seed=1.0"),
     ("seed", 1.5, "seed=1.5"),
     ("seed", True, "seed=True"),
     ("seed", math.nan, "seed=nan"),
@@ -144,12 +157,19 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("trace", "/proc/" + LONG, "trace="),
     ("clock", "wal", "Did you mean 'wall'"),
     ("clock", 3, "clock="),
+    ("clock", "virtuel", "clock='virtuel' … Did you mean 'virtual'?"),
     ("store", "disc", "Did you mean 'disk'"),
     ("scoring", "scann", "Did you mean 'scan'"),
+    ("scoring", "serial", "scoring='serial' … parallel"),
+    ("scoring", "scan", "scoring='scan' … capacity='25%' … '30/layer'"),
+    ("execute", "as_they_arive", "execute='as_they_arive' … Did you mean 'as_they_arrive"),
+    ("attention", "context", "attention='context' needs emulate= … attention=flat"),
     ("cache_reset", "always", "Allowed: never, request"),
-    ("phases", "decod", "Did you mean 'decode'"),
+    ("phases", "decod", "phases='decod' … Did you mean 'decode'? … all"),
     ("phases", ["all"], "phases="),
-    ("eviction", "lruu", "Did you mean 'lru'"),
+    ("eviction", "lruu", "eviction='lruu' … Did you mean 'lru'? … least_stale"),
+    ("eviction", None, "eviction='none' … lru"),
+    ("eviction", "lhu", "miss='fetch' does not go with eviction='lhu'"),
     ("eviction", "os.system", "eviction"),
     ("eviction", "no.such.module", "cannot be imported"),
     ("eviction", "lm_eval_moecache.algorithms.eviction.base.EvictionAlgorithm", "not a subclass"),
@@ -166,12 +186,14 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("draft_tokens", 3, "moecache-spec"),
     ("precision", "int5", "precision"),
     ("precision", "", "precision"),
-    ("precision", "int4:int8", "precision"),
+    ("precision", "int4:int8", "is not in order"),
+    ("precision", "int8:int4:nf4", "names 'int4' twice"),
+    ("store", "disk", "store='disk' … clock=wall"),
     ("trace_keep", "rout", "Did you mean 'routing'"),
     ("trace_keep", "routing", "trace_keep='routing'"),
     ("encoded_dir", "x", "encoded_dir='x' has no effect without precision="),
     ("encoded_dir", "", "encoded_dir=''"),
-    ("store_dir", "x", "store_dir="),
+    ("store_dir", "x", "store_dir='x' … clock=wall"),
     ("link", "fif", "Did you mean 'fifo'"),
     ("link", True, "link="),
     ("emulate", "none", "emulate='none' is not known"),
@@ -189,8 +211,34 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("warm", "a\0b.json", "warm="),
     *((key, value, key) for key in PATHS for value in ([], [[]], {}, {"a": 1}, True, math.nan)),
 ]  # fmt: skip
+WALL = {"clock": "wall"}
+TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"policy": "specmd", "phases": "decode"}, "phases='decode' has no effect"),
+    ({"eviction": "lru", "eviction.order": "fifo"}, "eviction.order='fifo' … is not used by eviction=lru … Allowed: none"),
+    ({"eviction": "least_stale", "eviction.ordr": "fifo"}, "eviction.ordr='fifo' … Did you mean 'order'?"),
+    ({"eviction": "least_stale", "eviction.order": "lifo"}, "eviction.order='lifo' … last_use … fifo"),
+    ({"prefetch": "score", "prefetch.percentile": "most"}, "prefetch.percentile='most' … prefetch=score"),
+    ({"prefetch": "next_gate", "prefetch.percentile": 80}, "prefetch.percentile=80 … is not used by prefetch=next_gate"),
+    ({"prefetch": "next_gate", "prefetch.depth": 1.5}, "prefetch.depth=1.5"),
+    ({"eviction": "lru", "eviction.seed": 3}, "eviction.seed=3 … is not used"),
+    ({"eviction": "lru", "eviction.geometry": 3}, "eviction.geometry=3 … is not used"),
+    ({"policy": "on_demand", "precision": "int8:int4", "miss": "cascade", "scoring": "scan", "capacity": "4/layer"}, "scoring='scan' does not go with miss='cascade'"),
+    ({"execute": "as_they_arrive", "precision": "int8:int4"}, "precision='int8:int4' has 2"),
+    ({"attention": "context", "emulate": "OLMoE-1B-7B", "scoring": "scan", "policy": "on_demand", "capacity": "2/layer"}, "attention='context' … scoring=parallel"),
+    ({**WALL, "hardware": "h200"}, "hardware='h200' … bandwidth"),
+    ({**WALL, "store_dir": "x"}, "store_dir='x' … store=disk"),
+    ({**WALL, "execute": "as_they_arrive"}, "execute='as_they … clock=virtual"),
+    ({**WALL, "reads_per_expert": 2}, "reads_per_expert=2 … clock=virtual"),
+    ({**WALL, "attention": "context"}, "attention='context' … clock=virtual"),
+    ({**WALL, "store": "tape"}, "store='tape' … disk, ram"),
+    ({**WALL, "bandwidth": "5"}, "bandwidth='5' … no unit"),
+    ({**WALL, "store": "disk", "store_dir": "/dev/null/x"}, "store_dir='/dev/null/x' cannot be written to"),
+]  # fmt: skip
+"""Arguments that do not go together."""
 DRAFTED: list[tuple[str, Any, str]] = [
-    ("draft_tokens", 0, "draft_tokens=0"),
+    ("draft_tokens", 0, "draft_tokens=0 … 1 or more"),
+    ("draft_tokens", "two", "draft_tokens='two' … whole number"),
+    ("draft_token", 2, "'draft_token' … Did you mean 'draft_tokens'?"),
     ("draft_tokens", 10**6, "draft_tokens=1000000"),
     ("draft_tokens", 10**400, "draft_tokens="),
     ("draft_tokens", 2.5, "draft_tokens=2.5"),
@@ -199,7 +247,7 @@ DRAFTED: list[tuple[str, Any, str]] = [
 ]
 HOST: list[tuple[str, Any, str]] = [
     *(("batch_size", value, f"batch_size={value!r} must be a whole number") for value in ("x", 0, -1, 2.5, True, "1_0", [2], 10**12)),
-    ("batch_size", "auto", "batch_size='auto' would make"),
+    *(("batch_size", value, f"batch_size='auto' would make … whole number") for value in ("auto", "auto:4")),
     *(("max_length", value, f"max_length={value!r} must be a whole number") for value in ("x", 1, -1, math.nan)),
     ("experts_implementation", "egaer", "experts_implementation='egaer' is not known. Did you mean 'eager'"),
     ("experts_implementation", "moecache", "experts_implementation='moecache' is not known"),
@@ -221,6 +269,11 @@ HOST: list[tuple[str, Any, str]] = [
     ("pretrained", "tinyy", "pretrained='tinyy' cannot be read"),
 ]  # fmt: skip
 """Arguments of HFLM, which would fail there after the weights are loaded."""
+ON_WALL: list[tuple[str, Any, str]] = [
+    ("parallelize", True, "parallelize=True … accelerate launch"),
+    ("load_in_8bit", True, "load_in_8bit"),
+    ("experts_implementation", "eager", "'eager' … grouped_mm"),
+]
 FILES: list[tuple[str, str, str]] = [
     *((kind, LAUGHS, "more than 100000 values") for kind in ("policy", "hardware", "sweep", "space", "board")),
     *((kind, "", "must hold a mapping") for kind in ("policy", "hardware", "sweep", "board")),
@@ -236,8 +289,11 @@ FILES: list[tuple[str, str, str]] = [
     ("policy", POLICY.replace("miss: fetch\n", ""), "lacks 'miss'"),
     ("policy", POLICY.replace("lru", "[lru]"), "eviction"),
     ("policy", POLICY.replace("lru", "{name: lru, order: fifo}"), "not used by"),
-    ("policy", POLICY.replace("lru", "{nam: lru}"), "eviction"),
-    ("policy", POLICY.replace("lru", "7"), "eviction"),
+    ("policy", POLICY.replace("lru", "{nam: lru}"), "eviction={'nam': 'lru'} … `name`"),
+    ("policy", POLICY.replace("lru", "{class_path: no.such.Thing}"), "eviction.class_path='no.such.Thing' … cannot be imported"),
+    ("policy", POLICY.replace("lru", "{class_path: pathlib.Path}"), "eviction.class_path='pathlib.Path' … is not a subclass"),
+    ("policy", POLICY + "phases: [all]\n", "phases="),
+    ("policy", POLICY.replace("lru", "7"), "eviction=7 must be"),
     ("policy", POLICY.replace("none", "{name: next_gate, overfetch: .inf}"), "overfetch"),
     ("policy", POLICY + "phases: decod\n", "Did you mean 'decode'"),
     ("policy", POLICY + "name: [1]\n", "name=[1] must be text"),
@@ -250,6 +306,10 @@ FILES: list[tuple[str, str, str]] = [
     ("hardware", HARDWARE.replace("1.0e+9", ".inf"), "link_bytes_per_s=inf"),
     ("hardware", HARDWARE.replace("1.0e+9", "0"), "link_bytes_per_s=0.0 must be above 0"),
     ("hardware", HARDWARE.replace("name: x", "name: 3"), "name=3 must be text"),
+    *(("hardware", HARDWARE.replace("1.0e+12", text), words) for text, words in (("0", "peak_flops=0.0 must be above 0"), ("soon", "peak_flops='soon' is not a number"), ("[1]", "peak_flops=[1] is not a number"))),
+    ("hardware", HARDWARE.replace("peak_flops: 1.0e+12\n", ""), "lacks 'peak_flops'"),
+    ("hardware", HARDWARE.replace("peak_flops", "peak_flop"), "'peak_flop' is not known. Did you mean 'peak_flops'"),
+    ("hardware", "just text", "hardware= … x.yaml"),
     ("hardware", HARDWARE + "sourc: x\n", "Did you mean 'source'"),
     *(
         ("hardware", HARDWARE + f"{key}: {value}\n", f"{key}=")
@@ -267,6 +327,9 @@ FILES: list[tuple[str, str, str]] = [
     ("sweep", "traces: x.csv\nmodel: moecache\n", "beside `traces`"),
     ("sweep", "traces: x.csv\nbase: {tasks: tiny_arc}\n", "has no meaning in a sweep over"),
     ("sweep", "traces: x.csv\nbase: {limit: 2}\n", "has no meaning in a sweep over"),
+    ("sweep", "traces: x.csv\nruns: [{limit: 4}]\n", "limit=4 has no meaning in a sweep over `traces`"),
+    ("sweep", "traces: x.csv\nbase: {pretrained: tiny}\n", "the key='pretrained' is not known"),
+    ("sweep", "traces: x.csv\nbase: {evicton: lru}\n", "evicton … Did you mean 'eviction'"),
     ("sweep", "traces: x.csv\nbase: {clock: wall}\n", "the key='clock' is not known"),
     ("sweep", "traces: x.csv\nbase: {capcity: 5%}\n", "Did you mean 'capacity'"),
     ("sweep", "traces: x.csv\nbounds: [belady, orcle]\n", "Did you mean 'oracle'"),
@@ -290,9 +353,15 @@ FILES: list[tuple[str, str, str]] = [
     *(("use", text, "x.json") for text in ("[]", "{}", '{"format": 2}', "7", '{"counts": [[-1]]}')),
     *(("sizes", text, "x.json") for text in ("[]", "{}", "7", *(f'{{"experts_per_layer": {n}}}' for n in ("[]", "[0]", "[true]", "[1.5]", "7", "[1e30]")))),
     ("emulated", "", "must hold a mapping"),
-    ("emulated", "hidden_size: 8\n", "lacks"),
+    ("emulated", "hidden_size: 8\n", "lacks moe_intermediate_size"),
+    ("emulated", "- 1\n", "mapping"),
+    ("emulated", EMULATED.replace("hidden_size: 2048", "hidden_size: many"), "hidden_size"),
+    ("emulated", EMULATED.replace("num_hidden_layers: 16", "num_hidden_layers: 100000000"), "num_hidden_layers"),
+    ("emulated", EMULATED + "mlp_only_layers: 3\n", "mlp_only_layers=3 must be a list"),
+    ("emulated", EMULATED + "num_expert: 64\n", "'num_expert' is not a key … Did you mean 'num_experts'"),
+    ("emulated", EMULATED + "quantization_config: {quant_method: mine}\n", "quant_method='mine'"),
     *(("emulated", EMULATED.replace("num_attention_heads: 16", f"num_attention_heads: {n}"), "num_attention_heads") for n in (0, -1, "x", ".inf", "true", 10**40)),
-    *(("emulated", EMULATED.replace("num_experts: 64", f"num_experts: {n}"), "num_experts") for n in (0, 7, "[]")),
+    *(("emulated", EMULATED.replace("num_experts: 64", f"num_experts: {n}"), "num_experts") for n in (0, -1, 7, 10**9, "[]")),
     ("emulated", EMULATED + "expert_bits: .inf\n", "expert_bits"),
     ("emulated", EMULATED + "first_k_dense_replace: 99\n", "first_k_dense_replace=99 leaves no layer"),
     ("hardware", HARDWARE + "name: y\n", "'name' stands twice"),
@@ -330,6 +399,9 @@ FILES: list[tuple[str, str, str]] = [
     ("sweep", SWEEP + "model: moecach\n", "Did you mean 'moecache'"),
     ("sweep", SWEEP + "base: [1]\n", "base=[1] must be a mapping"),
     ("sweep", "grid: {policy: specmd}\n", "names no tasks"),
+    ("sweep", "tasks: 3\n", "tasks=3"),
+    ("sweep", "tasks: x\ngrid: policy\n", "grid='policy'"),
+    ("sweep", "tasks: x\ngrid: {policy: a}\nexclude: {policy: a}\n", "has no runs"),
     ("sweep", f"tasks: x\ngrid: {{a: {THOUSAND}, b: {THOUSAND}, c: {THOUSAND}}}\n", "make 1000000000 cells"),
     ("sweep", "tasks: x\ngrid: &g " + "{a: " + THOUSAND + "".join(f", {c}: {THOUSAND}" for c in "bcdefgh") + "}\n", "cells"),
     ("sweep", "tasks: x\ngrid: {policy: []}\n", "leaves no combination"),
@@ -341,6 +413,9 @@ FILES: list[tuple[str, str, str]] = [
     ("space", SPACE.replace("{standard: {}}", "{cumsum: {q: [1]}}"), "is not known"),
     ("space", SPACE.replace("{standard: {}}", "{cumsum: {p: [[1]]}}"), "must be a list of choices"),
     ("space", SPACE + "mis: {}\n", "Did you mean 'miss'"),
+    ("space", SPACE.replace("{standard: {}}", "{cache_prior: {lamda: [1]}}"), "Did you mean 'lambda'"),
+    ("space", SPACE.replace("{standard: {}}", "{cache_prior: {lambda: []}}"), "routing.cache_prior.lambda=[]"),
+    ("space", SPACE.replace("{standard: {}}", "{cache_prior: {top_j: {low: 0, high: topk}}}"), "top_k"),
     ("board", BOARD + "colums: [x]\n", "Did you mean 'columns'"),
     ("board", BOARD + "where: 7\n", "where=7 must be"),
     ("board", BOARD + "where: {policy: []}\n", "where="),
@@ -593,8 +668,7 @@ def parameters() -> Iterator[Bad]:
 def table() -> Iterator[Bad]:
     """Yield every bad input."""
     yield from (Bad("arguments", {key: value}, words) for key, value, words in ARGUMENTS)
-    on_disk = {"clock": "wall", "store": "disk", "store_dir": "/dev/null/x"}
-    yield Bad("arguments", on_disk, "store_dir='/dev/null/x' cannot be written to")
+    yield from (Bad("arguments", given, words) for given, words in TOGETHER)
     yield Bad("trace", _trace(), "the column 'layer' stands twice")
     yield Bad("trace", _trace(precision="int9"), "precision='int9' is not known")
     yield Bad("trace", _trace(digest="0" * 64), "the digest in its metadata is another")
@@ -609,6 +683,7 @@ def table() -> Iterator[Bad]:
     yield Bad("artifact", _artifact(), "lacks 'digest'")
     yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata is another")
     yield from (Bad("host", {key: value}, words) for key, value, words in HOST)
+    yield from (Bad("host", {**WALL, key: value}, words) for key, value, words in ON_WALL)
     yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
     yield from (Bad(*row) for row in FILES)
     yield from (Bad("command", given, words) for given, words in COMMANDS)

@@ -199,6 +199,11 @@ class Tally:
         return f"bad inputs: tried {tried}, {rest}"
 
 
+def says(text: str, words: str) -> bool:
+    """Whether a refusal has these words; `…` stands for anything between them."""
+    return all(part in text for part in words.split(" … "))
+
+
 def judged(act: Callable[[], object], words: str) -> tuple[str, str]:
     """Return what became of an input that has to be refused, and what was said."""
     try:
@@ -208,7 +213,7 @@ def judged(act: Callable[[], object], words: str) -> tuple[str, str]:
         return HANG, f"longer than {GUARD_S} s"
     except (ValueError, FileNotFoundError) as error:
         text = str(error)
-        return (CLEAR if words in text and len(text) < 20_000 else UNCLEAR), text[:400]
+        return (CLEAR if says(text, words) and len(text) < 20_000 else UNCLEAR), text[:400]
     except Exception as error:
         return TRACEBACK, f"{type(error).__name__}: {error}"[:400]
     return ACCEPTED, ""
@@ -273,7 +278,7 @@ def command(argv: list[str], words: str) -> tuple[str, str]:
     text = said.getvalue()
     if code == 0:
         return ACCEPTED, str(argv)
-    if code != 2 or words not in text or "Traceback" in text:
+    if code != 2 or not says(text, words) or "Traceback" in text:
         return UNCLEAR, f"{argv}: exit {code}: {text[-400:]}"
     return CLEAR, text
 

@@ -74,11 +74,6 @@ def test_another_content_of_a_trace_is_another_configuration(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tasks": ["tiny_arc"]}, r"tasks=\['tiny_arc'\] beside `traces`"),
-        ({"limit": 4}, "limit=4 beside `traces`"),
-        ({"runs": [{"limit": 4}]}, "limit=4 has no meaning in a sweep over `traces`"),
-        ({"base": {"pretrained": "tiny"}}, "the key='pretrained' is not known"),
-        ({"base": {"evicton": "lru"}}, "evicton.*Did you mean.*eviction"),
         ({"traces": ["no/such.parquet"]}, "no/such.parquet': there is no such file"),
         ({"base": {"eviction": "lruu"}}, "lruu"),
         ({"base": {"expert_bytes": "1MiB"}}, "says itself how large experts are"),

@@ -81,31 +81,6 @@ def test_tasks_and_limits_can_be_axes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"gird": {}}, "Did you mean 'grid'"),
-        ({"grid": {"policy": []}}, "policy=\\[\\]"),
-        ({"grid": "policy"}, "grid='policy'"),
-        ({"executor": "rey"}, "Did you mean 'ray'"),
-        ({"jobs": 0}, "jobs=0"),
-        ({"tasks": 3}, "tasks=3"),
-    ],
-)
-def test_what_is_wrong_in_the_file_is_named(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        sweep(tmp_path, **fields)
-
-
-def test_a_sweep_without_tasks_or_cells_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="names no tasks"):
-        sweep(tmp_path, tasks=[]).cells()
-    with pytest.raises(ValueError, match="has no runs"):
-        sweep(tmp_path, grid={"policy": "a"}, exclude={"policy": "a"}).cells()
-
-
 def cell(**model_args: Any) -> Cell:
     return Cell(
         model="moecache", model_args=model_args, tasks=("toy",), options={}, include_path=()

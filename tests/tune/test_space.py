@@ -72,28 +72,4 @@ def test_whole_numbers_draw_whole_numbers_and_others_do_not(tmp_path: Path) -> N
 def test_the_furthest_look_ahead_is_known(tmp_path: Path, depth: Any, reach: int) -> None:
     path = write(tmp_path, prefetch={"none": {}, "next_gate": {"depth": depth}})
     assert read_space(path).max_depth == reach
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"routing": {"standart": {}}}, "Did you mean 'standard'"),
-        ({"routing": {"cache_prior": {"lamda": [1]}}}, "Did you mean 'lambda'"),
-        ({"routing": {"cache_prior": {"lambda": []}}}, "routing.cache_prior.lambda=\\[\\]"),
-        ({"routing": {"cache_prior": {"lambda": {"low": 1, "high": 0.5}}}}, "low not above high"),
-        ({"routing": {"cache_prior": {"top_j": {"low": 0, "high": "topk"}}}}, "top_k"),
-        ({"routing": {}}, "routing={} must map"),
-        ({"router": {"standard": {}}}, "lacks|Did you mean .routing"),
-    ],
-)
-def test_what_is_wrong_in_a_space_is_named(
-    tmp_path: Path, axes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_space(write(tmp_path, **axes))
-
-
-def test_a_space_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mine\.yaml"):
-        read_space(tmp_path / "mine.yaml")
     assert Space({"prefetch": {}}).max_depth == 1

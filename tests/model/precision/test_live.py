@@ -256,24 +256,12 @@ def test_a_ladder_whose_lower_levels_are_never_used_is_warned_of(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": "int8:int4:nf4"}, "names 'int4' twice"),
-        ({"precision": "int4:int8"}, "is not in order"),
         ({"precision": "int2/g256"}, "multiple of 1024 weights, .*'int2/g8'"),
         ({"precision": "int4", "miss": "cascade"}, "precision='int4' is the only one stored"),
         ({"miss": "fetch_lowest"}, "precision='bf16' is the only one stored"),
-        (
-            {
-                "precision": "int8:int4",
-                "miss": "cascade",
-                "scoring": "scan",
-                "capacity": "4/layer",
-            },
-            "scoring='scan' does not go with miss='cascade'",
-        ),
+        ({"precision": "int8:int4", "miss": "cascade", "miss.t2": 0.8}, "miss.t2=0.8 has no"),
         ({"precision": "int4", "device_map": "auto"}, "device_map='auto' does not go with"),
         ({"precision": "int8:int4", "capacity": "10B"}, "too small for one expert of"),
-        ({"precision": "int8:int4", "miss": "cascade", "miss.t2": 0.8}, "miss.t2=0.8 has no"),
-        ({"eviction": "lhu"}, "miss='fetch' does not go with eviction='lhu'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(

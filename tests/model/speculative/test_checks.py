@@ -56,14 +56,10 @@ def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"draft_tokens": 0}, ["draft_tokens=0", "1 or more"]),
-        ({"draft_tokens": "two"}, ["draft_tokens='two'", "whole number"]),
-        ({"draft_tokens": True}, ["draft_tokens=True"]),
         ({"batch_size": 2, "draft": "tiny"}, ["batch_size=2", "one request at a time", "1"]),
         ({"draft": "nowhere/at-all"}, ["draft='nowhere/at-all'", "prompt_lookup"]),
         ({"draft": "self:int5"}, ["self:int5", "Did you mean", "int4"]),
         ({"draft": "prompt_lookup"}, ["draft='prompt_lookup'", "prefetch='draft'", "folder"]),
-        ({"draft_token": 2}, ["'draft_token'", "Did you mean 'draft_tokens'?"]),
         ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "between 0", "8 MoE layers"]),
         ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
         ({"prefetch.critical": 65}, ["prefetch.critical=65", "64"]),
