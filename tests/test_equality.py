@@ -59,8 +59,8 @@ def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) 
     return Engine(geometry, make_setting(geometry, policy=policy, capacity=capacity, **changes))
 
 
-def logits_of(model: Any) -> list[torch.Tensor]:
-    """A text, a left-padded batch, and three decode steps of it."""
+def logits_of(model: Any, wrapped: WrappedModel | None = None) -> list[torch.Tensor]:
+    """A text, a left-padded batch, and three decode steps of it; `wrapped` ends with them."""
     generator = torch.Generator().manual_seed(1)
     single = torch.randint(2, 300, (1, 17), generator=generator)
     batch = torch.randint(2, 300, (3, 9), generator=generator)
@@ -78,6 +78,9 @@ def logits_of(model: Any) -> list[torch.Tensor]:
                 step, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True
             )
             found.append(output.logits)
+    if wrapped is not None:
+        wrapped.engine.check_integrity()
+        wrapped.unwrap()
     return found
 
 
@@ -122,9 +125,7 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
         given = predictor_of(model, load_policy(policy))
         engine = make_engine(policy, capacity, geometry, **given)
         wrapped = WrappedModel(model, layers, engine)
-        found = logits_of(model)
-        wrapped.unwrap()
-        engine.check_integrity()
+        found = logits_of(model, wrapped)
         same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
         assert all(same), f"{policy} at {capacity}: {same}"
         # The cache was at work: it missed, and served all tokens but the four of padding.
@@ -156,8 +157,7 @@ def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> Non
     expected, before = logits_of(model), traces_left_on(model)
     layers = find_moe_layers(model)
     wrapped = WrappedModel(model, layers, make_engine("specmd", "1", describe(model, layers, "x")))
-    found = logits_of(model)
-    wrapped.unwrap()
+    found = logits_of(model, wrapped)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert traces_left_on(model) == before
 

@@ -247,7 +247,7 @@ DRAFTED: list[tuple[str, Any, str]] = [
 ]
 HOST: list[tuple[str, Any, str]] = [
     *(("batch_size", value, f"batch_size={value!r} must be a whole number") for value in ("x", 0, -1, 2.5, True, "1_0", [2], 10**12)),
-    *(("batch_size", value, f"batch_size='auto' would make … whole number") for value in ("auto", "auto:4")),
+    *(("batch_size", value, "batch_size='auto' would make … whole number") for value in ("auto", "auto:4")),
     *(("max_length", value, f"max_length={value!r} must be a whole number") for value in ("x", 1, -1, math.nan)),
     ("experts_implementation", "egaer", "experts_implementation='egaer' is not known. Did you mean 'eager'"),
     ("experts_implementation", "moecache", "experts_implementation='moecache' is not known"),

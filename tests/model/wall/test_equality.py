@@ -55,10 +55,7 @@ def test_logits_are_identical_whatever_the_policy_and_the_capacity(
     share = PAIRS[list(FAMILIES).index(family) % 3 :: 3]
     for policy, capacity in share:
         wrapped = wrap_wall(model, policy, capacity, LatePools, longest_s=0.0005)
-        found = logits_of(model)
-        wrapped.engine.check_integrity()
-        wrapped.unwrap()
-        assert_same(expected, found, f"{policy} at {capacity}")
+        assert_same(expected, logits_of(model, wrapped), f"{policy} at {capacity}")
         assert sum(p.misses for p in wrapped.engine.ledger.passes) > 0
         assert traces_left_on(model) == before
 
@@ -83,9 +80,7 @@ def test_the_batched_kernel_runs_from_slots(capacity: str) -> None:
     model.set_experts_implementation("batched_mm")
     expected = logits_of(model)
     wrapped = wrap_wall(model, "specmd", capacity, LatePools, longest_s=0.0005)
-    found = logits_of(model)
-    wrapped.unwrap()
-    assert_same(expected, found)
+    assert_same(expected, logits_of(model, wrapped))
 
 
 def test_a_whole_layer_in_slots_runs_as_one_grouped_product(
@@ -126,16 +121,12 @@ def test_lossy_answers_are_the_virtual_clocks_where_nothing_depends_on_time(fami
         virtual = make_engine(policy, "5/layer", describe(model, layers, "x"), **given)
         assert not virtual.algorithms.prefetch.is_active
         wrapped = WrappedModel(model, layers, virtual)
-        expected = logits_of(model)
-        wrapped.unwrap()
+        expected = logits_of(model, wrapped)
         assert sum(p.dropped + p.substituted + p.unfaithful for p in virtual.ledger.passes) > 0
         for seed in range(2):
             late = {"changes": given, "seed": seed, "longest_s": 0.0001}
             wrapped = wrap_wall(model, policy, "5/layer", LatePools, **late)
-            found = logits_of(model)
-            wrapped.engine.check_integrity()
-            wrapped.unwrap()
-            assert_same(expected, found, f"{changes}, {seed}")
+            assert_same(expected, logits_of(model, wrapped), f"{changes}, {seed}")
             assert counts(wrapped.engine.ledger.passes) == counts(virtual.ledger.passes)
 
 

@@ -80,12 +80,9 @@ def test_encoded_experts_run_on_the_host_at_their_best_level(rule: str) -> None:
     model = random_model("gpt_oss", hidden_size=64, intermediate_size=64)
     changes = {"miss": "host", "miss.rule": rule}
     wrapped = wrap_ladder(model, "int8:int4", "on_demand", "40%", longest_s=0.0002)
-    expected = logits_of(model)
-    wrapped.unwrap()
+    expected = logits_of(model, wrapped)
     wrapped = wrap_ladder(model, "int8:int4", "on_demand", "40%", changes, longest_s=0.0002)
-    found = logits_of(model)
-    wrapped.unwrap()
-    assert_same(expected, found)
+    assert_same(expected, logits_of(model, wrapped))
     assert not any(p.low_precision for p in wrapped.engine.ledger.passes)
 
 

@@ -39,10 +39,7 @@ def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str) -> N
     expected = logits_of(replaced(model, name))
     for capacity in ("100%", "3"):
         wrapped = wrap_ladder(model, name, "on_demand", capacity, longest_s=0.0002)
-        found = logits_of(model)
-        wrapped.engine.check_integrity()
-        wrapped.unwrap()
-        assert_same(expected, found, f"{name} at {capacity}")
+        assert_same(expected, logits_of(model, wrapped), f"{name} at {capacity}")
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
@@ -51,9 +48,7 @@ def test_other_families_compute_from_decoded_weights_too(family: str) -> None:
     model = random_model(family, hidden_size=64, **WIDTHS[family])
     expected = logits_of(replaced(model, "int4"))
     wrapped = wrap_ladder(model, "int4", "specmd", "4", longest_s=0.0002)
-    found = logits_of(model)
-    wrapped.unwrap()
-    assert_same(expected, found)
+    assert_same(expected, logits_of(model, wrapped))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,10 +67,7 @@ def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
     for seed in range(5):
         options = {"seed": seed, "longest_s": 0.0005}
         wrapped = wrap_ladder(model, LADDER, "on_demand", "30%", changes, **options)
-        found = logits_of(model)
-        wrapped.engine.check_integrity()
-        wrapped.unwrap()
-        assert_same(expected, found, f"{miss}, {seed}")
+        assert_same(expected, logits_of(model, wrapped), f"{miss}, {seed}")
         assert counts(wrapped.engine.ledger.passes) == told
 
 

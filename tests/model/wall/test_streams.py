@@ -257,8 +257,7 @@ def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
     expected = logits_of(model)
     wrapped = wrap_wall(model, "on_demand", "60%")
     monkeypatch.setattr(wrapped._store, "on_cpu", False)
-    found = logits_of(model)
-    wrapped.unwrap()
+    found = logits_of(model, wrapped)
     pairs = zip(expected, found, strict=True)
     assert all(torch.allclose(a[0], b[0], atol=1e-4, rtol=1e-3) for a, b in pairs)
 
@@ -273,9 +272,7 @@ def test_windows_give_the_bits_of_one_product_where_rows_are_apart(
     expected = logits_of(model)
     for capacity in ("60%", "25%", "100%"):
         wrapped = wrap_wall(model, "specmd", capacity)
-        found = logits_of(model)
-        wrapped.unwrap()
-        assert_same(expected, found, capacity)
+        assert_same(expected, logits_of(model, wrapped), capacity)
 
 
 def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.MonkeyPatch) -> None:
