@@ -212,35 +212,6 @@ def test_eval_does_not_override_its_config_file(
     assert completed(arguments) == [*arguments, *added]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["locality", "--seeds", "5"], "seeds=5 has no effect on analyze locality"),
-        (["sensitivity", "--capacity", "4/layer"], "capacity='4/layer' has no effect"),
-        (["sensitivity", "--layer", "0"], "layer=0 has no effect on analyze sensitivity"),
-        (["sensitivity", "--lambda", "0.5"], "lambda=0.5 has no effect"),
-        (["sensitivity", "--seeds", "0"], "seeds=0 must be 1 or more"),
-        (["locality", "--capacity", "25%"], "capacity='25%' is one cache for all layers"),
-        (["locality", "--alpha", "0.5"], "alpha=0.5 has no effect on analyze locality"),
-        (["locality", "--policies", "hobbit"], "it belongs to analyze divergence"),
-        (["divergence", "--policies", "hobit"], "policy='hobit' is not known. Did you mean"),
-        (["divergence", "--capacity", "25%"], "but analyze divergence looks at a cache per layer"),
-        (
-            ["coactivation", "--capacity", "4/layer"],
-            "it belongs to analyze divergence and locality",
-        ),
-        (["coactivation", "--alpha", "2"], "alpha=2.0 must be above 0 and at most 1"),
-        (["coactivation", "--k_max", "0"], "k_max=0 must be 1 or more"),
-    ],
-    ids=str,
-)
-def test_analyze_refuses_options_without_effect(
-    capsys: Captured, arguments: list[str], said: str
-) -> None:
-    assert main(["analyze", *arguments, "--pretrained", "nowhere"]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_the_models_are_imported_from_the_package_and_torch_only_then() -> None:
     code = (
         "import sys, lm_eval_moecache as ours; assert 'torch' not in sys.modules\n"

@@ -189,11 +189,6 @@ def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Pa
     lm.install(read_config({"policy": "on_demand"}))
 
 
-def test_an_offline_algorithm_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(ValueError, match="eviction='belady' needs to know the future"):
-        read_config({"policy": "on_demand", "eviction": "belady"})
-
-
 def test_a_committed_run_replays_exactly_from_its_own_trace(lm: MoECacheLM, tmp_path: Path) -> None:
     chosen = {"policy": "commitmoe_no_owa", "capacity": "40%"}
     given = {**chosen, **_given(lm, chosen)}

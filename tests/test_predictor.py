@@ -286,22 +286,6 @@ def test_only_decoding_predicts_the_next_token() -> None:
     assert len(shapes(3, 8, 4)) == 2 * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--loss", "mse"], "loss='mse' is not known"),
-        (["--learning_rate", "0"], "learning_rate=0.0 must be above 0"),
-        (["--patience", "0"], "patience=0 must be 1 or more"),
-        (["--data", "nowhere.txt"], "data='nowhere.txt': there is no such file"),
-    ],
-)
-def test_a_wrong_option_is_refused_before_a_model_is_loaded(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command("no/model", tmp_path, "x.safetensors", *options)) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_prompts_come_from_lines_or_from_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

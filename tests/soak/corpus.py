@@ -500,6 +500,24 @@ LIGHT: list[tuple[list[str], str]] = [
     (["reproduce", "specmd/figure_6", "--limit=0"], "limit=0 must be"),
     (["reproduce", "specmd/figure_6", "--out={trace}/x"], "Not a directory"),
     (["analyze", "localty"], "Did you mean 'locality'"),
+    *(
+        (["analyze", *options.split(), "--pretrained=nowhere"], words)
+        for options, words in (
+            ("locality --seeds=5", "seeds=5 has no effect on analyze locality"),
+            ("locality --capacity=25%", "capacity='25%' is one cache for all layers"),
+            ("locality --alpha=0.5", "alpha=0.5 has no effect on analyze locality"),
+            ("sensitivity --capacity=4/layer", "capacity='4/layer' has no effect"),
+            ("sensitivity --layer=0", "layer=0 has no effect on analyze sensitivity"),
+            ("sensitivity --lambda=0.5", "lambda=0.5 has no effect"),
+            ("sensitivity --seeds=0", "seeds=0 must be 1 or more"),
+            ("locality --policies=hobbit", "it belongs to analyze divergence"),
+            ("divergence --policies=hobit", "policy='hobit' is not known. Did you mean"),
+            ("divergence --capacity=25%", "but analyze divergence looks at a cache per layer"),
+            ("coactivation --capacity=4/layer", "it belongs to analyze divergence and locality"),
+            ("coactivation --alpha=2", "alpha=2.0 must be above 0 and at most 1"),
+            ("coactivation --k_max=0", "k_max=0 must be 1 or more"),
+        )
+    ),
     (
         ["analyze", "locality", "--pretrained=./none"],
         "pretrained='./none': there is no such folder",
@@ -586,6 +604,25 @@ COMMANDS: list[tuple[list[str], str]] = [
             (["--data={text}", "--smoothing=-1"], "smoothing=-1.0 must be a number (finite"),
             (["--data={text}", "--warmup_weight=2"], "warmup_weight=2.0 must lie between"),
             (["--data={text}", "--max_tokens=3"], "never activated beside another"),
+        )
+    ),
+    *(
+        (
+            [
+                "profile",
+                "predictor",
+                "--pretrained=no/model",
+                "--data={text}",
+                "--out={folder}/x.safetensors",
+                option,
+            ],
+            words,
+        )
+        for option, words in (
+            ("--loss=mse", "loss='mse' is not known"),
+            ("--learning_rate=0", "learning_rate=0.0 must be above 0"),
+            ("--patience=0", "patience=0 must be 1 or more"),
+            ("--data=nowhere.txt", "data='nowhere.txt': there is no such file"),
         )
     ),
     (["profile", "sensitivity", "--out={folder}/s.safetensors"], "give --tasks, --data or both"),
