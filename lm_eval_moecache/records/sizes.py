@@ -174,6 +174,15 @@ def check_capacity(text: object) -> None:
         )
 
 
+def check_sized(text: str, trace: str, option: str) -> None:
+    """Refuse a capacity in bytes for a trace that does not say how large an expert is."""
+    if not (text.endswith(("%", _PER_LAYER)) or text.isdigit()):
+        raise ValueError(
+            f"capacity={text!r}: trace {trace} does not say how large an expert is. Give "
+            f"{option}, or a capacity as a share, a number of experts or N/layer."
+        )
+
+
 def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False) -> Capacity:
     """Turn `5%`, `2GiB`, `51`, `30/layer` or `[12,10,8]/layer` into bytes for this model.
 

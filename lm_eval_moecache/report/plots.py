@@ -36,7 +36,7 @@ from lm_eval_moecache.report.mpl_style import (
     pyplot,
     save_as,
 )
-from lm_eval_moecache.report.results import RATES, Run, groups, varying
+from lm_eval_moecache.report.results import RATES, Run, groups, telling, varying
 from lm_eval_moecache.report.tables import pareto_front, sort_key
 
 Z_95 = 1.96
@@ -369,16 +369,8 @@ def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
         names = ["policy", *AXES, *sorted(given - {*AXES, "policy", "label"})]
         names = ["experiment", "model", *names]
     # An axis that follows from the policy tells nothing more, nor one parameter from another.
-    kept: list[str] = []
-    seen = {tuple(_text(run, name) for name in besides) for run in runs}
-    for name in dict.fromkeys([*names, *varying(runs)]):
-        if name in besides:
-            continue
-        places = {tuple(_text(run, n) for n in (*besides, *kept, name)) for run in runs}
-        if len(places) > len(seen):
-            kept.append(name)
-            seen = places
-    return kept
+    names = list(dict.fromkeys([*names, *varying(runs)]))
+    return telling(names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides)
 
 
 def _check_group(runs: Sequence[Run], group: str) -> None:

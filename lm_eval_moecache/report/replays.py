@@ -23,7 +23,13 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import FLAT, PRIORITY, TOGETHER, Setting
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.sizes import Capacity, check_capacity, is_per_layer, parse_capacity
+from lm_eval_moecache.records.sizes import (
+    Capacity,
+    check_capacity,
+    check_sized,
+    is_per_layer,
+    parse_capacity,
+)
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
 from lm_eval_moecache.report.mpl_style import new_figure, plain, save
@@ -347,12 +353,8 @@ def _axes(policy: Policy) -> list[Any]:
 def _capacity(
     text: str, trace: Trace | StreamedTrace, emulate: RealModel | None, policy: Policy
 ) -> Capacity:
-    is_size = not (text.endswith(("%", "/layer")) or text.isdigit())
-    if is_size and not trace.has_sizes and emulate is None:
-        raise ValueError(
-            f"capacity={text!r}: trace {trace.name} does not say how large an expert is. Give "
-            "--expert_bytes, or a capacity as a share, a number of experts or N/layer."
-        )
+    if not trace.has_sizes and emulate is None:
+        check_sized(text, trace.name, "--expert_bytes")
     own = trace.geometry
     charged = own if emulate is None else emulate.emulated_by(own)
     return parse_capacity(text, charged, per_layer=policy.per_layer)

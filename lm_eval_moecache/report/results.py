@@ -13,7 +13,7 @@ import gzip
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,13 +207,24 @@ def _text(value: Any) -> str:
 def varying(runs: Sequence[Run]) -> list[str]:
     """Return the keys that tell these runs' identities apart, each only where it tells more."""
     identities = [identity(run) for run in runs]
-    kept: list[str] = []
-    parts = 1
-    for name in dict.fromkeys(key for each in identities for key in each):
-        places = {tuple(each.get(n) for n in (*kept, name)) for each in identities}
-        if len(places) > parts:
-            kept, parts = [*kept, name], len(places)
-    return kept
+    names = dict.fromkeys(key for each in identities for key in each)
+    return telling(names, lambda keys: {tuple(each.get(n) for n in keys) for each in identities})
+
+
+def telling(
+    names: Iterable[str],
+    places: Callable[[Sequence[str]], set[tuple[Any, ...]]],
+    besides: Sequence[str] = (),
+) -> list[str]:
+    """Return those names, one after another, that tell more apart than `besides` and the earlier.
+
+    `places` returns what the values of some names tell apart.
+    """
+    kept = list(besides)
+    for name in names:
+        if len(places([*kept, name])) > len(places(kept)):
+            kept.append(name)
+    return kept[len(besides) :]
 
 
 def groups(runs: Sequence[Run]) -> list[list[int]]:

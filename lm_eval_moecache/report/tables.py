@@ -31,7 +31,7 @@ from lm_eval_moecache.report.columns import (
     shown,
 )
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import Run, groups, identity, varying
+from lm_eval_moecache.report.results import Run, groups, identity, telling, varying
 from lm_eval_moecache.report.statistics import holm, sign_test, z_test
 
 if TYPE_CHECKING:
@@ -109,7 +109,11 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     names += ["policy", *(a for a in AXES if _varies_within_policy(runs, a)), "capacity"]
     given = {k for run in runs for k in (*run.model_args, *run.options)}
     names += [k for k in sorted(given - {*names, *AXES, "label"}) if _varies(runs, k)]
-    names += [k for k in _untold(runs, names) if k not in names]
+    # What of the identity is untold by these; other tasks have columns of their own.
+    untold = [name for name in varying(runs) if name != "tasks"]
+    names += telling(
+        untold, lambda keys: {tuple(str(setting(r, n).raw) for n in keys) for r in runs}, names
+    )
     scored = list(dict.fromkeys(name for run in runs for name in run.scored))
     if len([n for n in scored if _is_accuracy(runs, n)]) > 1:
         names.append(ACCURACY)
@@ -119,19 +123,6 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
         names.append("collision_miss_rate")
     has_speed = any(metric_value(run, "tok_per_s").raw is not None for run in runs)
     return [*names, PARETO] if has_speed else names
-
-
-def _untold(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return the keys of identity that these columns leave untold; other tasks have columns."""
-
-    def places(keys: Sequence[str]) -> int:
-        return len({tuple(str(setting(run, key).raw) for key in keys) for run in runs})
-
-    kept: list[str] = []
-    for name in varying(runs):
-        if name != "tasks" and places([*names, *kept, name]) > places([*names, *kept]):
-            kept.append(name)
-    return kept
 
 
 def _default_sort(runs: Sequence[Run]) -> list[str]:

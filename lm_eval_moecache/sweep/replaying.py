@@ -22,7 +22,7 @@ from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.harness.tasks import document_figures, speed_row
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.records.sizes import parse_bytes
+from lm_eval_moecache.records.sizes import check_sized, parse_bytes
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import KEPT_SPEED, loadable, six_digits
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
@@ -75,12 +75,8 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
     trace = _load(cell.pretrained, given.get("expert_bytes"))
     config = read_config({"seed": trace.seed, **ours}, replayed=True)
     capacity = config.setting(trace.geometry).capacity
-    is_size = not (capacity.text.endswith(("%", "/layer")) or capacity.text.isdigit())
-    if is_size and not trace.has_sizes and config.emulate is None:
-        raise ValueError(
-            f"capacity={capacity.text!r}: trace {trace.name} does not say how large an expert is. "
-            "Give expert_bytes, or a capacity as a share, a number of experts or N/layer."
-        )
+    if not trace.has_sizes and config.emulate is None:
+        check_sized(capacity.text, trace.name, "expert_bytes")
     return plan(cell, config, {"content": _digest(cell.pretrained, _state(cell.pretrained))})
 
 

@@ -6,7 +6,7 @@ Shapes: E experts; a matrix is [out, in].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -61,11 +61,6 @@ def decode_one(
     """As `decode`, of the tensors of one expert."""
     matrix = codec.decode(tensors, matrix_shape(experts, stacked), stacked.dtype)
     return matrix.t() if experts.is_transposed else matrix
-
-
-def bytes_of(stored: Mapping[str, Encoded]) -> int:
-    """Return the bytes of all that is stored for one layer."""
-    return sum(t.nbytes for levels in stored.values() for level in levels for t in level)
 
 
 def shape_without_memory(tensor: Tensor, device: Any = None) -> nn.Parameter:

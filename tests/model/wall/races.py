@@ -132,11 +132,6 @@ class Way:
     given: Mapping[str, Any]
     speculative: bool
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it is one value of one key, and not a composition of such."""
-        return not self.name.startswith("policy=")
-
 
 @cache
 def ways() -> tuple[Way, ...]:
