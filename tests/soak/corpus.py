@@ -571,6 +571,21 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["replay", "{trace}", "--expert_bytes=5MB"], "says itself"),
     (["replay", "{trace}", "--hardware=none.yaml"], "there is no such file"),
     (["tune"], "--out must name a folder"),
+    *(
+        (["tune", "--out={folder}", option], words)
+        for option, words in (
+            ("--metric=evictions", "evictions"),
+            ("--model_args=eviction=lru", "'eviction' is searched"),
+            ("--model_args=scoring=scan", "'scoring' is searched"),
+            ("--model_args=emulate=OLMoE-1B", "Did you mean 'OLMoE-1B-7B'"),
+            ("--model_args=device", "'device' is not of the form"),
+            ("--model_args=batch_size=x", "batch_size='x' must be a whole number"),
+            ("--capacity=x", "capacity='x' is not a capacity"),
+            ("--capacity=1B", "too small for one expert"),
+            ("--hardware=x", "hardware='x' is not known"),
+            ("--bandwidth=x", "bandwidth='x'"),
+        )
+    ),
     (["tune", "--out={folder}", "--budget=-1"], "budget=-1"),
     (["tune", "--out={folder}", "--budget=inf"], "budget"),
     (["tune", "--out={folder}", "--slack=1"], "slack=1"),

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.sweep import worker
-from tests.conftest import Checkpoint
 from tests.sweep.toy import both_ways, made_by, records, write_sweep
 
 
 @pytest.fixture
-def base(checkpoint: Checkpoint) -> dict[str, Any]:
-    model = str(checkpoint("olmoe"))
-    return {"pretrained": model, "device": "cpu", "capacity": "40%", "draft": "self:int8"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_process() -> Iterator[None]:
-    yield
-    worker._holder.cache_clear()
+def base(base: dict[str, Any]) -> dict[str, Any]:
+    return {**base, "capacity": "40%", "draft": "self:int8"}
 
 
 def test_drafted_cells_are_replayed_to_the_byte(tmp_path: Path, base: dict[str, Any]) -> None:

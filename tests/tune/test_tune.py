@@ -253,33 +253,3 @@ def test_a_missing_optuna_is_named(
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(command) == 2
     assert "lm-eval-moecache[tune]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--metric=tok_per_second", "Did you mean 'tok_per_s'"),
-        ("--metric=evictions", "evictions"),
-        ("--budget=-1", "budget=-1.0"),
-        ("--jobs=0", "jobs=0"),
-        ("--slack=1", "slack=1.0"),
-        ("--out=", "--out must name a folder"),
-        ("--model_args=eviction=lru", "'eviction' is searched"),
-        ("--model_args=scoring=scan", "'scoring' is searched"),
-        ("--model_args=emulate=OLMoE-1B", "Did you mean 'OLMoE-1B-7B'"),
-        ("--model_args=device", "'device' is not of the form"),
-        ("--model_args=batch_size=x", "batch_size='x' must be a whole number"),
-        ("--pretrained=./none", "pretrained='./none': there is no such folder"),
-        ("--capacity=x", "capacity='x' is not a capacity"),
-        ("--capacity=1B", "too small for one expert"),
-        ("--hardware=x", "hardware='x' is not known"),
-        ("--bandwidth=x", "bandwidth='x'"),
-    ],
-)
-def test_a_wrong_option_is_named_before_anything_runs(
-    tmp_path: Path, command: list[str], option: str, message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert main([*command, option]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "found").exists()
