@@ -186,19 +186,17 @@ def check_writable(path: Path) -> None:
         raise
 
 
-def lock(descriptor: int, *, wait: bool = False, shared: bool = False) -> bool:
+def lock(descriptor: int, *, wait: bool = False) -> bool:
     """Take the lock of an open file or folder, which goes with the process.
 
-    Several may have a `shared` one at a time, and then nobody another. Returns False where another
-    has it, or where locks cannot be had at all.
+    Returns False where another has it, or where locks cannot be had at all.
     """
     try:
         import fcntl
     except ImportError:  # Windows: there nobody can tell, and nothing is touched
         return False
     try:
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         return False
     return True

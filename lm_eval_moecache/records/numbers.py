@@ -80,11 +80,9 @@ def read_number(
     return float(number)
 
 
-def read_count(
-    key: str, value: object, *, least: int = 0, most: int = MOST_COUNT, exact: bool = False
-) -> int:
-    """Return `value` as a whole number; `3.0` and `"3"` are one unless it has to be `exact`."""
-    number = None if exact and not isinstance(value, int) else plain_number(value)
+def read_count(key: str, value: object, *, least: int = 0, most: int = MOST_COUNT) -> int:
+    """Return `value` as a whole number; `3.0` and `"3"` are one."""
+    number = plain_number(value)
     if number is None or number != int(number) or not least <= number <= most:
         bounds = {"least": least, "most": None if most == MOST_COUNT else most}
         raise ValueError(_refusal(key, value, "a whole number", bounds))

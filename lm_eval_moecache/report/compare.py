@@ -338,19 +338,14 @@ def _joined(old: Units, new: Units) -> tuple[Units, dict[str, tuple[str, str]]]:
             f"BASELINE and NEW have no configuration in common: {ours!r} is not {theirs!r}. "
             "`--ignore KEY,...` leaves settings out of the join."
         )
-    before, after = (_arguments(next(iter(units.values()))) for units in (old[ours], new[theirs]))
-    names = dict.fromkeys([*before, *after])
-    differing = {
-        name: (before.get(name, "(not given)"), after.get(name, "(not given)"))
-        for name in names
-        if before.get(name) != after.get(name)
+    runs = [next(iter(units.values())) for units in (old[ours], new[theirs])]
+    before, after = ({"model": run.model, **run.model_args, **run.options} for run in runs)
+    told = {
+        name: (str(before.get(name, "(not given)")), str(after.get(name, "(not given)")))
+        for name in dict.fromkeys([*before, *after])
     }
+    differing = {name: pair for name, pair in told.items() if pair[0] != pair[1]}
     return {ours: new[theirs]}, differing
-
-
-def _arguments(run: Run) -> dict[str, str]:
-    given = {"model": run.model, **run.model_args, **run.options}
-    return {name: str(value) for name, value in given.items()}
 
 
 def _compare_unit(

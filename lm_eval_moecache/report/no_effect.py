@@ -26,26 +26,6 @@ def settings_without_effect(
     `idle_cutoff` says that the solver left draft-stage prefetch no layer; `idle_link` that the
     link had nothing to put into another order.
     """
-    warnings = _idle_algorithms(idle_seed, idle_levels, idle_cutoff)
-    if idle_link:
-        warnings.append(
-            "link=fifo: this policy prefetches nothing, so the figures are those of link=priority."
-        )
-    if phases == "decode" and (idle := [t for t in by_task if not _has_decoded(by_task[t])]):
-        warnings.append(
-            f"phases=decode: nothing was decoded in {', '.join(sorted(idle))}, so the policy's "
-            "lossy algorithms did nothing there. Use phases=all, or scoring=scan with a cache per "
-            "layer."
-        )
-    if scoring == "scan" and (idle := [t for t in by_task if not _has_scored(by_task[t])]):
-        warnings.append(
-            f"scoring=scan: no text was scored in {', '.join(sorted(idle))}, so it had no effect "
-            "there."
-        )
-    return warnings
-
-
-def _idle_algorithms(idle_seed: int, idle_levels: Sequence[str], idle_cutoff: bool) -> list[str]:
     warnings = []
     if idle_seed:
         warnings.append(
@@ -63,12 +43,22 @@ def _idle_algorithms(idle_seed: int, idle_levels: Sequence[str], idle_cutoff: bo
             "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
             "a cutoff."
         )
+    if idle_link:
+        warnings.append(
+            "link=fifo: this policy prefetches nothing, so the figures are those of link=priority."
+        )
+    requests = by_task.items()
+    undecoded = [t for t, own in requests if all(p.phase == PREFILL for r in own for p in r.passes)]
+    unscored = [t for t, own in requests if all(r.kind == GENERATE for r in own)]
+    if phases == "decode" and undecoded:
+        warnings.append(
+            f"phases=decode: nothing was decoded in {', '.join(sorted(undecoded))}, so the "
+            "policy's lossy algorithms did nothing there. Use phases=all, or scoring=scan with a "
+            "cache per layer."
+        )
+    if scoring == "scan" and unscored:
+        warnings.append(
+            f"scoring=scan: no text was scored in {', '.join(sorted(unscored))}, so it had no "
+            "effect there."
+        )
     return warnings
-
-
-def _has_decoded(requests: Sequence[RequestRecord]) -> bool:
-    return any(p.phase != PREFILL for request in requests for p in request.passes)
-
-
-def _has_scored(requests: Sequence[RequestRecord]) -> bool:
-    return any(request.kind != GENERATE for request in requests)

@@ -218,7 +218,8 @@ class _Replays:
         self._fewest: dict[tuple[Capacity, bool, bool], tuple[int, int]] = {}
 
     def run(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> _Found:
-        key = repr((_axes(policy), policy.phases, capacity, hardware))
+        axes = [getattr(policy, axis).as_dict() for axis in AXES]
+        key = repr((axes, policy.phases, capacity, hardware))
         if key in self._done:
             self._bar.update(self.trace.num_passes)
             return self._done[key]
@@ -346,10 +347,6 @@ def _check(setting: SweepSetting) -> None:
         raise ValueError(f"seed={setting.seed} must be a whole number of 0 or more.")
 
 
-def _axes(policy: Policy) -> list[Any]:
-    return [getattr(policy, axis).as_dict() for axis in AXES]
-
-
 def _capacity(
     text: str, trace: Trace | StreamedTrace, emulate: RealModel | None, policy: Policy
 ) -> Capacity:
@@ -435,9 +432,10 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
 def _title(rows: Sequence[Row], varying: Collection[str]) -> str:
     """Name what all rows share."""
     first = rows[0]
+    axes = " + ".join(getattr(first.policy, axis).name for axis in AXES)
     parts = [
         *([] if "Trace" in varying else [Path(first.trace).name]),
-        *([] if "Policy" in varying else [_policy(first)]),
+        *([] if "Policy" in varying else [f"{first.policy.name}: {axes}"]),
         *([f"layers charged as: {first.emulates}"] if first.emulates else []),
         *([f"warmed by: {first.warmed_by}"] if first.warmed_by else []),
         *([] if "Hardware" in varying else [f"hardware: {_hardware(first)}"]),
@@ -460,12 +458,6 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if any(row.bounds for row in rows):
         notes.append("Fewest: no eviction on demand misses less (Belady, where all events fit).")
     return notes
-
-
-def _policy(row: Row) -> str:
-    policy = row.policy
-    axes = (policy.routing, policy.prefetch, policy.eviction, policy.miss)
-    return f"{policy.name}: {' + '.join(axis.name for axis in axes)}"
 
 
 def _hardware(row: Row) -> str:

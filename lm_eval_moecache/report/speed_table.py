@@ -53,11 +53,14 @@ def regime_line(regime: Mapping[str, Any]) -> str:
 
 def _title(report: Mapping[str, Any]) -> str:
     policy, hardware = report["policy"], report["hardware"]
+    # None is a real link that nothing slows down.
+    bytes_per_s = hardware["link_bytes_per_s"]
+    link = "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
     parts = [
         f"moecache ({policy['name']}: {' + '.join(choice_name(policy[a]) for a in AXES)})",
         f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes"
         f"{' in a cache for each layer' if policy.get('cache') == 'layer' else ''}",
-        f"hardware: {hardware['name']}{_link(hardware['link_bytes_per_s'])}",
+        f"hardware: {hardware['name']}{link}",
         f"clock: {report['clock']}",
     ]
     if "emulate" in report:
@@ -73,11 +76,6 @@ def _title(report: Mapping[str, Any]) -> str:
         f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings.get(k, usual) != usual
     ]
     return ", ".join(parts)
-
-
-def _link(bytes_per_s: float | None) -> str:
-    """None is a real link that nothing slows down."""
-    return "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
 
 
 def _heading(name: str) -> str:

@@ -69,7 +69,10 @@ def leaderboard(
     """Build the table. Raises ValueError naming a column that no run has."""
     names = expanded(columns) if columns else default_columns(runs)
     found = [column(runs, name) for name in names]
-    ordered = sorted_runs(runs, sort or _default_sort(runs))
+    if not sort:
+        has_scores = any(accuracy(run).raw is not None for run in runs)
+        sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
+    ordered = sorted_runs(runs, sort)
     ranked = groups(ordered)
     rows = [[each.read(run) for each in found] for run in ordered]
     if PARETO in names:
@@ -123,10 +126,6 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
         names.append("collision_miss_rate")
     has_speed = any(metric_value(run, "tok_per_s").raw is not None for run in runs)
     return [*names, PARETO] if has_speed else names
-
-
-def _default_sort(runs: Sequence[Run]) -> list[str]:
-    return [ACCURACY, "tok_per_s"] if any(accuracy(r).raw is not None for r in runs) else ["policy"]
 
 
 def _varies(runs: Sequence[Run], name: str) -> bool:
