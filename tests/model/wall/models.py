@@ -69,8 +69,8 @@ class LateLadder(Late, LadderPools):
 
 
 COUNTED = (
-    *("num_tokens", "requests", "misses", "late", "collisions", "token_misses", "bytes_moved"),
-    *("evictions", "low_precision", "dropped", "substituted", "unfaithful"),
+    *("requests", "misses", "late", "collisions", "token_misses", "bytes_moved", "evictions"),
+    *("low_precision", "dropped", "substituted", "unfaithful", "num_tokens"),
 )
 HOST: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
 
