@@ -29,7 +29,10 @@ FOLDERS = sorted(
     }
 )
 BOARDS = board_folders(RESULTS)
-SCRIPTED = ("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions")
+SCRIPTED = (
+    *("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions"),
+    "lossy_answers/accuracy",
+)
 PAPERS = sorted(RESULTS.rglob("paper.md"))
 PRUNED = "cache_conditional/figure_4"
 WRITTEN_BY_HAND = ("README.md", "theirs.md")

@@ -8,6 +8,7 @@ from statistics import mean, median
 
 import evictions
 import layer_sizes
+import lossy_accuracy
 import policy_space
 import pytest
 import real_routing
@@ -22,6 +23,7 @@ ROUTING = load(RESULTS / "real_routing/cells.json.gz")
 CLAIMS = load(RESULTS / "real_routing/claims.json.gz")
 EVICTIONS = load(RESULTS / "evictions/cells.json.gz")
 EVICTION_COSTS = load(RESULTS / "evictions/costs.json.gz")
+LOSSY = load(RESULTS / "lossy_answers/accuracy/cells.json.gz")
 SPACE = load(RESULTS / "policy_space/cells.json.gz")
 ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
 TABLES = {
@@ -29,6 +31,7 @@ TABLES = {
     "real_routing/table.md": (real_routing.render, ROUTING),
     "real_routing/claims.md": (routing_claims.render, CLAIMS),
     "evictions/table.md": (partial(evictions.render, costs=EVICTION_COSTS), EVICTIONS),
+    "lossy_answers/accuracy/table.md": (lossy_accuracy.render, LOSSY),
     "policy_space/table.md": (policy_space.render_space, SPACE),
     "miss_answers/table.md": (policy_space.render_answers, ANSWERS),
 }

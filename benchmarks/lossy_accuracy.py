@@ -1,0 +1,237 @@
+"""Lossy answers at matched traffic on the shipped model: results/lossy_answers/accuracy.
+
+Usage: python benchmarks/lossy_accuracy.py [--out results/lossy_answers/accuracy]. About ten
+minutes of one core. Writes `cells.json.gz` (cells that are there already are kept), `table.md` and
+the plot.
+
+200 letter questions (`tiny_mmlu`, as lm-eval puts them), caches of two cycles (16 of 64 experts a
+layer), LRU, nothing predicted. A question is routed token after token as if decoded, so that a rule
+acts on all of it. Each rule has one parameter that trades loads for loss; it is bisected on the
+first ten questions until so large a share of the loads is saved, and all are read with that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import yaml
+from grid import RESULTS, Run, fill, sections, table
+from jinja2 import Template
+
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.analysis.divergence import Reading, compare, read_window
+from lm_eval_moecache.records.ledger import total
+from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save
+from lm_eval_moecache.tiny.documents import mmlu
+
+DOCUMENTS, TRIED = 200, 10
+SLOTS = 16
+SAVED = 1 / 3
+"""The share of the loads to save."""
+DRAWS = 2000
+FETCH = "fetch"
+# Rule -> what is fixed, the parameter, and its range from nothing saved to most saved.
+RULES: Mapping[str, tuple[Mapping[str, Any], str, tuple[float, float]]] = {
+    "drop_cold": ({"miss": "drop_cold"}, "miss.factor", (0.0, 2.0)),
+    "skip_mass": ({"routing": "skip_mass"}, "routing.p", (1.0, 0.3)),
+    "cache_prior": (
+        {"routing": "cache_prior", "routing.delta": "token", "routing.top_j": 1},
+        "routing.lambda",
+        (0.0, 1.0),
+    ),
+    "buddy": (
+        {"miss": "buddy", "miss.alpha": 0.95, "miss.k_max": 16, "miss.rho": 3}
+        | {"miss.tau_scale": "percentile"},
+        "miss.tau",
+        (100.0, 0.0),
+    ),
+    "skip_ratio": ({"routing": "skip_ratio", "routing.k_min": 1}, "routing.t", (0.0, 1.0)),
+}
+Floats = npt.NDArray[np.float64]
+
+
+class Questions:
+    """The shipped model, 200 questions, and how it reads them when nothing is changed."""
+
+    def __init__(self) -> None:
+        asked = [dict(row) for row in mmlu()["test"]][:DOCUMENTS]
+        self.analyzed = AnalyzedModel("tiny", ["-"], 1)
+        tokenizer = self.analyzed.tokenizer
+        template = Template(_task()["doc_to_text"])
+        self.golds = [row["answer"] for row in asked]
+        # lm-eval scores the letters behind the prompt; what comes after a letter is not asked for.
+        self.windows = [
+            torch.tensor(tokenizer(template.render(**row) + " A").input_ids) for row in asked
+        ]
+        self.letters = [tokenizer(f"Answer: {letter}").input_ids[-1] for letter in "ABCD"]
+        self.plain = [read_window(self.analyzed, window) for window in self.windows]
+
+    def loads(self) -> list[int]:
+        """Return the loads of each question when everything absent is loaded: LRU in each layer."""
+        found = [0] * len(self.plain)
+        for layer in range(self.analyzed.geometry.num_layers):
+            resident: dict[int, None] = {}
+            for document, reading in enumerate(self.plain):
+                for experts in reading.experts_LTK[layer].tolist():
+                    found[document] += sum(expert not in resident for expert in experts)
+                    for expert in experts:
+                        resident.pop(expert, None)
+                        resident[expert] = None
+                    for expert in list(resident)[: max(0, len(resident) - SLOTS)]:
+                        del resident[expert]
+        return found
+
+    def right(self, document: int, reading: Reading) -> int:
+        """Return 1 where the likeliest of the four letters is the right one."""
+        return int(reading.logits_TV[-1, self.letters].argmax() == self.golds[document])
+
+    def under(self, overrides: Mapping[str, Any], documents: int) -> Run:
+        """Read the first questions under a rule; sums by document."""
+        found: dict[str, list[float]] = {}
+        with self.analyzed.under(overrides, capacity=f"{SLOTS}/layer", scan=True) as engine:
+            for document, before in enumerate(self.plain[:documents]):
+                first = len(engine.ledger.passes)
+                after = read_window(self.analyzed, before.tokens_T)
+                window, counted = compare(before, after), total(engine.ledger.passes[first:])
+                row = {
+                    "tokens": window.tokens,
+                    "kl": round(window.kl, 6),
+                    "same_top": window.same_top,
+                    "routes": round(window.routes, 4),
+                    "right": self.right(document, after),
+                    "loads": counted.bytes_moved // self.analyzed.geometry.max_expert_bytes,
+                    "lost": round(counted.lost_weight, 4),
+                    "weighed": counted.weighed_tokens,
+                }
+                for key, value in row.items():
+                    found.setdefault(key, []).append(value)
+        return found
+
+
+def _task() -> dict[str, Any]:
+    """Read the task as lm-eval does, its functions left out."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: None)
+    file = Path(__file__).resolve().parents[1] / "task_configs" / "offline" / "tiny_mmlu.yaml"
+    return dict(yaml.load(file.read_text(), Loader))
+
+
+def measure(cell: Run, asked: Questions) -> Run:
+    if cell["rule"] == FETCH:
+        # Lossless: what it answers is what the unmodified model does.
+        right = [asked.right(document, reading) for document, reading in enumerate(asked.plain)]
+        return {"right": right, "loads": asked.loads()}
+    fixed, key, (mild, strong) = RULES[cell["rule"]]
+    base, tried = sum(asked.loads()[:TRIED]), {}
+    for _ in range(5):
+        value = round((mild + strong) / 2, 3)
+        tried[value] = 1 - sum(asked.under({**fixed, key: value}, TRIED)["loads"]) / base
+        mild, strong = (mild, value) if tried[value] > SAVED else (value, strong)
+    value = min(tried, key=lambda value: abs(tried[value] - SAVED))
+    return {"parameter": key, "value": value, **asked.under({**fixed, key: value}, DOCUMENTS)}
+
+
+def cells(asked: Questions) -> list[tuple[Run, Questions]]:
+    return [({"rule": rule}, asked) for rule in (FETCH, *RULES)]
+
+
+def figures(run: Run, base: Run) -> dict[str, Floats]:
+    """Return each figure: of all documents first, then of each draw of documents."""
+    drawn = np.random.default_rng(0).integers(0, DOCUMENTS, (DRAWS, DOCUMENTS))
+    picks = np.vstack([np.arange(DOCUMENTS), drawn])
+
+    def sums(values: Sequence[float]) -> Floats:
+        found: Floats = np.asarray(values, dtype=np.float64)[picks].sum(axis=1)
+        return found
+
+    tokens = sums(run["tokens"])
+    return {
+        "saved": 100 * (1 - sums(run["loads"]) / sums(base["loads"])),
+        "lost": 100 * sums(run["lost"]) / sums(run["weighed"]),
+        "points": 100 * (sums(run["right"]) - sums(base["right"])) / DOCUMENTS,
+        "kl": sums(run["kl"]) / tokens,
+        "same_top": 100 * sums(run["same_top"]) / tokens,
+        "routes": 100 * sums(run["routes"]) / tokens,
+    }
+
+
+def interval(values: Floats, form: str) -> str:
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
+
+
+def render(runs: Sequence[Run]) -> str:
+    base, rows = runs[0], []
+    for run in runs[1:]:
+        own = figures(run, base)
+        rows.append(
+            [
+                f"`{run['cell']['rule']}`",
+                f"{run['parameter'].split('.')[-1]} = {run['value']:g}",
+                interval(own["saved"], "{:.0f}"),
+                f"{own['lost'][0]:.1f}",
+                f"{100 * sum(run['right']) / DOCUMENTS:.1f}",
+                interval(own["points"], "{:+.1f}"),
+                interval(own["kl"], "{:.3f}"),
+                f"{own['same_top'][0]:.1f}",
+                f"{own['routes'][0]:.1f}",
+            ]
+        )
+    headers = ["Rule", "setting", "loads saved %", "weight lost %", "accuracy %", "points"]
+    headers += ["KL, nats a token", "same likeliest token %", "same routes %"]
+    plain = 100 * sum(base["right"]) / DOCUMENTS
+    title = f"{DOCUMENTS} letter questions; unmodified {plain:.1f}% right, chance 25%"
+    return sections([(title, table(headers, rows))])
+
+
+def draw(runs: Sequence[Run], file: Path) -> None:
+    """Accuracy and divergence over loads saved, with intervals both ways."""
+    figure, panels = new_figure(columns=2)
+    series = {}
+    for index, run in enumerate(runs[1:]):
+        own = figures(run, runs[0])
+        name = f"{run['cell']['rule']} {run['parameter'].split('.')[-1]} = {run['value']:g}"
+        for axes, key in zip(panels, ("points", "kl"), strict=True):
+            (x, x_errors), (y, y_errors) = _bars(own["saved"]), _bars(own[key])
+            series[name] = axes.errorbar(
+                x, y, xerr=x_errors, yerr=y_errors, capsize=2, linestyle="", **look(index)
+            )
+    panels[0].set_ylabel("accuracy against the unmodified model [points]")
+    panels[1].set_ylabel("KL of the output [nats a token]")
+    panels[0].axhline(0, color="0.6", linewidth=0.8)
+    for axes in panels:
+        axes.set_xlabel("loads saved [%]")
+        axes.set_xlim(20, 50)
+    panels[1].set_ylim(bottom=0)
+    legend(figure, series)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, file)
+
+
+def _bars(values: Floats) -> tuple[float, list[list[float]]]:
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    middle = float(values[0])
+    return middle, [[max(middle - low, 0)], [max(high - middle, 0)]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS / "lossy_answers" / "accuracy")
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    runs = fill(out / "cells.json.gz", cells(Questions()), measure, save_each=1)
+    (out / "table.md").write_text(render(runs))
+    draw(runs, out / "plots" / "accuracy.svg")
+
+
+if __name__ == "__main__":
+    main()
