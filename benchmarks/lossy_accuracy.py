@@ -205,7 +205,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
             series[name] = axes.errorbar(
                 x, y, xerr=x_errors, yerr=y_errors, capsize=2, linestyle="", **look(index)
             )
-    panels[0].set_ylabel("accuracy against the unmodified model [points]")
+    panels[0].set_ylabel("accuracy over unmodified [points]")
     panels[1].set_ylabel("KL of the output [nats a token]")
     panels[0].axhline(0, color="0.6", linewidth=0.8)
     for axes in panels:
