@@ -49,6 +49,8 @@ def _told(found: Verdict) -> dict[str, object]:
             "low": each.estimate.low,
             "high": each.estimate.high,
             "p": None if each.part.cells else each.p,
+            "least_p": each.least_p,
+            "p_of_all": each.p_of_all,
             "verdict": each.verdict,
         }
         for each in found.answers

@@ -35,6 +35,7 @@ from lm_eval_moecache.report.statistics import (
     answers_interval,
     bootstrap_interval,
     holm,
+    least_flip_p,
     margin_test,
     mean_interval,
     sign_flip_test,
@@ -104,6 +105,18 @@ class Estimate:
         if data.kind == "traces":
             return f"all of {data.new.size} traces"
         return f"sign flips over {data.new.size} {data.unit}"
+
+    def least_p(self, bound: float) -> float:
+        """Return the smallest chance that samples like these can give beside `bound`.
+
+        Of answers at a bound of 0 as many as changed count, elsewhere as if all were as claimed.
+        """
+        data = self.samples
+        if data.kind == "answers":
+            changed = sum(data.changes)
+            best = (changed, 0) if not bound else (0, 0) if bound < 0 else (data.new.size, 0)
+            return margin_test(*best, data.new.size, bound, 1.0)
+        return least_flip_p(_beyond(data, bound, self.form))
 
     def _p(self, bound: float, sign: float) -> float:
         data = self.samples
@@ -250,6 +263,10 @@ class Answer:
     estimate: Estimate
     p: float
     verdict: str
+    least_p: float | None = None
+    """The smallest chance that the sample could give, uncorrected; None where nothing is tested."""
+    p_of_all: float | None = None
+    """The verdict's chance corrected over all parts of all claims; None where it does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,31 +284,65 @@ def read_claims(path: Path) -> Claims:
 
 def answer(claims: Claims, root: Path) -> list[Verdict]:
     """Answer every claim from the runs under `root`. ValueError where a part finds no runs."""
-    return [_judged(claim, claims.alpha, root) for claim in claims.claims]
+    found = [_measured(claim, root) for claim in claims.claims]
+    of_all = _corrected_over_all(claims.claims, found)
+    return [
+        _judged(claim, claims.alpha, each, wide)
+        for claim, each, wide in zip(claims.claims, found, of_all, strict=True)
+    ]
 
 
-def _judged(claim: Claim, alpha: float, root: Path) -> Verdict:
+def _measured(claim: Claim, root: Path) -> list[Estimate]:
     estimates = []
     for part in claim.parts:
         try:
             estimates.append(measure(part, root))
         except (ValueError, OSError) as error:
             raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
-    # Two questions a part: does it lie where the claim says, or surely outside?
-    chances = [
-        _chances(each, part.expect) for each, part in zip(estimates, claim.parts, strict=True)
-    ]
-    inside, outside = ([pair[side] for pair in chances] for side in (0, 1))
+    return estimates
+
+
+Chances = list[tuple[float, float]]
+"""By part: does it lie where the claim says, or surely outside?"""
+
+
+def _corrected_over_all(
+    claims: Sequence[Claim], found: Sequence[Sequence[Estimate]]
+) -> list[Chances]:
+    """Return the chances by claim and part, corrected over every part of every claim."""
+    parts = [part for claim in claims for part in claim.parts]
+    raw = _raw(parts, [each for estimates in found for each in estimates])
+    corrected = iter(_corrected(raw, [at for at, part in enumerate(parts) if _counts(part)]))
+    return [[next(corrected) for _ in claim.parts] for claim in claims]
+
+
+def _counts(part: Part) -> bool:
+    """Whether a part is tested for its claim's verdict: what is told beside it is not."""
+    return part.cells is None and not part.aside
+
+
+def _raw(parts: Sequence[Part], estimates: Sequence[Estimate]) -> Chances:
+    return [_chances(each, part.expect) for each, part in zip(estimates, parts, strict=True)]
+
+
+def _corrected(chances: Chances, places: Sequence[int]) -> Chances:
+    """Return the chances with Holm's correction over those of these places."""
+    fixed = list(chances)
+    inside, outside = (holm([chances[at][side] for at in places]) for side in (0, 1))
+    for at, pair in zip(places, zip(inside, outside, strict=True), strict=True):
+        fixed[at] = pair
+    return fixed
+
+
+def _judged(claim: Claim, alpha: float, estimates: Sequence[Estimate], wide: Chances) -> Verdict:
+    parts = claim.parts
+    chances = _raw(parts, estimates)
     # What is told beside the verdict is a family of its own, and traces are not tested.
-    tested = [at for at, part in enumerate(claim.parts) if part.cells is None]
-    for family in (False, True):
-        places = [at for at in tested if claim.parts[at].aside == family]
-        for side in (inside, outside):
-            for at, p in zip(places, holm([side[at] for at in places]), strict=True):
-                side[at] = p
+    for aside in (False, True):
+        family = [at for at, part in enumerate(parts) if part.cells is None and part.aside == aside]
+        chances = _corrected(chances, family)
     answers = tuple(
-        _answered(part, each, i, o, alpha)
-        for part, each, i, o in zip(claim.parts, estimates, inside, outside, strict=True)
+        _answered(*each, alpha) for each in zip(parts, estimates, chances, wide, strict=True)
     )
     verdict, told = _summed(claim, answers)
     return Verdict(claim=claim, answers=answers, verdict=verdict, told=told)
@@ -309,16 +360,33 @@ def _chances(found: Estimate, expect: Bounds) -> tuple[float, float]:
     return max(inside), min(1.0, min(outside) * len(outside))
 
 
-def _answered(part: Part, found: Estimate, inside: float, outside: float, alpha: float) -> Answer:
+def _answered(
+    part: Part,
+    found: Estimate,
+    chances: tuple[float, float],
+    wide: tuple[float, float],
+    alpha: float,
+) -> Answer:
     above = -math.inf if part.expect.above is None else part.expect.above
     below = math.inf if part.expect.below is None else part.expect.below
     if found.nothing_changed and not above < found.figure < below:
         return Answer(part=part, estimate=found, p=1.0, verdict=FAILS)
+    inside, outside = chances
+    verdict, p, of_all = OPEN, min(inside, outside), None
     if inside <= alpha and above < found.low and found.high < below:
-        return Answer(part=part, estimate=found, p=inside, verdict=HOLDS)
-    if outside <= alpha and (found.high < above or found.low > below):
-        return Answer(part=part, estimate=found, p=outside, verdict=FAILS)
-    return Answer(part=part, estimate=found, p=min(inside, outside), verdict=OPEN)
+        verdict, p, of_all = HOLDS, inside, wide[0]
+    elif outside <= alpha and (found.high < above or found.low > below):
+        verdict, p, of_all = FAILS, outside, wide[1]
+    bounds = [bound for bound in (part.expect.above, part.expect.below) if bound is not None]
+    least = None if part.cells else max(found.least_p(bound) for bound in bounds)
+    return Answer(
+        part=part,
+        estimate=found,
+        p=p,
+        verdict=verdict,
+        least_p=least,
+        p_of_all=of_all if _counts(part) else None,
+    )
 
 
 def _summed(claim: Claim, answers: Sequence[Answer]) -> tuple[str, str]:
@@ -343,11 +411,21 @@ def measure(part: Part, root: Path) -> Estimate:
     new = _one(runs, part.where)
     old = None if part.versus is None else _one(runs, {**part.where, **part.versus})
     data = of_runs(new, old, part.metric, part.task)
+    if part.documents is not None:
+        data = _half(data, part.documents)
     if data.kind == "answers" and part.form == "ratio":
         raise ValueError("answers are compared by their difference.")
     if data.kind == "texts" and part.form != "ratio":
         raise ValueError("perplexities are compared by their ratio.")
     return estimate(data, part.form)
+
+
+def _half(data: Samples, which: str) -> Samples:
+    kept = slice(0 if which == "even" else 1, None, 2)
+    tokens = None if data.tokens is None else data.tokens[kept]
+    old = data.old[kept] if data.old.size else data.old
+    unit = f"{which} {data.unit}"
+    return Samples(kind=data.kind, new=data.new[kept], old=old, unit=unit, tokens=tokens)
 
 
 @lru_cache(maxsize=64)
@@ -423,50 +501,131 @@ A part is answered where the figure's 95% interval lies inside (or outside) of w
 and the test's chance, corrected over the claim's parts (Holm), is at most {alpha:g}. Answers right
 or wrong: exact tests (McNemar's, binomial) and intervals (Clopper and Pearson's); times, rates and
 log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's of means, over the
-documents that both runs have. Parts in *italics* are told beside the verdict. Perplexities are by
-token."""
+documents that both runs have. *Least p* is the smallest chance that the sample could have given,
+*p of all* the verdict's chance corrected over all {parts} tested parts of all claims. Parts in
+*italics* are told beside the verdict. Perplexities are by token."""
 
 
 def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
     """Return the Markdown, with a newline at its end."""
     counts = Counter(each.verdict for each in verdicts)
     told = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    tested = [a for each in verdicts for a in each.answers if _counts(a.part)]
+    answered = [a for a in tested if a.p_of_all is not None]
+    kept = sum(_survives(each, claims.alpha) for each in answered)
     lines = [
         f"# {claims.title}",
         "",
         claims.about.strip(),
         "",
-        _HOW.format(alpha=claims.alpha),
+        f"{len(verdicts)} claims: {told}. Tests answer {len(answered)} of {len(tested)} parts; "
+        f"{kept} of these answers stand when corrected over all parts of all claims (last column).",
         "",
-        f"{len(verdicts)} claims: {told}.",
+        "| id | claim | the paper | here (95% interval) | verdict | answers that stand |",
+        "|---|---|---|---|---|---|",
+        *(_headline(each, claims.alpha) for each in verdicts),
         "",
-        "| id | claim | regime | verdict | why |",
-        "|---|---|---|---|---|",
+        "## Regimes and reasons",
+        "",
+        "| id | regime | verdict | why |",
+        "|---|---|---|---|",
         *(_summary(each) for each in verdicts),
         "",
         "## The figures",
+        "",
+        _HOW.format(alpha=claims.alpha, parts=len(tested)),
     ]
     for each in verdicts:
         lines += ["", *_figures(each)]
     return "\n".join(lines) + "\n"
 
 
-def _summary(found: Verdict) -> str:
+def _survives(found: Answer, alpha: float) -> bool:
+    return found.p_of_all is not None and found.p_of_all <= alpha
+
+
+def _headline(found: Verdict, alpha: float) -> str:
     claim = found.claim
-    verdict = f"**{found.verdict}**" + (f" ({found.told})" if found.told else "")
-    cells = [claim.id, f"{claim.claim} ({claim.where})", claim.regime, verdict, claim.why]
+    answered = [each for each in found.answers if each.p_of_all is not None]
+    kept = sum(_survives(each, alpha) for each in answered)
+    stand = f"all {kept}" if kept == len(answered) else f"{kept} of {len(answered)}"
+    cells = [
+        f"[{claim.id}](#{claim.id.lower()})",
+        f"{claim.claim} ({claim.where})",
+        claim.paper,
+        _ours(found),
+        f"**{found.verdict}**",
+        stand if answered else "",
+    ]
     return f"| {' | '.join(cell.strip() for cell in cells)} |"
 
 
+class _Told:
+    """A figure with its interval, as `Claim.ours` asks for it."""
+
+    _FORMS: Mapping[str, Callable[[float, float], float]] = {
+        "": lambda value, _: value,
+        "inverse": lambda value, _: 1 / value if value else math.inf,
+        "gain": lambda value, one: 100 * (value - one),
+        "loss": lambda value, one: 100 * (one - value),
+    }
+
+    def __init__(self, found: Estimate) -> None:
+        self._found = found
+
+    def __format__(self, spec: str) -> str:
+        if spec not in self._FORMS:
+            raise unknown("ours", f"{{:{spec}}}", [f"{{:{form}}}" for form in self._FORMS if form])
+        form, found = self._FORMS[spec], self._found
+        one = float(found.form == "ratio")
+        figure, *ends = (form(value, one) for value in (found.figure, found.low, found.high))
+        percent = "%" if spec in ("gain", "loss") else ""
+        return f"{_rough(figure)}{percent} ({_rough(min(ends))} to {_rough(max(ends))})"
+
+
+def _rough(value: float) -> str:
+    """Three digits, as a first screen needs them."""
+    return f"{value:.3g}" if 0.001 <= abs(value) < 1000 else f"{value:.0f}"
+
+
+def _ours(found: Verdict) -> str:
+    claim = found.claim
+    if not claim.ours:
+        first = found.answers[:1]
+        return "".join(f"{each.part.what}: {_Told(each.estimate)}" for each in first)
+    try:
+        return claim.ours.format(*(_Told(each.estimate) for each in found.answers))
+    except (IndexError, KeyError, AttributeError):
+        allowed = f"allowed: {{0}} to {{{len(found.answers) - 1}}}"
+        why = f"claim {claim.id}: ours={claim.ours!r} names a part that is not there"
+        raise ValueError(f"{why}; {allowed}.") from None
+
+
+def _summary(found: Verdict) -> str:
+    claim = found.claim
+    verdict = f"**{found.verdict}**" + (f" ({found.told})" if found.told else "")
+    cells = [claim.id, claim.regime, verdict, claim.why]
+    return f"| {' | '.join(cell.strip() for cell in cells)} |"
+
+
+_COLUMNS = (
+    *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
+    *("test", "verdict", "runs"),
+)
+
+
 def _figures(found: Verdict) -> list[str]:
-    heading = f"### {found.claim.id}: {found.verdict}"
+    heading = f"### {found.claim.id}"
+    said = f"{found.claim.claim}: **{found.verdict}**."
     if not found.answers:
-        return [heading, "", f"No figures: {found.told}."]
+        return [heading, "", said, "", f"No figures: {found.told}."]
     return [
         heading,
         "",
-        "| compared | figure | 95% interval | claimed | p | test | verdict | runs |",
-        "|---|--:|--:|---|--:|---|---|---|",
+        said,
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|---|--:|--:|---|--:|--:|--:|---|---|---|",
         *(_row(each) for each in found.answers),
     ]
 
@@ -480,6 +639,8 @@ def _row(found: Answer) -> str:
         f"{number(estimate.low)} to {number(estimate.high)}",
         f"{_measure(part)} {_bounds(part.expect)}",
         "" if part.cells or estimate.nothing_changed else _chance(found.p),
+        "" if found.least_p is None else _chance(found.least_p),
+        "" if found.p_of_all is None else _chance(found.p_of_all),
         estimate.by,
         found.verdict,
         _source(part),
@@ -492,7 +653,7 @@ def number(value: float) -> str:
 
 
 def _chance(p: float) -> str:
-    return "<0.001" if p < 0.001 else f"{p:.3f}"
+    return "<0.0001" if p < 0.0001 else f"{p:.4f}" if p < 0.001 else f"{p:.3f}"
 
 
 def _measure(part: Part) -> str:

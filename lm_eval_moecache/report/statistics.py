@@ -61,6 +61,13 @@ def sign_flip_test(losses: Sequence[float] | Floats) -> float:
     return float(found.pvalue)
 
 
+def least_flip_p(values: Sequence[float] | Floats) -> float:
+    """Return the smallest chance that `sign_flip_test` can give for as many samples."""
+    differing = int(np.count_nonzero(np.asarray(values)))
+    patterns = 1 << differing
+    return 1 / patterns if patterns <= DRAWS else 1 / (DRAWS + 1)
+
+
 def margin_test(won: int, lost: int, answers: int, margin: float, sign: float) -> float:
     """Return the chance of this difference of two shares if the truth were `margin` (one-sided).
 

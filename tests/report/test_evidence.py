@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lm_eval_moecache.report.claims import (
     IN_PART,
     OPEN,
     Samples,
+    Verdict,
     answer,
     estimate,
     page,
@@ -151,6 +153,57 @@ def test_holm_corrects_over_the_parts_of_a_claim(tmp_path: Path) -> None:
     [alone] = answer(read_claims(_claims(tmp_path, part)), tmp_path)
     [both] = answer(read_claims(_claims(tmp_path, part, {**part, "what": "y"})), tmp_path)
     assert both.answers[0].p == min(1.0, 2 * alone.answers[0].p)
+
+
+def test_every_answer_is_corrected_over_all_parts_of_all_claims_as_well(tmp_path: Path) -> None:
+    _folder(tmp_path / "a")
+    surely = {**FASTER, "what": "x", "expect": {"below": 1}}
+    hardly = {**ANSWERS, "what": "y", "expect": {"above": -0.15}}
+    path = _claims(tmp_path, hardly)
+    data = yaml.safe_load(path.read_text())
+    [one] = data["claims"]
+    many = [{**one, "id": f"Y{n}", "parts": [surely, {**surely, "aside": True}]} for n in range(5)]
+    path.write_text(yaml.safe_dump({**data, "claims": [one, *many]}))
+    claims = read_claims(path)
+    found, *others = answer(claims, tmp_path)
+    [told] = found.answers
+    # One answer lost of forty, at most 15% claimed: alone it holds, and among six it is the last.
+    lost = 0.85**40 + 40 * 0.15 * 0.85**39
+    assert (told.verdict, told.p) == (HOLDS, pytest.approx(lost))
+    assert (told.p_of_all, told.least_p) == (pytest.approx(lost), pytest.approx(0.85**40))
+    for other in others:
+        counted, beside = other.answers
+        assert counted.p_of_all == pytest.approx(6 * counted.p) and beside.p_of_all is None
+        assert counted.least_p == pytest.approx(1 / 20_001)
+    text = page(claims, [found, *others])
+    assert "Tests answer 6 of 6 parts; 6 of these answers stand" in text
+
+
+def test_what_half_of_the_documents_showed_is_tested_on_the_other(tmp_path: Path) -> None:
+    _folder(tmp_path / "a")
+    part = {**FASTER, "what": "x", "expect": {"below": 1}}
+    halves = [{**part, "documents": half} for half in ("even", "odd")]
+    [found] = answer(read_claims(_claims(tmp_path, part, *halves)), tmp_path)
+    whole, even, odd = (each.estimate.samples for each in found.answers)
+    assert list(even.new) == list(whole.new[::2]) and list(odd.old) == list(whole.old[1::2])
+    assert found.answers[2].estimate.by == "sign flips over 20 odd documents"
+
+
+def test_the_first_screen_tells_the_papers_figure_and_ours_in_words(tmp_path: Path) -> None:
+    _folder(tmp_path / "a")
+    part = {**FASTER, "what": "first token", "expect": {"below": 1}}
+    said = {"paper": "12% less", "ours": "{0:loss} less, {0:inverse} times, {0}"}
+    claims = read_claims(_claims(tmp_path, part, **said))
+    row = "| 12% less | 10% (10 to 10) less, 1.11 (1.11 to 1.11) times, 0.9 (0.9 to 0.9) |"
+    assert row in page(claims, answer(claims, tmp_path))
+    assert "first token: 0.9 (" in page(claims, _answers(tmp_path, part))
+    for wrong, why in (("{1}", "allowed: {0} to {0}"), ("{0:lost}", "Did you mean '{:loss}'")):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            page(claims, _answers(tmp_path, part, ours=wrong))
+
+
+def _answers(place: Path, *parts: dict[str, Any], **more: Any) -> list[Verdict]:
+    return answer(read_claims(_claims(place, *parts, **more)), place)
 
 
 def test_the_command_writes_the_page_and_says_what_is_wrong(

@@ -226,6 +226,8 @@ class Part(Schema):
     expect: Bounds
     aside: bool = False
     """Told, but no part of the verdict: another regime than the paper's, or another measure."""
+    documents: Literal["even", "odd"] | None = None
+    """Every second document alone: what is chosen on one half is tested on the other."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Part:
@@ -245,6 +247,11 @@ class Claim(Schema):
     """Paper and section."""
     regime: Name
     why: Name
+    paper: str = ""
+    """The paper's figure, in words."""
+    ours: str = ""
+    """Ours beside it: `{0}` is the figure of the first part, `{0:inverse}` 1 over it, `{0:gain}`
+    and `{0:loss}` how many percent it lies above or below 1 (a difference: above or below 0)."""
     untestable: str | None = None
     """Why it cannot be answered here whatever the parts say."""
     parts: list[Part] = Field(default_factory=list)
