@@ -48,7 +48,7 @@ def _told(found: Verdict) -> dict[str, object]:
             "figure": each.estimate.figure,
             "low": each.estimate.low,
             "high": each.estimate.high,
-            "p": None if each.part.cells else each.p,
+            "p": None if each.part.cells or each.part.whole else each.p,
             "least_p": each.least_p,
             "p_of_all": each.p_of_all,
             "verdict": each.verdict,

@@ -28,7 +28,7 @@ from lm_eval_moecache.records.schemas.results import (
     RowsFile,
     TraceCell,
 )
-from lm_eval_moecache.report.columns import find_score, selected
+from lm_eval_moecache.report.columns import find_score, metric_value, selected
 from lm_eval_moecache.report.results import Run, load_runs
 from lm_eval_moecache.report.statistics import (
     Floats,
@@ -53,7 +53,8 @@ Form = Literal["ratio", "difference", "value"]
 class Samples:
     """Paired samples. `answers`: right or wrong; `texts`: log-likelihoods with token counts.
 
-    `traces` are single replays, too few for a test. `old` is empty for the mean of one run.
+    `traces` are single replays or whole runs, too few for a test. `old` is empty for the mean of
+    one run.
     """
 
     kind: Literal["figures", "answers", "texts", "traces"]
@@ -102,6 +103,8 @@ class Estimate:
         if data.kind == "answers":
             won, lost = data.changes
             return f"exact, {lost} lost and {won} won of {data.new.size}"
+        if data.unit == "runs":
+            return "whole runs, untested"
         if data.kind == "traces":
             return f"all of {data.new.size} traces"
         return f"sign flips over {data.new.size} {data.unit}"
@@ -318,7 +321,11 @@ def _corrected_over_all(
 
 def _counts(part: Part) -> bool:
     """Whether a part is tested for its claim's verdict: what is told beside it is not."""
-    return part.cells is None and not part.aside
+    return _is_tested(part) and not part.aside
+
+
+def _is_tested(part: Part) -> bool:
+    return part.cells is None and not part.whole
 
 
 def _raw(parts: Sequence[Part], estimates: Sequence[Estimate]) -> Chances:
@@ -378,7 +385,7 @@ def _answered(
     elif outside <= alpha and (found.high < above or found.low > below):
         verdict, p, of_all = FAILS, outside, wide[1]
     bounds = [bound for bound in (part.expect.above, part.expect.below) if bound is not None]
-    least = None if part.cells else max(found.least_p(bound) for bound in bounds)
+    least = None if not _is_tested(part) else max(found.least_p(bound) for bound in bounds)
     return Answer(
         part=part,
         estimate=found,
@@ -410,6 +417,8 @@ def measure(part: Part, root: Path) -> Estimate:
     runs = _runs(str(root / part.runs))
     new = _one(runs, part.where)
     old = None if part.versus is None else _one(runs, {**part.where, **part.versus})
+    if part.whole:
+        return estimate(_of_whole(new, old, part.metric), part.form)
     data = of_runs(new, old, part.metric, part.task)
     if part.documents is not None:
         data = _half(data, part.documents)
@@ -418,6 +427,18 @@ def measure(part: Part, root: Path) -> Estimate:
     if data.kind == "texts" and part.form != "ratio":
         raise ValueError("perplexities are compared by their ratio.")
     return estimate(data, part.form)
+
+
+def _of_whole(new: Run, old: Run | None, metric: str) -> Samples:
+    """Return a metric of two whole runs: one sample, as of a trace."""
+    found = []
+    for run in (new, *([] if old is None else [old])):
+        value = metric_value(run, metric).number
+        if value is None:
+            raise unknown("metric", metric, [*run.moecache["totals"]])
+        found.append(value)
+    one, other = np.asarray(found[:1]), np.asarray(found[1:])
+    return Samples(kind="traces", new=one, old=other, unit="runs")
 
 
 def _half(data: Samples, which: str) -> Samples:
@@ -638,7 +659,7 @@ def _row(found: Answer) -> str:
         number(estimate.figure),
         f"{number(estimate.low)} to {number(estimate.high)}",
         f"{_measure(part)} {_bounds(part.expect)}",
-        "" if part.cells or estimate.nothing_changed else _chance(found.p),
+        "" if found.least_p is None or estimate.nothing_changed else _chance(found.p),
         "" if found.least_p is None else _chance(found.least_p),
         "" if found.p_of_all is None else _chance(found.p_of_all),
         estimate.by,

@@ -70,6 +70,7 @@ def of_cells(**given: Any) -> dict[str, Any]:
         ({**RUN, "runs": "gone"}, "gone': there is no such file or folder"),
         ({**RUN, "where": {"policy": "nobody"}}, "picks 0 runs: none"),
         ({**RUN, "where": {}}, "picks 4 runs"),
+        ({**RUN, "whole": True, "aside": True, "metric": "hit_rat"}, "metric='hit_rat' is not"),
         ({**RUN, "metric": "quizz"}, "metric='quizz' is not known. Did you mean 'quiz'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -81,6 +82,15 @@ def test_what_cannot_be_answered_is_refused(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("moecache claims: claim A1, 'told': ")
     assert said in line
+
+
+def test_whole_runs_are_told_and_never_tested(folder: Path, capsys: Captured) -> None:
+    part = {**RUN, "whole": True, "aside": True, "metric": "hit_rate", "expect": {"above": 0}}
+    assert main(["claims", str(claims(folder, **part)), "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)["claims"][0]["parts"]
+    assert told["low"] == told["figure"] == told["high"] and told["p"] is told["least_p"] is None
+    assert main(["claims", str(claims(folder, **{**part, "aside": False}))]) == 2
+    assert "of `whole` runs must have `runs` and be `aside`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", [of_rows(), of_cells()], ids=["rows", "cells"])

@@ -226,6 +226,8 @@ class Part(Schema):
     expect: Bounds
     aside: bool = False
     """Told, but no part of the verdict: another regime than the paper's, or another measure."""
+    whole: bool = False
+    """Of the whole runs, where a metric has no figure by document: told beside, never tested."""
     documents: Literal["even", "odd"] | None = None
     """Every second document alone: what is chosen on one half is tested on the other."""
 
@@ -235,6 +237,8 @@ class Part(Schema):
             raise ValueError("a part must have one of `runs`, `rows` and `cells`")
         if self.rows is None and (self.form == "value") != (self.versus is None):
             raise ValueError("a part must have `versus`, unless its form is value")
+        if self.whole and (self.runs is None or not self.aside):
+            raise ValueError("a part of `whole` runs must have `runs` and be `aside`")
         return self
 
 
