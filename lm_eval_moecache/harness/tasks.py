@@ -24,6 +24,8 @@ from lm_eval_moecache.report.results import SPEED_FILTER
 
 PROMPT_TOKENS = "prompt_tokens"
 """Of a document: what its speed is read against, and no figure of speed itself."""
+REQUEST_BYTES = "request_bytes_moved"
+"""Of a document: what a request of it moved over the link. No row of lm-eval's table has it."""
 
 #: Figure of a request -> whether more of it is better (the arrow in lm-eval's table). Means of
 #: rates over requests are not the task's rates, which are told under `tok_per_s`, `hit_rate` ...
@@ -74,6 +76,7 @@ def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, di
             document: {
                 **mean_figures(Figures(request_metrics(request)) for request in requests),
                 PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
+                REQUEST_BYTES: mean([sum(p.bytes_moved for p in r.passes) for r in requests]),
             }
             for document, requests in documents.items()
         }

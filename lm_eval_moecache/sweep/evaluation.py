@@ -18,6 +18,7 @@ import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.harness.evaluation import SAMPLE_KEY
+from lm_eval_moecache.harness.tasks import REQUEST_BYTES
 from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.report.results import SPEED_FILTER
@@ -30,7 +31,7 @@ _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is
 #: Figures kept of each document, for paired comparisons of speed.
 KEPT_SPEED = (
     *("ttft_ms", "tpot_ms", "request_tok_per_s", "request_miss_rate"),
-    "request_collision_miss_rate",
+    *("request_collision_miss_rate", REQUEST_BYTES),
 )
 # What of lm-eval's own `config` is a function of the configuration, and not of the machine.
 _KEPT_CONFIG = (
