@@ -27,6 +27,8 @@ def test_it_gives_figure_2_and_table_1_of_what_tasks_generate(
         # With so few tokens one side may not vary, which has no correlation.
         assert row["set_by_gap"] is None or -1 <= row["set_by_gap"] <= 1
     assert any(row["set_by_certainty"] is not None for row in found["correlations"])
+    assert [row["prompt"] for row in found["documents"]] == [0, 1, 2, 3]
+    assert sum(row["tokens"] for row in found["documents"]) == tokens
     (table,) = found["replacement"]
     assert table["task"] == "tiny_bbh" and table["metric"].startswith("exact_match")
     assert table["original"] == table["replaced"] == 1.0

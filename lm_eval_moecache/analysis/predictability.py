@@ -2,9 +2,9 @@
 
 Figure 2: the certainty of a router, as the KL divergence of its softmax from uniform, against how
 many of the token's experts a trained predictor names. Beside the paper: how both go together in
-each layer, and with the heaviest expert alone and the gap behind the last chosen one. Table 1:
-accuracy when the experts of tokens of which none was predicted rightly are replaced by the
-predicted ones.
+each layer and in each document, and with the heaviest expert alone and the gap behind the last
+chosen one. Table 1: accuracy when the experts of tokens of which none was predicted rightly are
+replaced by the predicted ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lm_eval_moecache.model.predictor.accuracy import (
     Judged,
     certainty_rows,
     correlation_rows,
+    document_rows,
     judge,
     layer_rows,
 )
@@ -68,6 +69,7 @@ def analyze(
         "certainty": certainty_rows(judged, top_k),
         "layers": layer_rows(judged, top_k),
         "correlations": correlation_rows(judged),
+        "documents": document_rows(judged),
         "replacement": _compare(plain, replaced),
     }
 

@@ -41,6 +41,9 @@ def test_a_sweep_writes_every_cell_and_a_second_one_runs_none(
     for record in found.values():
         assert record["config"]["moecache"]["tasks"]["toy_choice"]["requests"] == 12
         assert set(record["scores"]["toy_choice"]["acc,none"]) == {"0", "1", "2", "3"}
+        moved = record["scores"]["toy_choice"]["request_bytes_moved,speed"]
+        total = record["config"]["moecache"]["totals"]["bytes_moved"]
+        assert 3 * sum(moved.values()) == pytest.approx(total, rel=1e-5)
         told = {"date", "seconds", "machine", "versions", "revision", "made_by"}
         assert told == set(record["environment"])
         assert "samples" not in record

@@ -33,6 +33,8 @@ class Judged:
     """Whether the predictor's likeliest expert is the router's, 0 or 1 [N]."""
     gap: FloatArray
     """Between the logits of the router's last chosen expert and the next one [N]."""
+    prompts: IntArray
+    """Which prompt each token answers [N]."""
 
 
 def certainty(logits_NE: FloatArray | Halves) -> FloatArray:
@@ -80,6 +82,7 @@ def judge(
                 certainty=certainty(judged.targets_NE),
                 first=(named[:, 0] == true[:, 0]).astype(np.int64),
                 gap=_gap(judged.targets_NE, num_chosen),
+                prompts=judged.prompts_N,
             )
         )
     return found
@@ -131,7 +134,39 @@ def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     ]
 
 
-def _correlation(left: IntArray, right: FloatArray) -> float | None:
+def document_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return one row a prompt: what goes with its tokens' accuracy, over all layers as in Figure 2.
+
+    `within_layers` takes each layer's own means off both sides first: layers that are surer than
+    others, and better or worse foretold, then make no trend of their own.
+    """
+    prompts = np.concatenate([one.prompts for one in judged])
+    right = np.concatenate([one.right[PREDICTOR] for one in judged])
+    kld = np.concatenate([one.certainty for one in judged])
+    gap = np.concatenate([one.gap for one in judged])
+    centred_right, centred_kld = (
+        np.concatenate([side - side.mean() for side in sides])
+        for sides in (
+            [one.right[PREDICTOR] for one in judged],
+            [one.certainty for one in judged],
+        )
+    )
+    rows = []
+    for prompt in np.unique(prompts).tolist():
+        here = prompts == prompt
+        rows.append(
+            {
+                "prompt": prompt,
+                "tokens": int(here.sum()),
+                "set_by_certainty": _correlation(right[here], kld[here]),
+                "within_layers": _correlation(centred_right[here], centred_kld[here]),
+                "set_by_gap": _correlation(right[here], gap[here]),
+            }
+        )
+    return rows
+
+
+def _correlation(left: IntArray | FloatArray, right: FloatArray) -> float | None:
     """Return Pearson's coefficient, or None where one side does not vary."""
     if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
         return None
