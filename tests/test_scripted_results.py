@@ -8,6 +8,7 @@ from statistics import mean, median
 
 import evictions
 import layer_sizes
+import leads
 import lossy_accuracy
 import policy_space
 import pytest
@@ -47,6 +48,13 @@ def test_the_rows_of_a_real_trace_are_what_the_script_finds() -> None:
     trace = load_trace(str(TRACES / "olmoe-1b-7b.parquet"))
     own = [row for row in ROWS if row["trace"] == "olmoe-1b-7b"]
     assert list(layer_sizes.rows_of("olmoe-1b-7b", trace)) == own
+
+
+@pytest.mark.parametrize("name", leads.FOUND)
+def test_leads_and_slopes_follow_from_the_runs_beside_them(name: str) -> None:
+    found = leads.FOUND[name]
+    path = RESULTS / found.folder / f"{name}.json"
+    assert json.loads(path.read_text())["rows"] == found.rows(RESULTS)
 
 
 @pytest.mark.parametrize("share", [5, 10, 25, 50])
