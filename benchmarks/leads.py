@@ -92,6 +92,16 @@ def _drafted(old: str) -> Lead:
     )
 
 
+def _committed(old: str) -> Lead:
+    return Lead(
+        folder="commitmoe/figure_5",
+        axis="bandwidth",
+        values=("32GB/s", "16GB/s", "5GB/s"),
+        new={"policy": "commitmoe_deepseek"},
+        old={"policy": old},
+    )
+
+
 def _by_depth(emulate: str) -> Slope:
     where = {"policy": "mixtral_offloading", "emulate": emulate, "capacity": "6/layer"}
     return Slope(folder="sp_moe/figure_3", axis="prefetch.depth", points=(1, 3, 5), where=where)
@@ -100,6 +110,8 @@ def _by_depth(emulate: str) -> Slope:
 FOUND: Mapping[str, Lead | Slope] = {
     "lead_adapmoe": _drafted("adapmoe"),
     "lead_lru": _drafted("on_demand"),
+    "lead_on_demand": _committed("on_demand"),
+    "lead_prefetch": _committed("commitmoe_prefetch"),
     "slope_large": _by_depth("Mixtral-8x7B"),
     "slope_small": _by_depth("DeepSeek-V2-Lite"),
 }
