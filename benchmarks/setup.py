@@ -17,6 +17,7 @@ import transformers
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.live import live_engine
 from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader
@@ -82,7 +83,7 @@ def wall(
 
 def virtual(model: Any, policy: str, capacity: str, hardware: Hardware) -> WrappedModel:
     setting, geometry = _setting(model, policy, capacity, hardware, None)
-    return WrappedModel(model, find_moe_layers(model), Engine(geometry, setting))
+    return WrappedModel(model, find_moe_layers(model), live_engine(geometry, setting))
 
 
 def _setting(

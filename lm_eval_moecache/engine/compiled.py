@@ -1,8 +1,9 @@
-"""Lossless replays by one loop over tables: the same figures as the engine, much faster.
+"""Lossless passes by one loop over tables: the same figures as the engine, much faster.
 
 `reason_against` says what has to go through the engine event by event: lossy algorithms, evictions
 that are no ranking, several levels of precision, the host, drafts, scanned texts. The loop is the
-same for all rules, and compiled once; what is over sooner than that runs as plain Python.
+same for all rules, and compiled once; what is over sooner than that runs as plain Python. A replay
+gives it some thousand passes at a time, a live run (`engine.live`) one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from lm_eval_moecache.records.jit import (
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.stream import StreamedTrace
 from lm_eval_moecache.trace.trace import Trace
 
 _TYPES = (
@@ -49,8 +49,11 @@ _PATIENCE_S = 4.0
 """Seconds of plain Python, in all replays of a process, after which compiling is cheaper."""
 
 
-def reason_against(trace: Trace | StreamedTrace, engine: Engine) -> str:
-    """Say why a replay cannot be compiled; empty where it can."""
+def reason_against(engine: Engine, scans: bool) -> str:
+    """Say why an engine's passes cannot be compiled; empty where they can.
+
+    `scans`: some of its texts are scanned.
+    """
     rules, executor, eviction = engine.executor.rules, engine.executor, engine.pools[0].eviction
     if rules.may_change:
         return "a lossy algorithm decides by what is resident"
@@ -64,11 +67,11 @@ def reason_against(trace: Trace | StreamedTrace, engine: Engine) -> str:
         return "the link has lanes, or experts are executed as they arrive"
     if rules.algorithms.miss.host_rule:
         return "the host computes"
-    if trace.drafted.draft is not None or engine.draft_stage is not None:
+    if engine.draft_stage is not None:
         return "a draft model drafts"
     if rules.algorithms.prefetch.foresees:
         return "a whole pass is foreseen before it begins"
-    if trace.scans:
+    if scans:
         return "texts were scanned layer by layer"
     return ""
 
@@ -87,8 +90,13 @@ class _Patience:
 _patience = cache(_Patience)
 
 
-class CompiledReplay:
-    """Serves passes for an engine, and gives it what they counted; `finish` ends it."""
+def is_compiled() -> bool:
+    """Whether the loop's machine code is on disk."""
+    return is_kept(_MODULES, "run") and has_numba()
+
+
+class PassLoop:
+    """The loop's tables, filled from an engine that has served nothing; `finish` tells it all."""
 
     def __init__(self, engine: Engine, future: Future | None) -> None:
         self._engine, self._future = engine, future
@@ -100,7 +108,7 @@ class CompiledReplay:
         assert isinstance(eviction, RankedEviction)
         self._eviction = eviction
         self._rank: Any = eviction.plain_rank
-        self._run: Callable[..., None] = core.run
+        self._loop: Callable[..., None] = core.run
         rules = eviction.make_features(len(engine.pools) > 1)
         machine = Machine(
             now=executor.clock.now,
@@ -144,113 +152,44 @@ class CompiledReplay:
             assert self._future is not None, "an offline eviction without a future"
             for expert, first in zip(s.experts, self._future.first_use.tolist(), strict=True):
                 expert.next_use = first
-        self._warm = [key for pool in pools for key in pool.resident]
-        for key in self._warm:
+        self.warm = np.array([key for pool in pools for key in pool.resident], np.int64)
+        for key in self.warm.tolist():
             features.note_load(s, key, key // self._experts, False)
 
-    def serve(
-        self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
-    ) -> None:
-        """Serve passes `first` to `last` of a part, with what is proposed at each event."""
-        start, stop = first * self._layers, last * self._layers
-        bounds, rows = part.key_bounds[start : stop + 1], part.row_bounds[start : stop + 1]
-        columns, places = part.columns, slice(bounds[0], bounds[-1])
-        own_rows = slice(rows[0], rows[-1])
-        weights, next_use = np.zeros(0, np.float32), _NOTHING
-        if self._eviction.uses_weights and columns.weights is not None:
-            weights = np.require(columns.weights[own_rows], np.float32, ["C", "W"]).ravel()
-        if self._eviction.is_offline and self._future is not None:
-            next_use = self._future.next_use[places]
-        tokens = np.diff(rows).reshape(-1, self._layers)
-        phases = columns.phase[rows[: -1 : self._layers]]
-        dense_s = self._by_event(tokens, phases, self._dense_s)
-        if self._engine.wants_positions:
-            dense_s += np.repeat(self._attention_s(part, phases, first, last), self._layers)
-        piece = Piece(
-            first_pass=part.first_pass + first,
-            keys=part.keys[places],
-            bounds=bounds - bounds[0],
-            rows=rows - rows[0],
-            experts=columns.experts[own_rows].ravel(),
-            weights=weights,
-            dense_s=dense_s,
-            predict_s=self._by_event(tokens, phases, self._predicting_s),
-            next_use=next_use,
-            proposed=proposed[0],
-            proposed_bounds=proposed[1],
-            cold=cold,
-            warm=np.asarray(self._warm, np.int64),
-        )
-        counts = self._run_piece(piece, last - first)
-        self._enter(phases, tokens, counts)
+    def compile(self) -> None:
+        """From now on, let machine code work on records."""
+        self._s = State(*map(as_records, self._s))
+        self._loop, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
 
-    def _run_piece(self, piece: Piece, num_passes: int) -> Array:
+    def run(self, piece: Piece, num_passes: int) -> Array:
         """Let the loop serve a piece; return what each pass counted, as records."""
-        if self._run is core.run and _patience().is_over:
-            self._s = State(*map(as_records, self._s))
-            self._run, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
-        if self._run is not core.run:
+        if self._loop is core.run and _patience().is_over:
+            self.compile()
+        if self._loop is not core.run:
             counts = np.zeros(num_passes, dtype_of(Count))
             arrays = [
-                np.require(own, kind, ["C", "W"])
+                own if own.dtype == kind and own.flags.carray else np.require(own, kind, ["C", "W"])
                 for own, kind in zip(piece[1:], _TYPES, strict=True)
             ]
-            self._run(*self._s, self._rank, Piece(piece.first_pass, *arrays), counts)
+            self._loop(*self._s, self._rank, Piece(piece.first_pass, *arrays), counts)
             return counts
         start_s = time.process_time()
         objects = make_table(Count, num_passes)
         lists = [piece.first_pass, *(own.tolist() for own in piece[1:])]
-        self._run(*self._s, self._rank, Piece(*lists), objects)
+        self._loop(*self._s, self._rank, Piece(*lists), objects)
         _patience().spent_s += time.process_time() - start_s
         return as_records(objects)
 
-    def _by_event(self, tokens: Array, phases: Array, of: Callable[..., list[float]]) -> Array:
-        """Return what `of` says of each event, who is asked once per number of tokens and phase.
-
-        The layers of one pass can differ in tokens: some models run the last one for the last token
-        of a prompt alone.
-        """
-        kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
-        table = [of(*divmod(int(kind), len(PHASES))) for kind in kinds]
-        by_kind = np.asarray(table, np.float64)
-        return by_kind[place.reshape(tokens.shape), np.arange(self._layers)].ravel()
-
-    def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
-        """Return what a layer's attention to the context takes in each pass."""
-        setting, layers, found = self._engine.setting, self._layers, []
-        assert setting.emulate is not None, "attention to the context of no known model"
-        for number, phase in zip(range(first, last), phases.tolist(), strict=True):
-            rows = slice(part.row_bounds[number * layers], part.row_bounds[number * layers + 1])
-            positions = part.columns.token[rows].astype(np.int64)
-            found.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
-        return found
-
-    def _dense_s(self, tokens: int, phase: int) -> list[float]:
+    def dense_s(self, tokens: int, phase: int) -> list[float]:
         clock = self._executor.clock
         return [clock.dense_s(layer, tokens) for layer in range(self._layers)]
 
-    def _predicting_s(self, tokens: int, phase: int) -> list[float]:
+    def predicting_s(self, tokens: int, phase: int) -> list[float]:
         depth, last = self._engine.depth, self._layers - 1
         ahead = [min(depth, last - layer) for layer in range(self._layers)]
         if depth and self._engine.algorithms.prefetch.uses_predictor:
             ahead = [target_of(i, self._layers, PHASES[phase]) is not None for i in range(last + 1)]
         return [self._executor.predicting_s(i, int(n), tokens) for i, n in enumerate(ahead)]
-
-    def _enter(self, phases: Array, tokens: Array, counts: Array) -> None:
-        """Write the passes to the ledger."""
-        ledger, top_k = self._engine.ledger, self._engine.geometry.top_k
-        names = counts.dtype.names
-        own = [counts[name].tolist() for name in names]
-        rest = phases.tolist(), tokens[:, 0].tolist(), (tokens.sum(1) * top_k).tolist()
-        for phase, num_tokens, requests, *values in zip(*rest, *own, strict=True):
-            record = PassRecord(
-                index=len(ledger.passes),
-                phase=PHASES[phase],
-                num_tokens=num_tokens,
-                token_requests=requests,
-                **dict(zip(names, values, strict=True)),
-            )
-            ledger.passes.append(record)
 
     def finish(self) -> None:
         """Leave caches, link and clock as the engine would have: its laws can be checked."""
@@ -276,3 +215,80 @@ class CompiledReplay:
             pool.loads, pool.evictions = of_place["loads"][place], of_place["evictions"][place]
             pool.lifetime_tokens, pool.tokens = of_place["lifetime"][place], value["tokens"]
             pool.warmed = of_place["warmed"][place]
+
+
+class CompiledReplay(PassLoop):
+    """Serves passes of a trace for an engine, and writes to its ledger what they counted."""
+
+    def serve(
+        self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
+    ) -> None:
+        """Serve passes `first` to `last` of a part, with what is proposed at each event."""
+        start, stop = first * self._layers, last * self._layers
+        bounds, rows = part.key_bounds[start : stop + 1], part.row_bounds[start : stop + 1]
+        columns, places = part.columns, slice(bounds[0], bounds[-1])
+        own_rows = slice(rows[0], rows[-1])
+        weights, next_use = np.zeros(0, np.float32), _NOTHING
+        if self._eviction.uses_weights and columns.weights is not None:
+            weights = np.require(columns.weights[own_rows], np.float32, ["C", "W"]).ravel()
+        if self._eviction.is_offline and self._future is not None:
+            next_use = self._future.next_use[places]
+        tokens = np.diff(rows).reshape(-1, self._layers)
+        phases = columns.phase[rows[: -1 : self._layers]]
+        dense_s = self._by_event(tokens, phases, self.dense_s)
+        if self._engine.wants_positions:
+            dense_s += np.repeat(self._attention_s(part, phases, first, last), self._layers)
+        piece = Piece(
+            first_pass=part.first_pass + first,
+            keys=part.keys[places],
+            bounds=bounds - bounds[0],
+            rows=rows - rows[0],
+            experts=columns.experts[own_rows].ravel(),
+            weights=weights,
+            dense_s=dense_s,
+            predict_s=self._by_event(tokens, phases, self.predicting_s),
+            next_use=next_use,
+            proposed=proposed[0],
+            proposed_bounds=proposed[1],
+            cold=cold,
+            warm=self.warm,
+        )
+        counts = self.run(piece, last - first)
+        self._enter(phases, tokens, counts)
+
+    def _by_event(self, tokens: Array, phases: Array, of: Callable[..., list[float]]) -> Array:
+        """Return what `of` says of each event, who is asked once per number of tokens and phase.
+
+        The layers of one pass can differ in tokens: some models run the last one for the last token
+        of a prompt alone.
+        """
+        kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
+        table = [of(*divmod(int(kind), len(PHASES))) for kind in kinds]
+        by_kind = np.asarray(table, np.float64)
+        return by_kind[place.reshape(tokens.shape), np.arange(self._layers)].ravel()
+
+    def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
+        """Return what a layer's attention to the context takes in each pass."""
+        setting, layers, found = self._engine.setting, self._layers, []
+        assert setting.emulate is not None, "attention to the context of no known model"
+        for number, phase in zip(range(first, last), phases.tolist(), strict=True):
+            rows = slice(part.row_bounds[number * layers], part.row_bounds[number * layers + 1])
+            positions = part.columns.token[rows].astype(np.int64)
+            found.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
+        return found
+
+    def _enter(self, phases: Array, tokens: Array, counts: Array) -> None:
+        """Write the passes to the ledger."""
+        ledger, top_k = self._engine.ledger, self._engine.geometry.top_k
+        names = counts.dtype.names
+        own = [counts[name].tolist() for name in names]
+        rest = phases.tolist(), tokens[:, 0].tolist(), (tokens.sum(1) * top_k).tolist()
+        for phase, num_tokens, requests, *values in zip(*rest, *own, strict=True):
+            record = PassRecord(
+                index=len(ledger.passes),
+                phase=PHASES[phase],
+                num_tokens=num_tokens,
+                token_requests=requests,
+                **dict(zip(names, values, strict=True)),
+            )
+            ledger.passes.append(record)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
@@ -23,6 +25,19 @@ from lm_eval_moecache.records.ledger import Ledger, PassRecord
 from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
+
+
+class TokenPass(NamedTuple):
+    """What all routers of a pass of one token said, where serving them waits for its end."""
+
+    keys: IntArray
+    """[layers, top_k] in router order."""
+    weights: FloatArray | None
+    """Of these; None where nobody looks at them."""
+    proposed: tuple[IntArray, IntArray] | None
+    """All keys that the prefetcher proposes, and where each layer's begin and the last one's end;
+    None where it has to be asked at every event."""
+    events: Callable[[], list[Event]]
 
 
 class Engine:
@@ -219,15 +234,16 @@ class Engine:
         """Take the prefetcher's proposals from `source`: a replay of what it proposed live."""
         self.executor.prefetches.propose = source
 
-    def serve(self, events: Sequence[Event], proposed: Sequence[Sequence[int]] | None) -> None:
-        """Serve all events of a pass, with what is `proposed` at each (None: ask for it then)."""
+    def serve(self, told: TokenPass) -> None:
+        """Serve all events of a pass of one token."""
         prefetches = self.executor.prefetches
         asked = prefetches.propose
         try:
-            if proposed is not None:
-                answers = iter(proposed)
+            if told.proposed is not None:
+                keys, bounds = (own.tolist() for own in told.proposed)
+                answers = iter([keys[start:stop] for start, stop in pairwise(bounds)])
                 prefetches.propose = lambda event: next(answers)
-            for event in events:
+            for event in told.events():
                 self.enter(event.layer, event.num_tokens)
                 self.run(event)
         finally:

@@ -52,7 +52,7 @@ def replay(
     if on_engine is not None:
         on_engine(engine)
     waiting = enter_requests(trace, engine)
-    engine.uncompiled = reason_against(trace, engine) if compiled else "asked not to be"
+    engine.uncompiled = reason_against(engine, bool(trace.scans)) if compiled else "asked not to be"
     if on_engine is not None:
         engine.uncompiled = "its events are looked at one by one"
     core = None if engine.uncompiled else CompiledReplay(engine, future)

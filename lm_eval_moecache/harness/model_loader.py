@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.live import live_engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.device import name_of
@@ -91,12 +92,15 @@ class ModelLoader:
             create()
 
     def engine_for(
-        self, model: Any, geometry: Geometry, setting: Setting
+        self, model: Any, geometry: Geometry, setting: Setting, scans: bool
     ) -> tuple[Engine, Store | None]:
-        """Return the engine of a setting, and the store to run from where it is not the model."""
+        """Return the engine of a setting, and the store to run from where it is not the model.
+
+        `scans`: texts that are scored are scanned.
+        """
         if self._experts is not None:
             return assemble(model, geometry, setting, self._experts)
-        engine = Engine(geometry, setting)
+        engine = live_engine(geometry, setting, scans)
         if self._codecs is None:
             return engine, None
         kernel, device_type = implementation_of(model), model.device.type

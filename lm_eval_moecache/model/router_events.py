@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import foresight_of, network_of
 from lm_eval_moecache.model.weighting import WeightingRule, in_numpy
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
@@ -33,8 +33,6 @@ from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.predictor import digest_of, target_of
 from lm_eval_moecache.trace.detail import Detail, identity
 from lm_eval_moecache.trace.recorder import Predict, Propose, Rows
-
-Proposals = list[Sequence[int]]
 
 
 class RouterCall(NamedTuple):
@@ -147,13 +145,8 @@ class RouterEvents:
         base = layer * self._num_experts
         return [base + expert for expert in experts]
 
-    def of_one_token(
-        self, calls: Sequence[RouterCall], record: PassRecord
-    ) -> tuple[list[Event], Proposals | None]:
-        """Return the events of all layers of a pass of one token, brought to the host together.
-
-        And what the prefetcher proposes at each; None where it has to be asked at every event.
-        """
+    def of_one_token(self, calls: Sequence[RouterCall], record: PassRecord) -> TokenPass:
+        """Return what all layers of a pass of one token said, brought to the host together."""
         asked = [_stacked([call.experts for call in calls])]
         given = [call.weights for call in calls if call.weights is not None]
         if given:
@@ -166,36 +159,38 @@ class RouterEvents:
             values = [logits for call in calls for logits in call.predicted.values()]
             asked.append(rounded(_stacked(values)))
         found = copy_to_host(asked, None)
-        experts = found[0].astype(np.int64, copy=False)
-        weights = logits = [UNSEEN_SCORES] * len(calls)
-        rows = [UNSEEN_EXPERTS] * len(calls)
+        experts, weights = found[0].astype(np.int64, copy=False), None
         if given:
             in_order = np.array([[self._is_sorted[call.layer]] for call in calls])
-            experts, by_weight = _in_order(experts, found[1], in_order)
-            if self._wants_weights:
-                rows, weights = [*experts[:, None]], [*by_weight[:, None]]
-        if self._wants_logits:
-            logits = [*found[-1 - bool(targets)][:, None]]
-        predicted = _by_call(calls, found[-1]) if targets else [NO_PREDICTIONS] * len(calls)
-        base = self._num_experts
-        chosen: list[list[int]] = experts.tolist()
-        keys = [
-            [call.layer * base + e for e in own] for call, own in zip(calls, chosen, strict=True)
-        ]
-        seen = zip(calls, keys, rows, weights, logits, predicted, strict=True)
-        index, phase = record.index, record.phase
-        events = [Event(index, call.layer, phase, 1, *rest) for call, *rest in seen]
-        return events, self._proposed(calls, targets, found[-1]) if targets else None
+            experts, weights = _in_order(experts, found[1], in_order)
+        layers = np.array([[call.layer] for call in calls])
+        keys = experts + layers * self._num_experts
+
+        def events() -> list[Event]:
+            by_weight = logits = [UNSEEN_SCORES] * len(calls)
+            rows = [UNSEEN_EXPERTS] * len(calls)
+            if weights is not None and self._wants_weights:
+                rows, by_weight = [*experts[:, None]], [*weights[:, None]]
+            if self._wants_logits:
+                logits = [*found[-1 - bool(targets)][:, None]]
+            predicted = _by_call(calls, found[-1]) if targets else [NO_PREDICTIONS] * len(calls)
+            seen = zip(calls, keys.tolist(), rows, by_weight, logits, predicted, strict=True)
+            index, phase = record.index, record.phase
+            return [Event(index, call.layer, phase, 1, *rest) for call, *rest in seen]
+
+        proposed = self._proposed(calls, targets, found[-1]) if targets else None
+        return TokenPass(keys, weights, proposed, events)
 
     def _proposed(
         self, calls: Sequence[RouterCall], targets: Sequence[int], logits: FloatArray
-    ) -> Proposals | None:
-        """Return what the prefetcher proposes at each call, whose predictions are `logits`."""
-        asked = self._engine.algorithms.prefetch.propose_rows(targets, logits)
-        if asked is None:
+    ) -> tuple[IntArray, IntArray] | None:
+        """Return what the prefetcher proposes at the calls, whose predictions are `logits`."""
+        proposed = self._engine.algorithms.prefetch.propose_arrays(targets, logits)
+        if proposed is None:
             return None
-        answers = iter(asked)
-        return [[key for _ in call.predicted for key in next(answers)] for call in calls]
+        keys, counts = proposed
+        ends = np.cumsum([0, *[len(call.predicted) for call in calls]])
+        return keys, np.append(0, counts.cumsum())[ends]
 
 
 def rounded(logits: Tensor) -> Tensor:

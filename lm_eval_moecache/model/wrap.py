@@ -269,8 +269,7 @@ class WrappedModel:
                 engine.enter(call.layer, num_tokens)
                 engine.run(self._event(call))
         elif calls:
-            events, proposed = self._routers.of_one_token(calls, self._record)
-            engine.serve(events, proposed)
+            engine.serve(self._routers.of_one_token(calls, self._record))
         calls.clear()
 
     def _note(self, recorder: Recorder, event: Event, hidden: Tensor, logits: Tensor) -> None:

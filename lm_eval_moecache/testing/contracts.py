@@ -7,7 +7,6 @@ optional. `tests/algorithms/test_contracts.py` does so for every file in the pac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -99,7 +98,7 @@ class PrefetchContract(Contract):
         assert first == again
 
     def test_many_steps_at_once_are_what_single_ones_would_propose(self) -> None:
-        """Replays and live runs that nothing waits for ask `propose_rows` where there is one."""
+        """Replays and live runs that nothing waits for ask `propose_arrays` where there is one."""
         # One decimal place, so that there are ties.
         logits = np.random.default_rng(0).normal(0, 2, (40, GEOMETRY.num_experts)).round(1)
         logits = logits.astype(np.float32)
@@ -107,11 +106,12 @@ class PrefetchContract(Contract):
         # Steps of one layer, as a replay asks, and of one layer after the other, as a live run.
         for layers in ([1] * 40, [0, 1] * 20):
             at_once, alone = self.make(), self.make()
-            rows = [at_once.propose_rows(layers[:24], logits[:24])]
-            rows.append(at_once.propose_rows(layers[24:], logits[24:]))
-            if None in rows:
-                return
-            found = chain(*filter(None, rows))
+            found: list[list[int]] = []
+            for chunk in (slice(24), slice(24, None)):
+                asked = at_once.propose_arrays(layers[chunk], logits[chunk])
+                if asked is None:
+                    return
+                found += [own.tolist() for own in np.split(asked[0], asked[1].cumsum()[:-1])]
             for step, (layer, row, keys) in enumerate(zip(layers, logits, found, strict=True)):
                 event = Event(step, 0, DECODE, 1, [base], predicted={layer: row[None]})
                 assert list(alone.propose(event)) == keys

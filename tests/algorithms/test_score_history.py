@@ -58,7 +58,8 @@ def test_many_steps_at_once_move_the_bar_as_single_ones_do(percentile: float) ->
     for size in (1, 2, 30, 7, 60, 5):
         # A chunk of another spread moves the percentile beyond the bins that are looked at first.
         logits = rng.normal(0, rng.choice([0.1, 1, 40]), (size, 16)).astype(np.float32)
-        rows = at_once.propose_rows([1] * size, logits)
-        assert [set(row) for row in rows] == [
+        keys, counts = at_once.propose_arrays([1] * size, logits)
+        rows = np.split(keys, counts.cumsum()[:-1])
+        assert [set(row.tolist()) for row in rows] == [
             {key + 16 for key in proposed(alone, row[None])} for row in logits
         ]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lm_eval_moecache.engine import live
+from lm_eval_moecache.engine.compiled import PassLoop
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -24,6 +26,7 @@ POLICIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("specmd", {}),
     ("moe_infinity", {}),
     ("mixtral_offloading", {"eviction": "least_stale"}),
+    ("specmd", {"eviction": "hazard"}),
 )
 
 
@@ -36,12 +39,19 @@ def decode(model: Any, steps: int = 6) -> None:
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
 
 
-def ledger(model: Any, policy: str, changes: dict[str, str]) -> tuple[Any, ...]:
+def ledger(
+    model: Any, policy: str, changes: dict[str, str], is_compiled: bool = False
+) -> tuple[Any, ...]:
     layers = find_moe_layers(model)
     engine = make_engine(policy, "40%", describe(model, layers, "x"), **changes)
+    if is_compiled:
+        engine = live.live_engine(engine.geometry, engine.setting)
+        assert engine.uncompiled == ""
     wrapped = WrappedModel(model, layers, engine)
     decode(model)
+    engine.reset_cache()
     logits_of(model)
+    decode(model)
     wrapped.unwrap()
     engine.check_integrity()
     return engine.ledger.passes, engine.clock.now, [sorted(p.resident) for p in engine.pools]
@@ -53,6 +63,9 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 ) -> None:
     model = random_model(family)
     waiting = [ledger(model, *policy) for policy in POLICIES]
+    monkeypatch.setattr(live, "is_compiled", lambda: True)
+    monkeypatch.setattr(PassLoop, "compile", lambda self: None)  # as plain Python
+    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == waiting
     monkeypatch.setattr(Engine, "only_counts", False)
 
     def never(*_: Any) -> None:
@@ -60,6 +73,7 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 
     monkeypatch.setattr(RouterEvents, "of_one_token", never)
     assert [ledger(model, *policy) for policy in POLICIES] == waiting
+    assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == waiting
 
 
 def test_what_changes_outputs_does_not_wait() -> None:

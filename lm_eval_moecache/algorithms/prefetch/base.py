@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -72,14 +71,6 @@ class PrefetchAlgorithm(ABC):
     @abstractmethod
     def propose(self, event: Event) -> Sequence[int]:
         """Return the keys to prefetch now, in order of priority, without duplicates."""
-
-    def propose_rows(self, layers: Sequence[int], logits: FloatArray) -> list[list[int]] | None:
-        """Return what `propose_arrays` does, row by row, or None."""
-        found = self.propose_arrays(layers, logits)
-        if found is None:
-            return None
-        keys, counts = found[0].tolist(), found[1].cumsum().tolist()
-        return [keys[start:end] for start, end in pairwise([0, *counts])]
 
     def propose_arrays(
         self, layers: Sequence[int], logits: FloatArray
