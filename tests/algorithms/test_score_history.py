@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from lm_eval_moecache.algorithms.prefetch import score
 from lm_eval_moecache.algorithms.prefetch.score import Score
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.event import DECODE, Event
@@ -20,9 +23,12 @@ GEOMETRY = Geometry(
 )
 
 
+def event(logits: FloatArray) -> Event:
+    return Event(0, 0, DECODE, len(logits), [0, 1], predicted={1: logits})
+
+
 def proposed(algorithm: Score, logits: FloatArray) -> set[int]:
-    event = Event(0, 0, DECODE, len(logits), [0, 1], predicted={1: logits})
-    return {key - 16 for key in algorithm.propose(event)}
+    return {key - 16 for key in algorithm.propose(event(logits))}
 
 
 @pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
@@ -52,14 +58,19 @@ def test_where_most_scores_are_below_a_bin_all_experts_are_proposed() -> None:
 
 
 @pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
-def test_many_steps_at_once_move_the_bar_as_single_ones_do(percentile: float) -> None:
+@pytest.mark.parametrize("taker", [None, score.take_rows])
+def test_many_steps_at_once_move_the_bar_as_single_ones_do(
+    percentile: float, taker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "_compiled", lambda count: taker)
     rng = np.random.default_rng(8)
     at_once, alone = Score(GEOMETRY, percentile=percentile), Score(GEOMETRY, percentile=percentile)
     for size in (1, 2, 30, 7, 60, 5):
         # A chunk of another spread moves the percentile beyond the bins that are looked at first.
         logits = rng.normal(0, rng.choice([0.1, 1, 40]), (size, 16)).astype(np.float32)
-        keys, counts = at_once.propose_arrays([1] * size, logits)
+        told = at_once.propose_arrays([1] * size, logits)
+        assert told is not None
+        keys, counts = told
         rows = np.split(keys, counts.cumsum()[:-1])
-        assert [set(row.tolist()) for row in rows] == [
-            {key + 16 for key in proposed(alone, row[None])} for row in logits
-        ]
+        one_by_one = [alone.propose(event(row[None])) for row in logits]
+        assert [row.tolist() for row in rows] == one_by_one

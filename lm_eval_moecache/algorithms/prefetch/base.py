@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, softmax
+from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -175,17 +175,6 @@ def _top(ranks: FloatArray, count: int) -> IntArray:
         places = places[:, :count]
     places.sort(axis=-1)
     return places[:, :count] & 0xFFFFFFFF
-
-
-def rows_by_mass(
-    layers: Sequence[int], wanted: BoolArray, scores: FloatArray
-) -> tuple[IntArray, IntArray]:
-    """Return `by_mass` of each token alone, as `best_of_rows`."""
-    counts = np.count_nonzero(wanted, axis=-1)
-    most = int(counts.max(initial=0))
-    top = _top(np.where(wanted, -scores, np.float32(np.inf)), most)
-    top += np.asarray(layers)[:, None] * scores.shape[-1]
-    return top[np.arange(most) < counts[:, None]], counts
 
 
 def activations(event: Event, num_experts: int) -> IntArray:

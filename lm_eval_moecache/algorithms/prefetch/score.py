@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass, rows_by_mass
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.jit import compiled, has_numba, is_kept
 
 _BINS = 4096
 
@@ -65,12 +69,19 @@ class Score(PrefetchAlgorithm):
     def propose_arrays(
         self, layers: Sequence[int], logits: FloatArray
     ) -> tuple[IntArray, IntArray]:
-        scores = softmax(logits)
-        if self.scope == "token":
-            bars = np.percentile(scores, self.percentile, axis=-1)
-        else:
-            bars = self._history.add_rows(layers, scores)
-        return rows_by_mass(layers, scores > bars[:, None], scores)
+        scores, history = softmax(logits), self._history
+        take = None if self.scope == "token" else _compiled(len(scores))
+        if take is None:
+            rows = [scores[i : i + 1] for i in range(len(scores))]
+            bars: Iterable[Any] = map(history.add, layers, rows)
+            if self.scope == "token":
+                bars = np.percentile(scores, self.percentile, axis=-1, keepdims=True)
+            own = zip(layers, rows, bars, strict=True)
+            told = [by_mass(layer, row > bar, row) for layer, row, bar in own]
+            return np.array([*chain(*told)], np.int64), np.array([*map(len, told)])
+        keys, found = np.empty(scores.size, np.int64), np.empty(len(scores), np.int64)
+        take(np.array(layers), scores, history.share, history.counts, history.places, keys, found)
+        return keys[: found.sum()], found
 
 
 class _History:
@@ -80,85 +91,75 @@ class _History:
     """
 
     def __init__(self, share: float, num_layers: int) -> None:
-        self._share = share
+        self.share = share
         # The last bin counts the scores of exactly 1, which belong to the one before.
-        self._counts = np.zeros((num_layers, _BINS + 1), dtype=np.int64)
-        self._flat = self._counts.ravel()
-        self._total = [0] * num_layers
-        self._bin = [0] * num_layers
-        self._below = [0] * num_layers
-        """How many scores lie in bins before `_bin`."""
+        self.counts = np.zeros((num_layers, _BINS + 1), dtype=np.int64)
+        self.places = np.zeros((num_layers, 3), dtype=np.int64)
+        """How many scores there are, the pointer, and how many lie in bins before it."""
 
     def add(self, layer: int, scores: FloatArray) -> float:
         """Take in an event's scores; return the first bin up to which the share of all lies."""
         bins = (scores.ravel() * _BINS).astype(np.int64)
-        np.add.at(self._counts[layer], bins, 1)
-        return self._step(layer, bins.size, int(np.count_nonzero(bins < self._bin[layer])))
+        np.add.at(self.counts[layer], bins, 1)
+        self.places[layer, 0] += bins.size
+        self.places[layer, 2] += np.count_nonzero(bins < self.places[layer, 1])
+        return step(self.counts[layer], self.places[layer], self.share) / _BINS
 
-    def _step(self, layer: int, count: int, count_below: int) -> float:
-        """Move a layer's pointer, as so many scores more have been counted, some of them below."""
-        count_of, start, place = self._flat.item, layer * (_BINS + 1), self._bin[layer]
-        self._total[layer] += count
-        below = self._below[layer] + count_below
-        rank = self._share * self._total[layer]
-        while place < _BINS - 1 and (upto := below + count_of(start + place)) < rank:
-            below, place = upto, place + 1
-        while place > 0 and below >= rank:
-            place -= 1
-            below -= count_of(start + place)
-        self._bin[layer], self._below[layer] = place, below
-        return place / _BINS
 
-    def add_rows(self, layers: Sequence[int], scores: FloatArray) -> FloatArray:
-        """Take in [events, experts], one row after the other; return what `add` says of each."""
-        bins = (scores * _BINS).astype(np.int64)
-        first, num_events = layers[0], len(layers)
-        if num_events == layers.count(first):
-            return self._add_to_one(first, bins)
-        if len(set(layers)) < num_events:
-            own = zip(layers, scores, strict=True)
-            return np.array([self.add(layer, row) for layer, row in own], dtype=np.float32)
-        starts = np.multiply(layers, _BINS + 1)
-        np.add.at(self._flat, (bins + starts[:, None]).ravel(), 1)
-        places = np.array([self._bin[layer] for layer in layers])
-        below: list[int] = (bins < places[:, None]).sum(axis=1).tolist()
-        size = bins.shape[1]
-        steps = [self._step(layer, size, own) for layer, own in zip(layers, below, strict=True)]
-        return np.array(steps, dtype=np.float32)
+def step(counts: Any, place: Any, share: float) -> int:
+    """Move a layer's pointer to where the share of its scores lies; return it."""
+    at, below, rank = int(place[1]), int(place[2]), share * place[0]
+    while at < _BINS - 1 and below + counts[at] < rank:
+        below += counts[at]
+        at += 1
+    while at > 0 and below >= rank:
+        at -= 1
+        below -= counts[at]
+    place[1], place[2] = at, below
+    return at
 
-    def _add_to_one(self, layer: int, bins: IntArray) -> FloatArray:
-        """Take in the bins of many events [events, experts] of one layer, in their order.
 
-        In the bins around the pointer it counts, for all events at once, what lies below; where
-        the quantile leaves them, around twice as many.
-        """
-        num_events, size = bins.shape
-        rank = self._share * (self._total[layer] + size * np.arange(1, num_events + 1))
-        reach, pointer = 16, self._bin[layer]
-        while True:
-            low, high = max(pointer - reach, 0), min(pointer + reach, _BINS)
-            upto = self._counted(layer, bins, low, high)
-            if (high == _BINS or (upto[:, -1] >= rank).all()) and (
-                low == 0 or (upto[:, 0] < rank).all()
-            ):
-                break
-            reach *= 2
-        steps = (upto[:, 1:-1] < rank[:, None]).sum(axis=1)
-        place = int(steps[-1])
-        self._total[layer] += bins.size
-        self._bin[layer], self._below[layer] = low + place, int(upto[-1, place])
-        self._counts[layer] += np.bincount(bins.ravel(), minlength=_BINS + 1)
-        return np.asarray((low + steps) / _BINS, dtype=np.float32)
+def take_rows(
+    layers: Any, scores: Any, share: float, counts: Any, places: Any, keys: Any, found: Any
+) -> None:
+    """Take in events of one token, one after the other; write who is above the bar, and how many.
 
-    def _counted(self, layer: int, bins: IntArray, low: int, high: int) -> IntArray:
-        """Return how many scores lie below bins `low` to `high` after each event: [events, bins].
+    The heaviest first, of equal ones the first: what `_History.add` and `by_mass` say of each.
+    """
+    end, num_experts = 0, scores.shape[1]
+    for row in range(len(layers)):
+        layer, start = layers[row], end
+        for expert in range(num_experts):
+            own = int(scores[row, expert] * _BINS)
+            counts[layer, own] += 1
+            places[layer, 2] += own < places[layer, 1]
+        places[layer, 0] += num_experts
+        bar, base = step(counts[layer], places[layer], share) / _BINS, layer * num_experts
+        for expert in range(num_experts):
+            score = scores[row, expert]
+            if score > bar:
+                at = end
+                while at > start and scores[row, keys[at - 1] - base] < score:
+                    keys[at] = keys[at - 1]
+                    at -= 1
+                keys[at] = base + expert
+                end += 1
+        found[row] = end - start
 
-        Both ends are included.
-        """
-        num_events, width = len(bins), high - low + 1
-        own = np.clip(bins - (low - 1), 0, width)
-        own += np.arange(num_events)[:, None] * (width + 1)
-        fresh = np.bincount(own.ravel(), minlength=num_events * (width + 1))
-        fresh = fresh.reshape(num_events, width + 1)[:, :width]
-        before = np.append(0, self._counts[layer].cumsum())[low : high + 1]
-        return np.asarray(before + fresh.cumsum(axis=1).cumsum(axis=0), dtype=np.int64)
+
+_PLAIN_EVENTS = 20_000
+"""Those of one token that a process takes in one by one, in less time than compiling takes."""
+_events_seen = [0]
+
+
+@cache
+def _is_kept() -> bool:
+    return is_kept((sys.modules[__name__],), "take_rows")
+
+
+def _compiled(num_events: int) -> Callable[..., None] | None:
+    """Return `take_rows` compiled, where that pays."""
+    _events_seen[0] += num_events
+    if (_events_seen[0] > _PLAIN_EVENTS or _is_kept()) and has_numba():
+        return compiled((sys.modules[__name__],), "take_rows")
+    return None
