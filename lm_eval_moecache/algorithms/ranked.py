@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from functools import cache
 from inspect import unwrap
 from itertools import count
 from typing import Any, ClassVar
@@ -28,14 +29,25 @@ from lm_eval_moecache.algorithms.features import (
 )
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import as_records, compiled, compiled_function, has_numba
+from lm_eval_moecache.records.jit import (
+    as_records,
+    compiled,
+    compiled_function,
+    has_numba,
+    is_kept,
+)
 
 _NOBODY = -1
 """In place of a layer: nobody has to leave."""
-_PLAIN_VICTIMS = 20_000
+_PLAIN_VICTIMS, _PLAIN_IF_KEPT = 20_000, 5_000
 """Victims that a process finds by plain Python, in about the time that compiling takes, before it
-does."""
+does; and where the machine code is on disk and only has to be loaded."""
 _plain_victims = count()
+
+
+@cache
+def _is_kept() -> bool:
+    return is_kept((features,), "play")
 
 
 class RankedEviction(EvictionAlgorithm):
@@ -99,8 +111,11 @@ class RankedEviction(EvictionAlgorithm):
             every = range(self.geometry.num_layers * self.geometry.num_experts)
             pinned = [key for key in every if key in pinned]
         is_plain = self._play is features.play
-        if is_plain and next(_plain_victims) >= _PLAIN_VICTIMS and has_numba():
-            self._compile()
+        if is_plain:
+            found_so_far = next(_plain_victims)
+            pays = found_so_far >= _PLAIN_VICTIMS or (found_so_far >= _PLAIN_IF_KEPT and _is_kept())
+            if pays and has_numba():
+                self._compile()
         found = self._take_in([*pinned], layer)
         return None if found < 0 else found
 

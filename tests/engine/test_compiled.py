@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine import live
 from lm_eval_moecache.engine.compiled import _MODULES, _patience
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import has_numba, is_kept
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
+from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
 from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.drafting import Drafted
 from lm_eval_moecache.trace.future import Future
@@ -274,6 +277,33 @@ def test_a_live_rule_that_is_compiled_in_between(
         monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 20)
         monkeypatch.setattr(ranked, "_plain_victims", itertools.count())
         assert figures(replay(trace, setting, compiled=False)) == figures(plain)
+
+
+def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "is_compiled", lambda: True)
+    geometry = make_geometry(4, 16, 3)
+    passes = make_stream(geometry)
+    for axes in ({"eviction": "score"}, {"prefetch": "score"}, {"eviction": "hazard"}):
+        for capacity, link in (("2", "priority"), ("30%", "fifo"), ("5/layer", "priority")):
+            setting = Setting(
+                policy=load_policy("on_demand", {"prefetch": "next_gate", **axes}),
+                capacity=parse_capacity(capacity, geometry),
+                hardware=make_hardware(),
+                link=link,
+            )
+            plain, ours = Engine(geometry, setting), live.live_engine(geometry, setting)
+            assert not ours.uncompiled
+            for engine in (plain, ours):
+                for events in passes:
+                    if events[0].phase == PREFILL:
+                        engine.reset_cache()
+                    engine.begin_pass(events[0].phase, events[0].num_tokens)
+                    for event in events:
+                        engine.enter(event.layer, event.num_tokens)
+                        engine.run(fresh(event, engine.depth))
+                    engine.end_pass()
+                engine.check_integrity()
+            assert ours.ledger.passes == plain.ledger.passes
 
 
 @pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])
