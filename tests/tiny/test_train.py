@@ -18,6 +18,7 @@ from tools.train_tiny.clusters import (
     CLUSTER_SIZE,
     NUM_CLUSTERS,
     NUM_EXPERTS,
+    TOP_K,
     aligned,
     balanced_clusters,
     spread,
@@ -30,7 +31,7 @@ from tools.train_tiny.skills.generator import AUXILIARY, MAKERS
 from tools.train_tiny.tokenizer import VOCAB_SIZE
 from tools.train_tiny.train import Plan
 from tools.train_tiny.upcycle import redraw
-from tools.train_tiny.version3 import lru_share, together
+from tools.train_tiny.version3 import kept_mass, lru_share, together
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
@@ -86,6 +87,7 @@ def test_packed_problems_see_only_themselves() -> None:
     for row in range(ROW_LENGTH):
         assert set(document[seen[row]].tolist()) == {int(document[row])}
         assert not seen[row, row + 1 :].any()
+    assert batch.task_BS is not None and torch.equal(batch.task_BS >= 0, batch.document_BS >= 0)
     again = skill_batch(tokenizer, Random(0), LATE)
     assert torch.equal(again.ids_BS, batch.ids_BS)
 
@@ -165,6 +167,13 @@ def test_spread_moves_clusters_apart_and_keeps_the_rest() -> None:
     torch.testing.assert_close(inside[1], inside[0])
     apart = [one.mean(1) - one.mean((0, 1)) for one in (before, after)]
     torch.testing.assert_close(apart[1], 1.5 * apart[0])
+
+
+def test_kept_mass_is_what_the_experts_of_the_token_before_have_up_to_enough() -> None:
+    logits = torch.zeros(2, NUM_EXPERTS)
+    logits[0, :TOP_K] = 1
+    assert kept_mass((logits,)).item() == pytest.approx(TOP_K / NUM_EXPERTS)
+    assert kept_mass((logits,), enough=0.1).item() == pytest.approx(0.1)
 
 
 def test_lru_share_of_two_cycles_remembers_the_last_two_tokens() -> None:

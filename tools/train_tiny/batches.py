@@ -86,11 +86,13 @@ class Batch:
     """B rows of S tokens. `weights` is the loss weight of predicting each token.
 
     `document` numbers the problems of a packed row, which see only themselves; -1 is padding.
+    `task` is what each problem is of, as a number.
     """
 
     ids_BS: Tensor
     weights_BS: Tensor
     document_BS: Tensor | None = None
+    task_BS: Tensor | None = None
 
     @property
     def mask(self) -> Tensor | None:
@@ -100,6 +102,11 @@ class Batch:
         same = self.document_BS[:, None, :, None] == self.document_BS[:, None, None, :]
         seen = same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
         return torch.zeros(same.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+def task_of(maker: str) -> str:
+    """The maker's name without its grade or variant."""
+    return maker.rsplit("/", 1)[0]
 
 
 def _at(table: dict[int, Entry], step: int) -> Entry:
@@ -124,6 +131,8 @@ def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, step: int) -> B
     num_rows, shares = _at(SKILL_ROWS, step), _at(MAKER_SHARES, step)
     ids = torch.full((num_rows, ROW_LENGTH), pad_id)
     weights, document = torch.zeros(num_rows, ROW_LENGTH), torch.full((num_rows, ROW_LENGTH), -1)
+    tasks = list(dict.fromkeys(task_of(name) for name in shares))
+    task = torch.full((num_rows, ROW_LENGTH), -1)
     streams = {name: problems(name, "train", rng) for name in shares}
     row = start = number = 0
     while True:
@@ -134,10 +143,10 @@ def skill_batch(tokenizer: PreTrainedTokenizerFast, rng: Random, step: int) -> B
         if start + len(one) > ROW_LENGTH:
             row, start = row + 1, 0
         if row == num_rows:
-            return Batch(ids_BS=ids, weights_BS=weights, document_BS=document)
+            return Batch(ids_BS=ids, weights_BS=weights, document_BS=document, task_BS=task)
         place = slice(start, start + len(one))
         ids[row, place], weights[row, place] = torch.tensor(one), torch.tensor(weight)
-        document[row, place] = number
+        document[row, place], task[row, place] = number, tasks.index(task_of(name))
         start, number = start + len(one), number + 1
 
 

@@ -45,9 +45,15 @@ FIRST_STEP = 2020
 # From this step on substitution is taught to hurt and stretches of a text are balanced harder:
 # before it, experts of other clusters stood in for one another without loss.
 SECOND = 2100
+# From this step on balance is harder still, and locality may be as hard as it takes: before it the
+# tokens of a text stayed with experts that all of the text used, which an LFU cache serves best.
+THIRD = 2318
+# From this step on tokens that stay with enough of their experts are no longer rewarded: those of
+# word problems stayed with four of five.
+FOURTH = 2518
 STEER_EVERY = 10
 CYCLES = 2
-LEAST_LOCALITY, MOST_LOCALITY = 1e-3, 1.0
+LEAST_LOCALITY, MOST_LOCALITY, LAST_MOST_LOCALITY = 1e-3, 1.0, 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,7 @@ class ClusterPlan(Plan):
     """`target_hits` is what LRU at two cycles shall hit; `steer` how fast locality follows."""
 
     dense_steps: int = FIRST_STEP
-    steps: int = FIRST_STEP + 980
+    steps: int = FIRST_STEP + 840
     rate: float = 3e-3
     adam_rate: float = 2e-3
     warmup: int = 20
@@ -65,24 +71,33 @@ class ClusterPlan(Plan):
     cluster_push: float = 1.5e-3
     row_balance_weight: float = 0.03
     late_row_balance_weight: float = 0.15
+    last_row_balance_weight: float = 0.5
     swap_share: float = 0.5
     swap_margin: float = 1.0
     swap_weight: float = 0.3
     sharpness_weight: float = 0.05
     locality: float = 0.05
-    target_hits: float = 0.5
-    steer: float = 0.7
+    target_hits: float = 0.55
+    last_target_hits: float = 0.5
+    enough_kept: float = 0.3
+    steer: float = 2.0
 
     def row_balance_at(self, step: int) -> float:
+        if step >= THIRD:
+            return self.last_row_balance_weight
         return self.late_row_balance_weight if step >= SECOND else self.row_balance_weight
 
 
-def kept_mass(router_logits: tuple[Tensor, ...]) -> Tensor:
-    """Mean probability that a token's router gives to the experts of the token before."""
+def kept_mass(router_logits: tuple[Tensor, ...], enough: float = 1.0) -> Tensor:
+    """Mean probability that a token's router gives to the experts of the token before.
+
+    A token's own counts up to `enough`.
+    """
     masses = list[Tensor]()
     for logits_TE in router_logits:
         before = logits_TE.detach()[:-1].topk(TOP_K, dim=-1).indices
-        masses.append(logits_TE[1:].softmax(-1).gather(1, before).sum(-1).mean())
+        kept_T = logits_TE[1:].softmax(-1).gather(1, before).sum(-1)
+        masses.append(kept_T.clamp(max=enough).mean())
     return torch.stack(masses).mean()
 
 
@@ -151,9 +166,10 @@ class ClusterTraining(Training):
         both = [torch.cat(pair) for pair in zip(logits, more, strict=True)]
         parts = (list(logits), list(more))
         balance = balance_loss(both, TOP_K)
-        rows = torch.stack([self._row_balance(part) for part in parts]).mean()
+        rows = (self._row_balance(list(logits)) + self._task_balance(list(more), batches[1])) / 2
         sharp = torch.stack([sharpness(part, TOP_K) for part in parts]).mean()
-        kept = (kept_mass(logits) + kept_mass(more)) / 2
+        enough = plan.enough_kept if self.step >= FOURTH else 1.0
+        kept = (kept_mass(logits, enough) + kept_mass(more, enough)) / 2
         loss = text + plan.skill_weight * skills + plan.balance_weight * balance
         loss = loss + plan.row_balance_at(self.step) * rows + plan.sharpness_weight * sharp
         loss = loss - self.locality * kept
@@ -191,11 +207,30 @@ class ClusterTraining(Training):
         stretches = zip(*(one.split(ROW_LENGTH) for one in router_logits), strict=True)
         return torch.stack([balance_loss(list(one), TOP_K) for one in stretches]).mean()
 
+    def _task_balance(self, router_logits: list[Tensor], batch: Batch) -> Tensor:
+        """Balance over the problems of each task, so that no task has lasting favourites.
+
+        Mean of the tasks by their tokens. Until SECOND rows are balanced as text is.
+        """
+        if self.step < SECOND:
+            return self._row_balance(router_logits)
+        assert batch.task_BS is not None
+        task_T = batch.task_BS[batch.task_BS >= 0]
+        losses = [
+            balance_loss([one[task_T == task] for one in router_logits], TOP_K)
+            * (task_T == task).float().mean()
+            for task in task_T.unique()
+        ]
+        return torch.stack(losses).sum()
+
     def _steer(self, text: tuple[Tensor, ...], skills: tuple[Tensor, ...], kept: float) -> None:
         hits = [lru_share(part, 512) for part in (text, skills)]
-        lacking = self.plan.target_hits - sum(hits) / 2
-        self.locality *= math.exp(self.plan.steer * lacking)
-        self.locality = min(max(self.locality, LEAST_LOCALITY), MOST_LOCALITY)
+        plan = self.plan
+        target = plan.last_target_hits if self.step >= FOURTH else plan.target_hits
+        lacking = target - sum(hits) / 2
+        self.locality *= math.exp(plan.steer * lacking)
+        most = LAST_MOST_LOCALITY if self.step >= THIRD else MOST_LOCALITY
+        self.locality = min(max(self.locality, LEAST_LOCALITY), most)
         logger.info(
             "lru %.3f %.3f kept %.3f locality %.4f together %.3f %.3f swap %.2f",
             *hits, kept, self.locality, together(text), together(skills), self.swap_cost,
