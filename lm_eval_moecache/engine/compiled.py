@@ -160,6 +160,8 @@ class PassLoop:
         """From now on, let machine code work on records."""
         self._s = State(*map(as_records, self._s))
         self._loop, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
+        # Nothing to serve: it is loaded, or compiled, before anybody waits for a pass.
+        self.run(Piece(0, *[_NOTHING] * len(_TYPES)), 0)
 
     def run(self, piece: Piece, num_passes: int) -> Array:
         """Let the loop serve a piece; return what each pass counted, as records."""
