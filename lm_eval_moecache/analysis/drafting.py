@@ -23,15 +23,22 @@ from lm_eval_moecache.records.arrays import softmax
 TITLE = "Predicting a layer's experts, by layer"
 Array = np.ndarray[Any, Any]
 Rows = list[dict[str, Any]]
+_PREDICTORS = ("draft", "next_gate", "frequency", "random")
+_NAMES = (
+    *("cosine", "router_entropy"),
+    *(f"{predictor}_{form}" for predictor in _PREDICTORS for form in ("top1", "topk")),
+    *("draft_entropy", "frequency_entropy"),
+)
 
 
-def analyze(analyzed: AnalyzedModel, draft: str) -> Rows:
-    """Return a row per MoE layer: how often each predictor is right, and how sure it is.
+def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
+    """Return how often each predictor is right, and how sure it is: by MoE layer, and by text.
 
     `top1`: share of tokens whose likeliest expert is the router's heaviest; `topk`: share of the
     router's K experts among the K likeliest. `draft` is the target's gate on the draft's attention
     output, `next_gate` the same gate on the target's layer before, `frequency` the experts chosen
-    most often by the tokens before, `random` the chance. Entropies are in bits, per token.
+    most often by the tokens before, of earlier texts too, `random` the chance. Entropies are in
+    bits, per token. A text's figures are means over its tokens, then over the layers.
     """
     check_draft(draft, analyzed.name, {}, needs_layers=True)
     model = make_draft(draft, analyzed.model)
@@ -39,7 +46,25 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> Rows:
     layers = range(len(analyzed.layers))
     hidden = [torch.cat([target[at] for target, _ in seen]) for at in layers]
     drafted = [torch.cat([own[at] for _, own in seen]) for at in layers]
-    return [_row(analyzed, at, hidden, drafted) for at in layers]
+    figures = [_figures(analyzed, at, hidden, drafted) for at in layers]
+    bounds = np.cumsum([len(window) for window in analyzed.windows])[:-1]
+    texts = [
+        {
+            name: [np.split(own[name], bounds)[i] for own in figures if name in own]
+            for name in _NAMES
+        }
+        for i in range(len(seen))
+    ]
+    return {
+        "drafting": [
+            {"layer": at} | {n: float(own[n].mean()) if n in own else None for n in _NAMES}
+            for at, own in enumerate(figures)
+        ],
+        "drafting_texts": [
+            {"text": i} | {n: float(np.mean([own.mean() for own in text[n]])) for n in _NAMES}
+            for i, text in enumerate(texts)
+        ],
+    }
 
 
 def draw(rows: Rows, title: str) -> Any:
@@ -48,7 +73,7 @@ def draw(rows: Rows, title: str) -> Any:
 
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
-        for predictor in ("draft", "next_gate", "frequency", "random"):
+        for predictor in _PREDICTORS:
             points = [(r["layer"], r[f"{predictor}_{form}"]) for r in rows]
             known = [(layer, value) for layer, value in points if value is not None]
             axes.plot(*zip(*known, strict=True), marker="o", label=predictor)
@@ -86,32 +111,30 @@ def _inputs(modules: Sequence[nn.Module], model: Any, window: Tensor) -> list[Te
     return found
 
 
-def _row(
+def _figures(
     analyzed: AnalyzedModel, at: int, hidden: Sequence[Tensor], drafted: Sequence[Tensor]
-) -> dict[str, Any]:
+) -> dict[str, Array]:
+    """Return each figure of a layer by token, [T]."""
     layer, top_k = analyzed.layers[at], analyzed.geometry.top_k
+    num_experts = analyzed.geometry.num_experts
     logits_TE, experts_TK = _ask(layer, hidden[at])
-    row: dict[str, Any] = {
-        "layer": at,
-        "cosine": float(
-            nn.functional.cosine_similarity(hidden[at].float(), drafted[at].float()).mean()
-        ),
+    cosine = nn.functional.cosine_similarity(hidden[at].float(), drafted[at].float())
+    counts_TE = _counts_before(experts_TK, num_experts)
+    draft_TE = _ask(layer, drafted[at])[0]
+    predictions = {"draft": draft_TE, "frequency": counts_TE}
+    if at:
+        predictions["next_gate"] = _ask(layer, hidden[at - 1])[0]
+    found = {
+        "cosine": cosine.cpu().numpy(),
         "router_entropy": _entropy(logits_TE),
-    }
-    predictions: dict[str, Array | None] = {
-        "draft": _ask(layer, drafted[at])[0],
-        "next_gate": _ask(layer, hidden[at - 1])[0] if at else None,
-        "frequency": _counts_before(experts_TK, analyzed.geometry.num_experts),
+        "random_top1": np.full(len(logits_TE), 1 / num_experts),
+        "random_topk": np.full(len(logits_TE), top_k / num_experts),
+        "draft_entropy": _entropy(draft_TE),
+        "frequency_entropy": _entropy(np.log(counts_TE + 1e-9)),
     }
     for name, scores_TE in predictions.items():
-        right = _shares(experts_TK, scores_TE, top_k)
-        row |= {f"{name}_top1": right[0], f"{name}_topk": right[1]}
-    num_experts = analyzed.geometry.num_experts
-    row |= {"random_top1": 1 / num_experts, "random_topk": top_k / num_experts}
-    assert predictions["draft"] is not None and predictions["frequency"] is not None
-    row["draft_entropy"] = _entropy(predictions["draft"])
-    row["frequency_entropy"] = _entropy(np.log(predictions["frequency"] + 1e-9))
-    return row
+        found[f"{name}_top1"], found[f"{name}_topk"] = _shares(experts_TK, scores_TE, top_k)
+    return found
 
 
 def _ask(layer: MoELayer, hidden_TD: Tensor) -> tuple[Array, Array]:
@@ -129,20 +152,15 @@ def _counts_before(experts_TK: Array, num_experts: int) -> Array:
     return counts
 
 
-def _shares(
-    experts_TK: Array, scores_TE: Array | None, top_k: int
-) -> tuple[float | None, float | None]:
-    """Return the shares of first and of all experts that the scores' top K have."""
-    if scores_TE is None:
-        return None, None
+def _shares(experts_TK: Array, scores_TE: Array, top_k: int) -> tuple[Array, Array]:
+    """Return by token whether the scores' first is the first expert, and the share they find."""
     guess_TK = np.argsort(-scores_TE, axis=-1, kind="stable")[:, :top_k]
-    first = float((guess_TK[:, 0] == experts_TK[:, 0]).mean())
-    every = float((guess_TK[:, :, None] == experts_TK[:, None, :]).any(axis=1).mean())
-    return first, every
+    found_TK = (guess_TK[:, :, None] == experts_TK[:, None, :]).any(axis=1)
+    return guess_TK[:, 0] == experts_TK[:, 0], found_TK.mean(axis=-1)
 
 
-def _entropy(logits_TE: Array) -> float:
-    """Return the mean entropy of the tokens' distributions over experts, in bits."""
+def _entropy(logits_TE: Array) -> Array:
+    """Return the entropy of each token's distribution over experts, in bits."""
     shares: Array = softmax(logits_TE.astype(np.float32)).astype(np.float64)
-    bits = -(shares * np.log2(np.maximum(shares, 1e-30))).sum(axis=-1)
-    return float(bits.mean())
+    bits: Array = -(shares * np.log2(np.maximum(shares, 1e-30))).sum(axis=-1)
+    return bits

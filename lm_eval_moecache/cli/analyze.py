@@ -177,10 +177,10 @@ def _of_a_text(name: str, model: str, options: Mapping[str, Any]) -> Found:
     texts = read_texts(model, options["text"])
     analyzed = AnalyzedModel(model, texts, options["max_tokens"])
     rows, title, draw = _RUN[name](analyzed, options)
-    return {name: rows}, title, draw
+    return rows if isinstance(rows, dict) else {name: rows}, title, draw
 
 
-Analysed = tuple[Rows, str, Callable[[str], Any]]
+Analysed = tuple[Rows | dict[str, Rows], str, Callable[[str], Any]]
 
 
 def _sensitivity(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
@@ -231,9 +231,9 @@ def _optimal_expert(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
 def _drafting(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
     from lm_eval_moecache.analysis import drafting
 
-    rows = drafting.analyze(analyzed, options["draft"])
+    tables = drafting.analyze(analyzed, options["draft"])
     title = f"{drafting.TITLE} ({analyzed.name}, {options['draft']})"
-    return rows, title, partial(drafting.draw, rows)
+    return tables, title, partial(drafting.draw, tables["drafting"])
 
 
 _RUN: Mapping[str, Callable[[Any, Mapping[str, Any]], Analysed]] = {
