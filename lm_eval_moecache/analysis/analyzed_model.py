@@ -17,7 +17,7 @@ from lm_eval_moecache.harness.errors import as_arguments_error
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -36,21 +36,24 @@ class AnalyzedModel:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         self.layers: list[MoELayer] = find_moe_layers(self.model)
         self.geometry = describe(self.model, self.layers, pretrained)
-        self.windows = self._windows(texts, max_tokens, window)
+        self.windows = list[torch.Tensor]()
+        self.text_of = list[int]()
+        """Which text each window is of."""
+        self._cut(texts, max_tokens, window)
         if not self.windows:
             raise ValueError("text: an analysis needs at least two tokens of text.")
 
-    def _windows(self, texts: Sequence[str], max_tokens: int, window: int) -> list[torch.Tensor]:
+    def _cut(self, texts: Sequence[str], max_tokens: int, window: int) -> None:
         """Cut each text on its own, behind a prefix token as lm-eval does for perplexity."""
         prefix = self.tokenizer.bos_token_id
         prefix = self.tokenizer.eos_token_id if prefix is None else prefix
-        windows: list[torch.Tensor] = []
-        for text in texts:
+        for number, text in enumerate(texts):
             tokens = self.tokenizer(text, add_special_tokens=False).input_ids[:max_tokens]
             max_tokens -= len(tokens)
             whole = torch.tensor([*([] if prefix is None else [prefix]), *tokens])
-            windows += [p for p in torch.split(whole, window) if len(p) > 1]
-        return windows
+            own = [part for part in torch.split(whole, window) if len(part) > 1]
+            self.windows += own
+            self.text_of += [number] * len(own)
 
     @contextmanager
     def under(
@@ -95,9 +98,13 @@ class AnalyzedModel:
 
 
 def read_texts(pretrained: str, path: str | None) -> list[str]:
-    """Return the texts to analyse; `tiny` has its own held-out pages where none is named."""
+    """Return the texts to analyse; `tiny` has its own held-out pages where none is named.
+
+    A file is one text; of a `.jsonl` each line is one, under `text` or `page`.
+    """
     if path is not None:
-        return [read_text(path, f"text={path!r}")]
+        whole, where = read_text(path, f"text={path!r}"), f"text={path!r}: line"
+        return _lines(whole, where) if path.endswith(".jsonl") else [whole]
     if pretrained != TINY:
         raise ValueError(
             f"text: pretrained={pretrained!r} needs a text to read. Allowed: --text FILE with "
@@ -106,3 +113,16 @@ def read_texts(pretrained: str, path: str | None) -> list[str]:
     from lm_eval_moecache.tiny.documents import wikitext
 
     return list(wikitext()["test"]["page"])
+
+
+def _lines(whole: str, where: str) -> list[str]:
+    texts = []
+    for number, line in enumerate(whole.removesuffix("\n").split("\n"), 1):
+        row = parse_json(line, f"{where} {number}")
+        found = (
+            [row[key] for key in ("text", "page") if key in row] if isinstance(row, dict) else []
+        )
+        if not found or not isinstance(found[0], str):
+            raise ValueError(f"{where} {number} has no text under `text` or `page`.")
+        texts.append(found[0])
+    return texts

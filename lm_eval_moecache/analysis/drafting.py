@@ -47,24 +47,23 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
     hidden = [torch.cat([target[at] for target, _ in seen]) for at in layers]
     drafted = [torch.cat([own[at] for _, own in seen]) for at in layers]
     figures = [_figures(analyzed, at, hidden, drafted) for at in layers]
-    bounds = np.cumsum([len(window) for window in analyzed.windows])[:-1]
-    texts = [
-        {
-            name: [np.split(own[name], bounds)[i] for own in figures if name in own]
-            for name in _NAMES
-        }
-        for i in range(len(seen))
-    ]
+    sizes = [len(window) for window in analyzed.windows]
+    text_of_T = np.repeat(analyzed.text_of, sizes)
     return {
         "drafting": [
             {"layer": at} | {n: float(own[n].mean()) if n in own else None for n in _NAMES}
             for at, own in enumerate(figures)
         ],
         "drafting_texts": [
-            {"text": i} | {n: float(np.mean([own.mean() for own in text[n]])) for n in _NAMES}
-            for i, text in enumerate(texts)
+            {"text": text} | {n: _mean(figures, n, text_of_T == text) for n in _NAMES}
+            for text in dict.fromkeys(analyzed.text_of)
         ],
     }
+
+
+def _mean(figures: Sequence[dict[str, Array]], name: str, chosen_T: Array) -> float:
+    """Return the mean over the chosen tokens, and over the layers that have the figure."""
+    return float(np.mean([own[name][chosen_T].mean() for own in figures if name in own]))
 
 
 def draw(rows: Rows, title: str) -> Any:

@@ -25,7 +25,7 @@ _LOSSY = "big_moe_on_edge_drop_cold,ik_llama_cpp_ser,mixture_cache"
 _OPTIONS: Mapping[str, tuple[type, str, Mapping[str, Any]]] = {
     "text": (
         str,
-        "a plain text file (default for tiny: its held-out pages)",
+        "a plain text, or a .jsonl with one a line (default for tiny: its held-out pages)",
         dict.fromkeys(_OF_A_TEXT),
     ),
     "max_tokens": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ from lm_eval_moecache.cli.main import main
 
 
 @pytest.fixture(scope="module")
-def analyzed() -> AnalyzedModel:
-    return AnalyzedModel("tiny", read_texts("tiny", None), 300)
+def analyzed(tmp_path_factory: pytest.TempPathFactory) -> AnalyzedModel:
+    file = tmp_path_factory.mktemp("texts") / "three.jsonl"
+    pages = [page[:400] for page in read_texts("tiny", None)[:3]]
+    file.write_text("\n".join(json.dumps({"page": page}) for page in pages) + "\n")
+    return AnalyzedModel("tiny", read_texts("tiny", str(file)), 400, window=64)
 
 
 def test_shares_by_hand() -> None:
@@ -54,11 +58,14 @@ def test_less_precision_foretells_worse_and_better_than_chance(analyzed: Analyze
 
 def test_the_texts_figures_are_those_of_the_layers_divided_anew(analyzed: AnalyzedModel) -> None:
     tables = drafting.analyze(analyzed, "self:int4")
-    texts, sizes = tables["drafting_texts"], [len(window) for window in analyzed.windows]
-    assert len(texts) == len(sizes) > 0
+    texts, sizes = tables["drafting_texts"], Counter[int]()
+    for text, window in zip(analyzed.text_of, analyzed.windows, strict=True):
+        sizes[text] += len(window)
+    assert [row["text"] for row in texts] == list(sizes) == [0, 1, 2]
     for name in ("draft_topk", "frequency_top1", "cosine", "frequency_entropy"):
         by_layer = np.mean([row[name] for row in tables["drafting"]])
-        assert np.average([row[name] for row in texts], weights=sizes) == pytest.approx(by_layer)
+        weights = list(sizes.values())
+        assert np.average([row[name] for row in texts], weights=weights) == pytest.approx(by_layer)
 
 
 def test_the_command_writes_its_tables_and_refuses_what_does_not_fit(
