@@ -35,6 +35,7 @@ from lm_eval_moecache.records.jit import (
     compiled_function,
     has_numba,
     is_kept,
+    may_compile,
 )
 
 _NOBODY = -1
@@ -113,8 +114,8 @@ class RankedEviction(EvictionAlgorithm):
         is_plain = self._play is features.play
         if is_plain:
             found_so_far = next(_plain_victims)
-            pays = found_so_far >= _PLAIN_VICTIMS or (found_so_far >= _PLAIN_IF_KEPT and _is_kept())
-            if pays and has_numba():
+            only_loads = found_so_far >= _PLAIN_IF_KEPT and _is_kept() and has_numba()
+            if only_loads or (found_so_far >= _PLAIN_VICTIMS and may_compile()):
                 self._compile()
         found = self._take_in([*pinned], layer)
         return None if found < 0 else found

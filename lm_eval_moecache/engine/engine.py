@@ -21,6 +21,7 @@ from lm_eval_moecache.engine.wall.worker import Mover
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, NO_PREDICTIONS, PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.jit import compile_midway
 from lm_eval_moecache.records.ledger import Ledger, PassRecord
 from lm_eval_moecache.records.predictor import digest_of
 from lm_eval_moecache.records.selection import Selection
@@ -72,6 +73,7 @@ class Engine:
             decode_only=policy.phases == "decode",
         )
         self.executor: Executor
+        compile_midway(mover is None)
         if mover is None:
             self.executor = VirtualExecutor(geometry, setting, self.algorithms)
         else:

@@ -34,6 +34,22 @@ def has_numba() -> bool:
         return False
 
 
+_midway = [True]
+
+
+def compile_midway(allowed: bool) -> None:
+    """Say whether what runs from now on may stand still for a compilation.
+
+    Not a run on the wall clock, which would measure it: that one goes on in plain Python.
+    """
+    _midway[0] = allowed
+
+
+def may_compile() -> bool:
+    """Whether numba is there, and nothing is measured that compiling would hold up."""
+    return _midway[0] and has_numba()
+
+
 def _numba() -> Any:
     """Return numba, whose types a reader of types knows in part."""
     return import_module("numba")

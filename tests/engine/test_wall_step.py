@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.records import jit
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -284,3 +286,20 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
     engine.close()
+
+
+def test_nothing_is_compiled_while_a_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation would stand in its time; the same rule is compiled in a virtual run."""
+    monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 0)
+    monkeypatch.setattr(ranked, "_is_kept", lambda: False)
+    monkeypatch.setattr(jit, "has_numba", lambda: True)
+    compiled: list[object] = []
+    monkeypatch.setattr(ranked.RankedEviction, "_compile", lambda rule: compiled.append(rule))
+    policy = ScriptedPolicy(eviction=Always(find_algorithm("eviction", "lru")))
+    keys = [[0, 1], [4, 5], [8, 9]]
+    engine, slots = wall_engine(policy, 3)
+    assert serve(engine, slots, [keys] * 3)[-1].misses and not compiled
+    virtual = make_engine(policy, 3)
+    decode(virtual, *keys)
+    decode(virtual, *keys)
+    assert compiled

@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, by_mass
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.jit import compiled, has_numba, is_kept
+from lm_eval_moecache.records.jit import compiled, has_numba, is_kept, may_compile
 
 _BINS = 4096
 
@@ -160,6 +160,7 @@ def _is_kept() -> bool:
 def _compiled(num_events: int) -> Callable[..., None] | None:
     """Return `take_rows` compiled, where that pays."""
     _events_seen[0] += num_events
-    if (_events_seen[0] > _PLAIN_EVENTS or _is_kept()) and has_numba():
+    only_loads = _is_kept() and has_numba()
+    if only_loads or (_events_seen[0] > _PLAIN_EVENTS and may_compile()):
         return compiled((sys.modules[__name__],), "take_rows")
     return None
