@@ -22,6 +22,7 @@ from lm_eval_moecache.model.predictor.accuracy import (
     Judged,
     certainty_rows,
     correlation_rows,
+    decile_rows,
     document_rows,
     judge,
     layer_rows,
@@ -67,6 +68,7 @@ def analyze(
     top_k = lm.geometry.top_k
     return {
         "certainty": certainty_rows(judged, top_k),
+        "deciles": decile_rows(judged, top_k),
         "layers": layer_rows(judged, top_k),
         "correlations": correlation_rows(judged),
         "documents": document_rows(judged),

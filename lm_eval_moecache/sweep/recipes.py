@@ -76,13 +76,13 @@ def fit(found: Found, pretrained: str, limit: int | float | None) -> Recipe:
 
         data = _filled(data, geometry_of(pretrained))
     data = _renamed(data, tasks)
+    own = data.get("tiny" if pretrained == TINY else "real", {})
     if recipe.analyze is not None:
-        options = {"pretrained": pretrained, **data["analyze"].get("options", {})}
+        options = {"pretrained": pretrained, **data["analyze"].get("options", {}), **own}
         if limit is not None and recipe.analyze.analysis == "predictability":
             options["limit"] = limit
         data["analyze"] = {"analysis": recipe.analyze.analysis, "options": options}
     else:
-        own = data.get("tiny" if pretrained == TINY else "real", {})
         sweep = data["sweep"]
         sweep["base"] = {"pretrained": pretrained, **sweep.get("base", {}), **own}
         sweep.setdefault("title", recipe.title)

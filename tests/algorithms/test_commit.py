@@ -189,6 +189,13 @@ def test_only_wholly_mispredicted_tokens_are_replaced_for_table_1() -> None:
     assert np.isnan(selection.weights[1]).all() and not np.isnan(selection.weights[0]).any()
 
 
+def test_tokens_of_which_few_were_right_are_replaced_where_asked() -> None:
+    few = chosen(commit(tokens="mispredicted", most_right=2), *map(logits_of, (GUESS, TRUE)))
+    assert few is not None and set(few.experts[0].tolist()) == {0, 1, 4, 5}
+    fewer = chosen(commit(tokens="mispredicted", most_right=1), *map(logits_of, (GUESS, TRUE)))
+    assert fewer is not None and fewer.experts.tolist() == [[0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -198,6 +205,8 @@ def test_only_wholly_mispredicted_tokens_are_replaced_for_table_1() -> None:
         ({"weights": "owa", "trigger_max": 4}, "must lie between 1 and top_k - 1 = 3"),
         ({"weights": "owa", "trigger_min": 3, "trigger_max": 2}, "right in part"),
         ({"weights": "owa", "tokens": "mispredicted"}, "does not go with routing.weights='owa'"),
+        ({"most_right": 2}, "most_right=2 has no effect with tokens='all'"),
+        ({"tokens": "mispredicted", "most_right": 4}, "must lie between 0 and top_k - 1 = 3"),
     ],
 )
 def test_a_setting_without_sense_is_refused(parameters: dict[str, Any], message: str) -> None:

@@ -58,6 +58,14 @@ def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint
     assert recipe.said[0].ours is not None and recipe.said[0].ours.metric == "arc_easy"
 
 
+def test_an_analysis_has_options_of_the_shipped_model_alone(checkpoint: Checkpoint) -> None:
+    drafts = [
+        fit(load_recipe("sp_moe/figure_2"), model, None).analyze
+        for model in ("tiny", str(checkpoint("mixtral")))
+    ]
+    assert [own is not None and own.options.get("draft") for own in drafts] == ["tiny-draft", None]
+
+
 def test_a_limit_that_is_asked_for_holds_for_every_cell(tmp_path: Path) -> None:
     recipe = fit(load_recipe("buddymoe/table_2"), "tiny", 3)
     path = tmp_path / "sweep.yaml"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.tiny.documents import wikitext
+from tools.train_tiny.draft import FIRST_STEP
 from tools.train_tiny.evaluate import share_exact
 from tools.train_tiny.skills.generator import ASKED, MAKERS, held_out
 
@@ -38,22 +39,29 @@ def test_weights_are_bf16_and_below_forty_megabytes(model: torch.nn.Module) -> N
     assert size_bytes < 40_000_000
 
 
-def test_draft_is_dense_smaller_and_of_the_same_vocabulary(model: torch.nn.Module) -> None:
+def test_draft_is_dense_and_of_the_models_layers_width_and_vocabulary(
+    model: torch.nn.Module,
+) -> None:
     draft = AutoModelForCausalLM.from_pretrained(DRAFT_DIR)
     assert not hasattr(draft.config, "num_experts")
-    assert draft.config.num_hidden_layers < model.config.num_hidden_layers
-    assert draft.config.hidden_size < model.config.hidden_size
+    for size in ("num_hidden_layers", "hidden_size"):
+        assert getattr(draft.config, size) == getattr(model.config, size)
     assert AutoTokenizer.from_pretrained(DRAFT_DIR).get_vocab() == TOKENIZER.get_vocab()
 
 
-@pytest.mark.parametrize("folder, module", [(MODEL_DIR, "train"), (DRAFT_DIR, "draft")])
-def test_training_record_names_the_command_and_has_every_step(folder: Path, module: str) -> None:
+@pytest.mark.parametrize(
+    "folder, module, first",
+    [(MODEL_DIR, "train", 0), (DRAFT_DIR, "draft", FIRST_STEP)],
+)
+def test_training_record_names_the_command_and_has_every_step(
+    folder: Path, module: str, first: int
+) -> None:
     record = json.loads((folder / "training.json").read_text())
     assert record["command"].startswith(f"python -m tools.train_tiny.{module} --out DIR")
     assert set(record["share_exact_bf16"]) == set(MAKERS)
     with (folder / "loss.csv").open() as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
-    assert steps == list(range(record["steps"]))
+    assert steps == list(range(first, record["steps"]))
 
 
 @settings(max_examples=60, deadline=None)

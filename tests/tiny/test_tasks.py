@@ -42,7 +42,7 @@ def loaded() -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_load_with_their_number_of_documents(loaded: dict, name: str) -> None:
-    assert len(list(loaded[f"tiny_{name}"].test_docs())) == (35 if name == "wikitext" else 500)
+    assert len(list(loaded[f"tiny_{name}"].test_docs())) == (150 if name == "wikitext" else 500)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from transformers import AutoTokenizer, OlmoeForCausalLM
+from transformers import AutoTokenizer, OlmoeForCausalLM, Qwen2MoeForCausalLM
 
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import PAGES
@@ -21,6 +22,7 @@ from tools.train_tiny.clusters import (
     TOP_K,
     aligned,
     balanced_clusters,
+    cluster_config,
     spread,
 )
 from tools.train_tiny.corpus import _documents, _plain_line
@@ -31,7 +33,7 @@ from tools.train_tiny.skills.generator import AUXILIARY, MAKERS
 from tools.train_tiny.tokenizer import VOCAB_SIZE
 from tools.train_tiny.train import Plan
 from tools.train_tiny.upcycle import redraw
-from tools.train_tiny.version3 import kept_mass, lru_share, together
+from tools.train_tiny.version3 import best_share, kept_mass, lru_share, sharpen, together
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
@@ -176,6 +178,24 @@ def test_kept_mass_is_what_the_experts_of_the_token_before_have_up_to_enough() -
     assert kept_mass((logits,), enough=0.1).item() == pytest.approx(0.1)
 
 
+def test_sharpened_routers_choose_the_same_and_give_the_best_expert_its_share() -> None:
+    torch.manual_seed(0)
+    model = Qwen2MoeForCausalLM(cluster_config(pad_id=0, end_id=1))
+    ids = torch.randint(2, 4096, (2, 64))
+
+    def routed() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            asked = model.model(input_ids=ids, output_router_logits=True, use_cache=False)
+        return asked.router_logits
+
+    before = routed()
+    assert all(float(best_share(one)) < 0.3 for one in before)
+    sharpen(model, before, share=0.4)
+    first, after = before[0], routed()[0]
+    assert torch.equal(first.topk(TOP_K).indices, after.topk(TOP_K).indices)
+    assert float(best_share(after)) == pytest.approx(0.4, abs=1e-4)
+
+
 def test_lru_share_of_two_cycles_remembers_the_last_two_tokens() -> None:
     logits = torch.zeros(6, NUM_EXPERTS)
     for token in range(6):
@@ -188,11 +208,11 @@ def test_lru_share_of_two_cycles_remembers_the_last_two_tokens() -> None:
     assert together((logits,)) == 1
 
 
-def test_the_new_pages_are_the_shipped_ones_and_115_of_books() -> None:
-    pages = (Path(books.__file__).parent / "v3" / "pages.jsonl").read_text("utf-8").splitlines()
-    shipped = PAGES.read_text("utf-8").splitlines()
-    assert pages[: len(shipped)] == shipped
-    assert len(set(pages)) == books.NUM_PAGES
+def test_the_pages_are_of_two_dictionaries_and_three_books_and_no_page_comes_twice() -> None:
+    rows = [json.loads(line) for line in PAGES.read_text("utf-8").splitlines()]
+    assert len({row["page"] for row in rows}) == len(rows) == books.NUM_PAGES
+    assert {row["source"] for row in rows} > set(books.BOOKS)
+    assert sum(row["source"] in books.BOOKS for row in rows) == 115
 
 
 def test_book_pages_end_with_a_sentence_and_lose_nothing() -> None:

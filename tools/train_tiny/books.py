@@ -1,8 +1,8 @@
 """More held-out pages: three books in the public domain that no version was trained on.
 
-`python -m tools.train_tiny.books --cache DIR --out FILE` writes the pages that `tiny_wikitext` asks
-today and then those of the books, 150 in all. The books are test data of Brotli's source package,
-where the Canterbury corpus of compression brought them.
+`python -m tools.train_tiny.books --cache DIR --pages FILE` adds them to the pages of corpus.py, up
+to the 150 that `tiny_wikitext` asks. The books are test data of Brotli's source package, where the
+Canterbury corpus of compression brought them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def book_pages(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pages", type=Path, default=PAGES)
     arguments = parser.parse_args()
-    lines = PAGES.read_text(encoding="utf-8").splitlines()
+    lines = arguments.pages.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if json.loads(line)["source"] not in BOOKS]
     for title, text in read_books(arguments.cache).items():
         pages = book_pages(text)
         print(f"{title}: {len(pages)} pages, {sum(map(len, pages))} characters")
         lines += [json.dumps({"source": title, "page": page}) for page in pages]
-    arguments.out.write_text("\n".join(lines[:NUM_PAGES]) + "\n", encoding="utf-8")
+    arguments.pages.write_text("\n".join(lines[:NUM_PAGES]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `python -m tools.train_tiny.corpus --cache DIR` downloads what is missing, checks it and prints how
 much each package gives. The text itself is never part of the repository, except the held-out pages
-in the public domain that `tiny_wikitext` asks (`--pages FILE` writes them).
+in the public domain that `tiny_wikitext` asks (`--pages FILE` writes them). `--sample FILE` writes
+some of the training text.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import gzip
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 from tools.train_tiny.packages import PACKAGES, Package, fetch, read_members
 from tools.train_tiny.skills.problem import hash_percent
 
 DOCUMENT_CHARS = 3000
+NUM_SAMPLED = 40
 # FOLDOC repeats entries of the Jargon File, whose held-out documents would so be trained on.
 COPIED = "Jargon File}"
 BASE64 = {
@@ -127,10 +131,24 @@ def write_pages(cache: Path, file: Path) -> None:
                     out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
+def write_sample(cache: Path, file: Path) -> None:
+    """Some training documents, by the packages' weights: what artifacts of text are made from."""
+    rng = Random("sample")
+    weights = [package.weight for package in PACKAGES]
+    counts = Counter(rng.choices(range(len(PACKAGES)), weights, k=NUM_SAMPLED))
+    documents = [
+        document
+        for index, count in sorted(counts.items())
+        for document in rng.sample(read_documents(PACKAGES[index], cache)["train"], count)
+    ]
+    file.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path("output/corpus"))
     parser.add_argument("--pages", type=Path, help="where to write the held-out pages to ship")
+    parser.add_argument("--sample", type=Path, help="where to write some of the training text")
     arguments = parser.parse_args()
     print(f"{'package':16}{'version':20}{'train MB':>9}{'test MB':>9}  licence")
     for package in PACKAGES:
@@ -140,6 +158,8 @@ def main() -> None:
         print(f"{package.name:16}{version:20}{sizes[0]:9.2f}{sizes[1]:9.2f}  {licence}")
     if arguments.pages:
         write_pages(arguments.cache, arguments.pages)
+    if arguments.sample:
+        write_sample(arguments.cache, arguments.sample)
 
 
 if __name__ == "__main__":

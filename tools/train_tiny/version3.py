@@ -51,6 +51,12 @@ THIRD = 2318
 # From this step on tokens that stay with enough of their experts are no longer rewarded: those of
 # word problems stayed with four of five.
 FOURTH = 2518
+# At this step the routers are sharpened, and from it on locality is steered for text and for each
+# task alone, also below 0: before it a token's experts weighed nearly the same.
+FIFTH = 2860
+# The last step: more of the same, or with more balance, lost answers.
+LAST = 3102
+TEXT = -1
 STEER_EVERY = 10
 CYCLES = 2
 LEAST_LOCALITY, MOST_LOCALITY, LAST_MOST_LOCALITY = 1e-3, 1.0, 4.0
@@ -61,7 +67,7 @@ class ClusterPlan(Plan):
     """`target_hits` is what LRU at two cycles shall hit; `steer` how fast locality follows."""
 
     dense_steps: int = FIRST_STEP
-    steps: int = FIRST_STEP + 840
+    steps: int = LAST
     rate: float = 3e-3
     adam_rate: float = 2e-3
     warmup: int = 20
@@ -81,8 +87,26 @@ class ClusterPlan(Plan):
     last_target_hits: float = 0.5
     enough_kept: float = 0.3
     steer: float = 2.0
+    sharp_rate: float = 0.6
+    sharp_decay_steps: int = 400
+    best_share: float = 0.25
+    target_best_share: float = 0.3
+    best_share_weight: float = 5.0
+    sharp_row_balance_weight: float = 0.08
+    sharp_locality: float = 0.02
+    sharp_steer: float = 0.15
+
+    def rate_at(self, step: int) -> float:
+        """Up and down once before the routers are sharpened and once after."""
+        if step < FIFTH:
+            up, down = (step - FIRST_STEP + 1) / self.warmup, (FIFTH - step) / self.decay_steps
+            return min(1.0, up, down)
+        down = 1 - (step - FIFTH) / self.sharp_decay_steps
+        return self.sharp_rate * min((step - FIFTH + 1) / self.warmup, down)
 
     def row_balance_at(self, step: int) -> float:
+        if step >= FIFTH:
+            return self.sharp_row_balance_weight
         if step >= THIRD:
             return self.last_row_balance_weight
         return self.late_row_balance_weight if step >= SECOND else self.row_balance_weight
@@ -117,6 +141,32 @@ def lru_share(router_logits: tuple[Tensor, ...], length: int) -> float:
     return hits / asked
 
 
+def best_share(logits_TE: Tensor, scale: float = 1.0) -> Tensor:
+    """Mean share of a token's chosen weight that its best expert has, with `scale` times logits."""
+    weights_TK = (scale * logits_TE.topk(TOP_K, dim=-1).values).softmax(-1)
+    return weights_TK[:, 0].mean()
+
+
+@torch.no_grad()
+def sharpen(model: PreTrainedModel, router_logits: tuple[Tensor, ...], share: float) -> None:
+    """Scales each router so that the best expert has this share of a token's weight.
+
+    No choice changes. The experts' outputs shrink as the chosen experts' mean weight grows.
+    """
+    for layer, logits_TE in zip(model.model.layers, router_logits, strict=True):
+        low, high = 1.0, 64.0
+        for _ in range(30):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if best_share(logits_TE, middle) < share else (low, middle)
+        masses = [
+            float((scale * logits_TE).softmax(-1).topk(TOP_K, dim=-1).values.sum(-1).mean())
+            for scale in (1.0, low)
+        ]
+        layer.mlp.gate.weight.mul_(low)
+        layer.mlp.experts.down_proj.mul_(masses[0] / masses[1])
+        logger.info("routers times %.2f, chosen weight %.3f to %.3f", low, *masses)
+
+
 def together(router_logits: tuple[Tensor, ...]) -> float:
     """Share of pairs of experts chosen for one token that are of one cluster (0.11 by chance)."""
     size, shares = NUM_EXPERTS // NUM_CLUSTERS, list[float]()
@@ -136,6 +186,7 @@ class ClusterTraining(Training):
 
     def __init__(self, plan: Plan, out: Path, cache: Path) -> None:
         self.locality = getattr(plan, "locality", 0.0)
+        self.localities = dict[int, float]()
         super().__init__(plan, out, cache)
         self.step = max(self.step, plan.dense_steps)
 
@@ -153,12 +204,20 @@ class ClusterTraining(Training):
     def _load(self, state: dict[str, object]) -> None:
         super()._load(state | {"step": 0})
         self.step, self.locality = int(state["step"]), float(state["locality"])
+        self.localities = dict(state.get("localities", {}))
 
     def state(self) -> dict[str, object]:
-        return super().state() | {"locality": self.locality}
+        return super().state() | {"locality": self.locality, "localities": self.localities}
 
     def before_step(self) -> None:
-        """The experts are there from the start."""
+        """Sharpens the routers when their step has come; the experts are there from the start."""
+        if self.step == FIFTH:
+            batches = step_batches(self.tokenizer, self.text, seed=self.plan.seed, step=FIFTH)
+            with torch.no_grad():
+                (_, text), (_, skills) = (micro_loss(self.model, batch) for batch in batches)
+            both = tuple(torch.cat(pair) for pair in zip(text, skills, strict=True))
+            sharpen(self.model, both, self.plan.best_share)
+            self._use(self.model)
 
     def _update(self, batches: tuple[Batch, Batch]) -> tuple[float, float, float]:
         plan = self.plan
@@ -167,12 +226,19 @@ class ClusterTraining(Training):
         parts = (list(logits), list(more))
         balance = balance_loss(both, TOP_K)
         rows = (self._row_balance(list(logits)) + self._task_balance(list(more), batches[1])) / 2
-        sharp = torch.stack([sharpness(part, TOP_K) for part in parts]).mean()
-        enough = plan.enough_kept if self.step >= FOURTH else 1.0
-        kept = (kept_mass(logits, enough) + kept_mass(more, enough)) / 2
         loss = text + plan.skill_weight * skills + plan.balance_weight * balance
-        loss = loss + plan.row_balance_at(self.step) * rows + plan.sharpness_weight * sharp
-        loss = loss - self.locality * kept
+        loss = loss + plan.row_balance_at(self.step) * rows
+        if self.step >= FIFTH:
+            apart = {TEXT: logits} | self._by_task(more, batches[1])
+            kept = torch.stack([self._locality_of(one) * kept_mass(apart[one]) for one in apart])
+            shares = torch.stack([best_share(one) for part in parts for one in part])
+            far = (shares - plan.target_best_share).square().mean()
+            loss = loss - kept.mean() + plan.best_share_weight * far
+        else:
+            sharp = torch.stack([sharpness(part, TOP_K) for part in parts]).mean()
+            enough = plan.enough_kept if self.step >= FOURTH else 1.0
+            kept = (kept_mass(logits, enough) + kept_mass(more, enough)) / 2
+            loss = loss + plan.sharpness_weight * sharp - self.locality * kept
         if self.step >= SECOND:
             loss = loss + plan.swap_weight * self._swap_loss(batches[1], skills)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -181,7 +247,9 @@ class ClusterTraining(Training):
             optimizer.step()
             optimizer.zero_grad()
         pull_to_clusters(self.model, plan.expert_pull, plan.router_pull, plan.cluster_push)
-        if self.step % STEER_EVERY == 0:
+        if self.step % STEER_EVERY == 0 and self.step >= FIFTH:
+            self._steer_apart(apart, shares)
+        elif self.step % STEER_EVERY == 0:
             self._steer(logits, more, kept.item())
         return text.item(), skills.item(), balance.item()
 
@@ -222,6 +290,30 @@ class ClusterTraining(Training):
             for task in task_T.unique()
         ]
         return torch.stack(losses).sum()
+
+    def _locality_of(self, task: int) -> float:
+        return self.localities.setdefault(task, self.plan.sharp_locality)
+
+    def _by_task(
+        self, router_logits: tuple[Tensor, ...], batch: Batch
+    ) -> dict[int, tuple[Tensor, ...]]:
+        assert batch.task_BS is not None
+        task_T = batch.task_BS[batch.task_BS >= 0]
+        return {
+            int(task): tuple(one[task_T == task] for one in router_logits)
+            for task in task_T.unique()
+        }
+
+    def _steer_apart(self, apart: dict[int, tuple[Tensor, ...]], shares: Tensor) -> None:
+        hits = {task: lru_share(part, 512) for task, part in sorted(apart.items())}
+        for task, share in hits.items():
+            self.localities[task] += self.plan.sharp_steer * (self.plan.last_target_hits - share)
+        logger.info(
+            "lru %s locality %s best %.3f (%.3f-%.3f) swap %.2f",
+            " ".join(f"{task}:{share:.2f}" for task, share in hits.items()),
+            " ".join(f"{self.localities[task]:.3f}" for task in hits),
+            float(shares.mean()), float(shares.min()), float(shares.max()), self.swap_cost,
+        )  # fmt: skip
 
     def _steer(self, text: tuple[Tensor, ...], skills: tuple[Tensor, ...], kept: float) -> None:
         hits = [lru_share(part, 512) for part in (text, skills)]

@@ -27,11 +27,13 @@ class Commit(RoutingAlgorithm):
     OWA (section 4.1), so the predictor's do by default; `router` is the other reading, and the
     one for sigmoid routers, as a predictor's logits are right up to a constant only.
     `weights=owa`: where trigger_min to trigger_max of a token's experts were predicted rightly,
-    eq. 5 and 6 adjust the weights. `tokens=mispredicted` executes predictions only where not one
-    was right, the analysis of Table 1: it needs the router's choice. Cost: O(E log E) per token.
+    eq. 5 and 6 adjust the weights. `tokens=mispredicted` executes predictions only where at most
+    `most_right` were right, for the analysis of Table 1: it needs the router's choice. Cost:
+    O(E log E) per token.
 
     Parameters: scores; weights; tokens; alpha1, alpha2 (1.0, "neutral"; the paper's range is 1.0 to
-    1.4); trigger_min, trigger_max (top_k - 2 and top_k - 1, which is what the paper's models have).
+    1.4); trigger_min, trigger_max (top_k - 2 and top_k - 1, which is what the paper's models have);
+    most_right (0, as in Table 1: of many experts a token seldom has none foretold).
     """
 
     source: ClassVar[str] = "CommitMoE sections 4.1 to 4.3, eq. 5 and 6"
@@ -53,6 +55,7 @@ class Commit(RoutingAlgorithm):
         alpha2: float | None = None,
         trigger_min: int | None = None,
         trigger_max: int | None = None,
+        most_right: int | None = None,
     ) -> None:
         super().__init__(geometry, seed=seed)
         names = ("alpha1", "alpha2", "trigger_min", "trigger_max")
@@ -67,7 +70,15 @@ class Commit(RoutingAlgorithm):
                 "routing.tokens='mispredicted' does not go with routing.weights='owa': OWA is for "
                 "predictions that are right in part."
             )
+        if most_right is not None and tokens == "all":
+            raise ValueError(f"routing.most_right={most_right} has no effect with tokens='all'.")
         self.scores, self.weights, self.tokens = scores, weights, tokens
+        self.most_right = 0 if most_right is None else most_right
+        if not 0 <= self.most_right < geometry.top_k:
+            raise ValueError(
+                f"routing.most_right={most_right} must lie between 0 and top_k - 1 = "
+                f"{geometry.top_k - 1}: where all are right nothing is replaced."
+            )
         self.alpha1 = 1.0 if alpha1 is None else alpha1
         self.alpha2 = 1.0 if alpha2 is None else alpha2
         top_k = geometry.top_k
@@ -94,7 +105,8 @@ class Commit(RoutingAlgorithm):
         best = np.argsort(-decided, axis=-1, kind="stable")[:, : self.geometry.top_k]
         weights = self._weigh(event, decided, best)
         if self.tokens == "mispredicted":
-            wrong = ~_right(best, event.experts).any(axis=-1, keepdims=True)
+            found = _right(best, event.experts).sum(axis=-1, keepdims=True)
+            wrong = found <= self.most_right
             best = np.where(wrong, best, event.experts)
             weights = None if weights is None else np.where(wrong, weights, np.float32(np.nan))
         return _heaviest_first(event, best, weights)

@@ -18,6 +18,7 @@ from lm_eval_moecache.model.predictor.samples import Halves, Pairs, Samples, top
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 
 PREDICTOR, NEXT_GATE, FREQUENCY = "predictor", "next_gate", "frequency"
+DECILES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,25 @@ def certainty_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, 
             }
         )
     return rows
+
+
+def decile_rows(judged: Sequence[Judged], num_chosen: int) -> list[dict[str, Any]]:
+    """Return one row for each tenth of the predictions, from the least certain router up."""
+    right = np.concatenate([one.right[PREDICTOR] for one in judged])
+    kld = np.concatenate([one.certainty for one in judged])
+    parts = np.array_split(np.argsort(kld, kind="stable"), DECILES)
+    return [
+        {
+            "decile": number,
+            "tokens": len(here),
+            "certainty": float(kld[here].mean()),
+            "accuracy": float(right[here].mean()) / num_chosen,
+            "half_or_less": float((right[here] <= num_chosen // 2).mean()),
+            "all_right": float((right[here] == num_chosen).mean()),
+        }
+        for number, here in enumerate(parts, 1)
+        if len(here)
+    ]
 
 
 def correlation_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:

@@ -316,9 +316,9 @@ class Recipe(Schema):
     sweep: dict[str, Any] = Field(default_factory=dict)
     analyze: Analysis | None = None
     tiny: dict[str, Any] = Field(default_factory=dict)
-    """Model arguments that only the shipped model needs: a link scaled to its experts."""
+    """Model arguments, or options of the analysis, that only the shipped model needs."""
     real: dict[str, Any] = Field(default_factory=dict)
-    """Model arguments that stand in their place for any other model."""
+    """Those that stand in their place for any other model."""
     real_tasks: dict[str, str] = Field(default_factory=dict)
     """Offline task -> the benchmark that it stands for here, beyond the usual ones."""
     said: list[PaperValue] = Field(default_factory=list)

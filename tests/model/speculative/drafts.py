@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.tiny.documents import bbh, gsm8k
 from tests.harness import make_instance
 
@@ -34,6 +34,15 @@ def useless_draft(folder: Path) -> Path:
     """The architecture and the tokenizer of `tiny` with weights that were never trained."""
     torch.manual_seed(0)
     config = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR)).config
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(folder)
+    return folder
+
+
+def narrow_draft(folder: Path) -> Path:
+    """A dense draft of half the width, never trained."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(str(DRAFT_DIR), hidden_size=64, head_dim=16)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(MODEL_DIR)).save_pretrained(folder)
     return folder

@@ -28,7 +28,7 @@ from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from tests.harness import make_instance
-from tests.model.speculative.drafts import requests
+from tests.model.speculative.drafts import narrow_draft, requests
 
 SETTINGS: list[dict[str, Any]] = [
     {"policy": "sp_moe"},
@@ -130,20 +130,25 @@ FORESEEING = [
     [
         ("self:int4", FORESEEING),
         ("tiny", FORESEEING[1:]),
-        ("tiny-draft", [{"policy": "mixtral_offloading"}]),
+        ("tiny-draft", FORESEEING),
+        ("narrow", [{"policy": "mixtral_offloading"}]),
     ],
 )
 def test_any_drafting_policy_replays_from_anothers_trace(
     spec: MoECacheSpecLM, tmp_path: Path, draft: str, policies: list[dict[str, Any]]
 ) -> None:
-    """On the shipped model. No gate of it can read the states of the dense draft beside it."""
-    given = {"draft": draft, "draft_tokens": 2, "bandwidth": "200MB/s"}
-    keep = {"trace": str(tmp_path), "trace_keep": "all"}
+    """On the shipped model. No gate of it can read the states of a draft that is narrower."""
+    given = {
+        "draft": str(narrow_draft(tmp_path / draft)) if draft == "narrow" else draft,
+        "draft_tokens": 2,
+        "bandwidth": "200MB/s",
+    }
+    keep = {"trace": str(tmp_path / "traces"), "trace_keep": "all"}
     recording = {**given, "policy": "on_demand", **keep}
     spec.install(read_config(recording, speculative=True))
     spec.generate_until(requests(1), disable_tqdm=True)
     trace = recorded(spec)
-    assert bool(trace.drafted.foretold) == (draft != "tiny-draft")
+    assert bool(trace.drafted.foretold) == (draft != "narrow")
     for own in policies:
         spec.install(read_config({**given, "policy": "sp_moe", **own}, speculative=True))
         spec.generate_until(requests(1), disable_tqdm=True)
