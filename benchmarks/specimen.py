@@ -428,6 +428,14 @@ def text_loss(model: PreTrainedModel, texts: list[list[int]]) -> float:
     return mean(float(loss) for loss in losses)
 
 
+def cost_without_experts(model: PreTrainedModel, texts: list[list[int]]) -> float:
+    """Nats a token of text loses without the routed experts' outputs: they help if above 0."""
+    plain = text_loss(model, texts)
+    blocks = moe_blocks(model)
+    with hooked([b.experts.register_forward_hook(lambda *given: 0 * given[2]) for b in blocks]):
+        return text_loss(model, texts) - plain
+
+
 def swap_costs(model: PreTrainedModel, texts: list[list[int]], share: float) -> tuple[float, float]:
     """What the two swaps add to the loss of a token of text, in nats: inside and across."""
     plain, added = text_loss(model, texts), list[float]()
@@ -576,6 +584,9 @@ def of_model(folder: str, draft: str | None, pages: Path | None, num_documents: 
     column["cosine of co-chosen experts by layer"] = spread(by_layer)
     column["layers with a cosine of at least 0.2"] = str(sum(one >= 0.2 for one in by_layer))
     column |= of_prompts(model, tokenizer)
+    pages_read = [tokenizer(page).input_ids[:NUM_TOKENS] for page in held_out_pages()]
+    lost = cost_without_experts(model, pages_read)
+    column["nats of text lost without the routed experts"] = f"{lost:.3f}"
     logger.info("%s routing: %s", folder, column)
     if hasattr(model.config, "shared_expert_intermediate_size"):
         column |= of_clusters(model, tokenizer, texts)
