@@ -68,7 +68,7 @@ def _mean(figures: Sequence[dict[str, Array]], name: str, chosen_T: Array) -> fl
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the share of experts predicted rightly over the layers."""
-    from lm_eval_moecache.report.mpl_style import new_figure
+    from lm_eval_moecache.report.mpl_style import legend, new_figure
 
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
@@ -80,7 +80,7 @@ def draw(rows: Rows, title: str) -> Any:
         axes.set_ylim(0, 1.05)
     panels[0].set_ylabel("heaviest expert predicted rightly")
     panels[1].set_ylabel("experts predicted rightly")
-    panels[1].legend()
+    legend(figure, dict(zip(_PREDICTORS, panels[1].lines, strict=True)))
     figure.suptitle(title)
     return figure
 
