@@ -45,8 +45,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--each",
         action="store_true",
         help="with --write: for every sweep's folder below DIR, for every folder with a "
-        "table.yaml (title, where, distinct, columns, sort, views: a leaderboard over what lies "
-        "below it), "
+        "table.yaml (title, where, distinct, by, columns, sort, views: a leaderboard over what "
+        "lies below it), "
         "and for the JSONs of analyses and searches",
     )
 
@@ -149,6 +149,7 @@ def collect(
         title=board.title if title is None else title,
         columns=columns or board.columns,
         sort=sort or board.sort,
+        by=board.by,
     )
     return [first, *(view_table(runs, view) for view in board.views)]
 

@@ -65,15 +65,19 @@ def leaderboard(
     title: str = "",
     columns: Sequence[str] | None = None,
     sort: Sequence[str] | None = None,
+    by: Sequence[str] = (),
 ) -> Table:
-    """Build the table. Raises ValueError naming a column that no run has."""
+    """Build the table; rows that differ in a setting of `by` are not ranked against each other.
+
+    Raises ValueError naming a column that no run has.
+    """
     names = expanded(columns) if columns else default_columns(runs)
     found = [column(runs, name) for name in names]
     if not sort:
         has_scores = any(accuracy(run).raw is not None for run in runs)
         sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
     ordered = sorted_runs(runs, sort)
-    ranked = groups(ordered)
+    ranked = [part for group in groups(ordered) for part in _split(ordered, group, by)]
     rows = [[each.read(run) for each in found] for run in ordered]
     if PARETO in names:
         axes = [column(runs, name) for name in (ACCURACY, "tok_per_s")]
@@ -92,8 +96,16 @@ def leaderboard(
         tuple(map(tuple, rows)),
         frozenset(best),
         about(runs),
-        tuple(varying(runs)),
+        tuple(dict.fromkeys([*varying(runs), *by])),
     )
+
+
+def _split(runs: Sequence[Run], group: Sequence[int], by: Sequence[str]) -> list[list[int]]:
+    """Divide a group's places by the settings `by`."""
+    parts: dict[tuple[str, ...], list[int]] = {}
+    for i in group:
+        parts.setdefault(tuple(setting(runs[i], name).identity for name in by), []).append(i)
+    return list(parts.values())
 
 
 def expanded(columns: Sequence[str]) -> list[str]:

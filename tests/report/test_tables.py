@@ -39,6 +39,24 @@ def test_the_leaderboard_marks_the_best_and_the_front(
     assert capsys.readouterr().out == MARKDOWN
 
 
+def test_rows_that_a_board_keeps_apart_are_not_ranked_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leaderboard_of_four(tmp_path)
+    shown = "columns: [capacity, policy, tok_per_s, pareto]\nsort: [capacity, tok_per_s]\n"
+    marked = {}
+    for by in ("", "by: [capacity]\n"):
+        (folder / "table.yaml").write_text(shown + by)
+        assert table(folder) == 0
+        text = capsys.readouterr().out
+        marked[by] = [line for line in text.splitlines() if "**" in line]
+        assert ("rows of different capacity are not compared" in text) is bool(by)
+    assert len(marked[""]) == 1 and "200.0" in marked[""][0]
+    both = [line.split("|")[1].strip() for line in marked["by: [capacity]\n"]]
+    assert both == ["5%", "50%"]
+    assert all(line.endswith("| * |") for line in marked["by: [capacity]\n"])
+
+
 def test_the_same_runs_give_the_same_bytes_wherever_they_lie(tmp_path: Path) -> None:
     first = leaderboard_of_four(tmp_path / "first")
     (first / "sweep.yaml").write_text("name: made-up\ntasks: quiz\n")

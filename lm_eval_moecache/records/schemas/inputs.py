@@ -169,6 +169,8 @@ class Board(Schema):
     where: Settings = Field(default_factory=dict)
     distinct: bool = False
     """Show of several runs with one setting the first."""
+    by: Names = Field(default_factory=list)
+    """Settings, such as the capacity, in which rows may differ that are not ranked together."""
     columns: Names | None = None
     sort: Names | None = None
     views: list[View] = Field(default_factory=list)
