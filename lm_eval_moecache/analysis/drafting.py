@@ -1,4 +1,4 @@
-"""How well a draft's layers foretell the target's experts (SP-MoE Figures 2c, 7a and 7b).
+"""How well a draft's layers foretell the target's experts (SP-MoE Figures 2, 7a and 7b).
 
 Both models read the same text, as drafts that are accepted make them do. Letters: T tokens, E
 experts, K experts per token, D hidden size.
@@ -29,10 +29,13 @@ _NAMES = (
     *(f"{predictor}_{form}" for predictor in _PREDICTORS for form in ("top1", "topk")),
     *("draft_entropy", "frequency_entropy"),
 )
+_NEIGHBOURS = (1, 2, 3, 4, 6, 8)
 
 
 def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
     """Return how often each predictor is right, and how sure it is: by MoE layer, and by text.
+
+    Beside it what neighbouring tokens of a text ask for, as drafts do (`_neighbours`).
 
     `top1`: share of tokens whose likeliest expert is the router's heaviest; `topk`: share of the
     router's K experts among the K likeliest. `draft` is the target's gate on the draft's attention
@@ -58,6 +61,7 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
             {"text": text} | {n: _mean(figures, n, text_of_T == text) for n in _NAMES}
             for text in dict.fromkeys(analyzed.text_of)
         ],
+        "drafting_neighbours": _neighbours(_chosen(analyzed, hidden, sizes)),
     }
 
 
@@ -134,6 +138,48 @@ def _figures(
     for name, scores_TE in predictions.items():
         found[f"{name}_top1"], found[f"{name}_topk"] = _shares(experts_TK, scores_TE, top_k)
     return found
+
+
+def _chosen(analyzed: AnalyzedModel, hidden: Sequence[Tensor], sizes: Sequence[int]) -> list[Array]:
+    """Return for each layer and window which experts its tokens choose, [T, E]."""
+    windows: list[Array] = []
+    for at, layer in enumerate(analyzed.layers):
+        experts_TK = _ask(layer, hidden[at])[1]
+        chosen_TE = np.zeros((len(experts_TK), analyzed.geometry.num_experts), dtype=bool)
+        np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
+        windows += np.split(chosen_TE, np.cumsum(sizes)[:-1])
+    return windows
+
+
+def _neighbours(windows: Sequence[Array]) -> Rows:
+    """Return a row for each number of neighbouring tokens, as means over layers and places.
+
+    `activated`: share of a layer's experts that they ask for together; `if_independent`: the same
+    if each token drew its experts at random; `common`: share of the last one's experts that the
+    first one asks for, too; `any_common`: share of the places where it is any.
+    """
+    num_experts, top_k = windows[0].shape[1], int(windows[0][0].sum())
+    rows = []
+    for count in _NEIGHBOURS:
+        parts = [
+            np.lib.stride_tricks.sliding_window_view(each, count, axis=0)
+            for each in windows
+            if len(each) >= count
+        ]
+        if not parts:
+            break
+        asked = np.concatenate([part.any(axis=-1).mean(axis=-1) for part in parts])
+        shared = np.concatenate([(part[..., 0] & part[..., -1]).sum(axis=-1) for part in parts])
+        rows.append(
+            {
+                "tokens": count,
+                "activated": float(asked.mean()),
+                "if_independent": 1 - (1 - top_k / num_experts) ** count,
+                "common": float(shared.mean() / top_k),
+                "any_common": float((shared > 0).mean()),
+            }
+        )
+    return rows
 
 
 def _ask(layer: MoELayer, hidden_TD: Tensor) -> tuple[Array, Array]:

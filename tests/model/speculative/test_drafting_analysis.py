@@ -35,6 +35,17 @@ def test_frequency_knows_the_tokens_before_only() -> None:
     assert counts.tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 2, 1, 0]]
 
 
+def test_neighbours_are_counted_inside_a_text() -> None:
+    chosen = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
+    one, two, three = drafting._neighbours([chosen, chosen[:1]])
+    assert (one["activated"], one["common"], one["any_common"]) == (0.5, 1.0, 1.0)
+    assert two == {
+        **{"tokens": 2, "activated": 0.75, "if_independent": 0.75},
+        **{"common": 0.5, "any_common": 1.0},
+    }
+    assert (three["activated"], three["if_independent"], three["any_common"]) == (1, 0.875, 0)
+
+
 def test_entropy_of_a_sure_and_of_an_even_choice() -> None:
     assert drafting._entropy(np.array([[0.0, 0.0, 0.0, 0.0]])) == pytest.approx(2.0)
     assert drafting._entropy(np.array([[50.0, 0.0, 0.0, 0.0]])) == pytest.approx(0.0, abs=1e-6)
