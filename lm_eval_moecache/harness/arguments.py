@@ -132,8 +132,8 @@ class ModelArguments(Schema):
     )
     warm: Name = Field(
         None,
-        description="fill the cache before the first request: a trace, or a JSON that `profile "
-        "use` writes",
+        description="fill the cache before the first request: a trace, a JSON that `profile "
+        "use` writes, or `tiny`, whose profile ships",
     )
     phases: Any = Field(
         None,

@@ -17,16 +17,18 @@ from lm_eval_moecache.trace.trace import Trace
 
 
 def load_use(file: str, key: str = "warm") -> UseProfile:
-    """Return the profile in a JSON, or that of a routing trace of any known format.
+    """Return the profile in a JSON, that of a routing trace, or the one shipped with a model.
 
     ValueError begins with `key` and the value.
     """
     if not file.strip():
         raise ValueError(
-            f"{key}={file!r} names no file. Allowed: a routing trace, or the JSON of "
-            "`moecache profile use`."
+            f"{key}={file!r} names no file. Allowed: a routing trace, the JSON of "
+            "`moecache profile use`, or the name of a model whose profile ships (tiny)."
         )
     path = Path(file)
+    if file == bare_name(file) and not is_file(path) and is_file(_shipped(file)):
+        return read_use(_shipped(file))
     if path.suffix == ".json":
         return read_use(file)
     check_file(path, f"{key}={file!r}", MOST_BYTES)
@@ -34,6 +36,10 @@ def load_use(file: str, key: str = "warm") -> UseProfile:
         return _counted(file, path.stat().st_mtime_ns)
     except ValueError as error:
         raise ValueError(f"{key}={file!r}: {error}") from None
+
+
+def _shipped(model: str) -> Path:
+    return ARTIFACT_DIR / bare_name(model) / "use.json"
 
 
 class Placed(Protocol):
@@ -52,7 +58,7 @@ def placement(policy: Placed, warm: UseProfile | None, geometry: Geometry) -> Us
     """
     if warm is not None or not policy.placed:
         return warm
-    shipped = ARTIFACT_DIR / bare_name(geometry.model) / "use.json"
+    shipped = _shipped(geometry.model)
     if not is_file(shipped):
         raise ValueError(
             f"policy={policy.name!r} starts from experts placed by their use, and for the model "

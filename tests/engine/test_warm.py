@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,21 @@ def test_a_profile_is_the_same_from_its_trace_and_from_its_file(tmp_path: Path) 
     for layer, counts in enumerate(load_use(str(out)).counts):
         slow = [int((rows.experts[rows.layer == layer] == expert).sum()) for expert in range(8)]
         assert list(counts) == slow
+
+
+def test_a_models_name_is_the_profile_that_ships_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = load_use("tiny")
+    assert found.model == "tiny" and len(found.counts) == 8 and len(found.counts[0]) == 64
+    for other in ("tinny", "elsewhere/tiny"):
+        with pytest.raises(ValueError, match=f"^warm='{other}'"):
+            load_use(other)
+    # A file of that name comes first, and is no trace by its ending.
+    shutil.copy(traces.record(tmp_path)[0], "tiny")
+    with pytest.raises(ValueError, match="^warm='tiny'"):
+        load_use("tiny")
 
 
 def test_replay_takes_it_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
