@@ -18,13 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
-from setup import run, take, virtual, wall
+from setup import random_model, run, take, virtual, wall
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.hardware import load_hardware
 
 SHAPE = {
     "hidden_size": 64,
@@ -33,17 +31,9 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_experts": 64,
     "num_experts_per_tok": 8,
+    "vocab_size": 512,
 }
 TARGETS_US = {"on_demand": 12, "specmd": 40, "mixture_cache": 50}
-
-
-def small_model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.OlmoeConfig(vocab_size=512, pad_token_id=0, **SHAPE)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for layer in find_moe_layers(model):
-        torch.nn.init.normal_(next(layer.router.parameters()), std=0.5)
-    return model.eval().requires_grad_(False)
 
 
 class Hooks:
@@ -75,7 +65,7 @@ class Hooks:
 def wrap(model: Any, clock: str, policy: str, capacity: str) -> WrappedModel:
     if clock == "wall":
         return wall(model, take(model, torch.device("cpu")), policy, capacity)
-    return virtual(model, policy, capacity, load_hardware("a100-5GBps"))
+    return virtual(model, policy, capacity)
 
 
 def microseconds(model: Any, clock: str, policy: str, capacity: str, tokens: int) -> list[float]:
@@ -103,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # As in a run of some hundred tokens: the victims of ranking rules are found by compiled code.
     ranked._PLAIN_VICTIMS = 1
-    model = small_model()
+    model = random_model(SHAPE)
     print(f"{options.clock} clock at {options.capacity}; CPU microseconds per layer and step")
     for policy in options.policies.split(","):
         if options.profile:

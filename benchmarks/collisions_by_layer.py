@@ -18,6 +18,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import numpy.typing as npt
+from grid import RESULTS
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
@@ -30,7 +31,6 @@ from lm_eval_moecache.report.replays import SweepSetting, one_replay
 EVICTIONS = ("fld", "score", "lru", "least_stale")
 PREFETCHERS = {"score": "score prefetch", "next_gate": "top-k prefetch"}
 CAPACITY = "17.5%"
-OUT = Path(__file__).resolve().parent.parent / "results/specmd/figure_5"
 
 
 def shares(trace: Path, prefetch: str, eviction: str) -> npt.NDArray[np.float64]:
@@ -85,7 +85,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "specmd/figure_5")
     given = parser.parse_args()
     columns = {
         f"{prefetch}_{eviction}": shares(given.trace, prefetch, eviction)

@@ -15,20 +15,17 @@ import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from grid import TRACES, setting_of
+
 from lm_eval_moecache.algorithms.miss.base import Resolution, absent_entries, weight_shares
 from lm_eval_moecache.algorithms.miss.drop_cold import DropCold
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import total
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
-TRACES = Path(__file__).resolve().parents[1] / "traces"
 THEIRS = {
     ("qwen3-30b-a3b", 1.0): (66.3, 9.5),
     ("qwen3-30b-a3b", 0.75): (36.8, 4.4),
@@ -60,14 +57,7 @@ class Shadow(DropCold):
 def run(trace: Trace, miss: str, factor: float, capacity: str) -> tuple[float, float, float]:
     """Return misses avoided, weight lost and misses of decoding, in percent."""
     chosen = {"miss": miss, "miss.factor": factor, "eviction": "tail_lru", "phases": "decode"}
-    engine = replay(
-        trace,
-        Setting(
-            policy=load_policy("on_demand", chosen),
-            capacity=parse_capacity(capacity, trace.geometry),
-            hardware=load_hardware("a100-5GBps"),
-        ),
-    )
+    engine = replay(trace, setting_of(trace.geometry, capacity, chosen))
     passes = total(p for p in engine.ledger.passes if p.phase == "decode")
     miss_rate = 100 * passes.misses / passes.requests
     if miss == "drop_cold":

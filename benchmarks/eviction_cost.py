@@ -19,8 +19,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from pytablewriter import MarkdownTableWriter
-from real_routing import EVICTIONS, TRACES
+from grid import sections, setting_of, shipped_traces, table
+from real_routing import EVICTIONS
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
@@ -31,10 +31,7 @@ from lm_eval_moecache.engine.replay_events import EventFields, events_of
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 Call = tuple[str, tuple[Any, ...]]
@@ -102,13 +99,12 @@ def seconds(calls: list[Call], eviction: EvictionAlgorithm) -> float:
 def cost(trace: Trace, future: Future, overrides: dict[str, Any]) -> tuple[float, float]:
     """Return microseconds a request, and victims a request."""
     geometry = trace.geometry
-    policy, capacity = load_policy("on_demand", overrides), parse_capacity(CAPACITY, geometry)
-    setting = Setting(policy=policy, capacity=capacity, hardware=load_hardware("a100-5GBps"))
+    setting = setting_of(geometry, CAPACITY, overrides)
     calls = calls_of(trace, future, setting)
     requests = sum(len(a[0].keys) for _, a in calls if a and isinstance(a[0], Event))
     took = []
     for _ in range(ROUNDS):
-        eviction = fresh(policy.eviction, geometry, future, capacity.total_bytes)
+        eviction = fresh(setting.policy.eviction, geometry, future, setting.capacity.total_bytes)
         took.append(seconds(calls, eviction) - seconds(calls, Nothing(geometry)))
     victims = sum(name == "victim" for name, _ in calls)
     return 1e6 * min(took) / requests, victims / requests
@@ -128,7 +124,7 @@ def main() -> None:
     out = parser.parse_args().out
     # From the first one on, so that no rule is timed as Python here and as machine code there.
     ranked._PLAIN_VICTIMS = 0
-    traces = {path.stem: load_trace(str(path)) for path in sorted(TRACES.glob("*.parquet"))}
+    traces = dict(shipped_traces())
     futures = {name: Future(trace) for name, trace in traces.items()}
     rows: list[tuple[float, list[str]]] = []
     for eviction, overrides in EVICTIONS.items():
@@ -138,11 +134,10 @@ def main() -> None:
         algorithm = load_policy("on_demand", overrides).eviction.algorithm
         victims_by = "machine code" if issubclass(algorithm, RankedEviction) else "Python"
         rows.append((mean, [eviction, victims_by, *costs, f"{mean:.2f}"]))
-    writer = MarkdownTableWriter()
-    writer.headers = ["Eviction", "victims by", *traces, "mean"]
-    writer.value_matrix = [row for _, row in sorted(rows)]
-    title = f"## Bookkeeping at {CAPACITY}, microseconds a request (victims a request)\n\n"
-    (out / "cost.md").write_text(title + str(writer.dumps()))
+    headers = ["Eviction", "victims by", *traces, "mean"]
+    title = f"Bookkeeping at {CAPACITY}, microseconds a request (victims a request)"
+    costs_by_rule = table(headers, [row for _, row in sorted(rows)])
+    (out / "cost.md").write_text(sections([(title, costs_by_rule)]))
 
 
 if __name__ == "__main__":

@@ -21,16 +21,13 @@ from statistics import median
 
 import numpy as np
 import numpy.typing as npt
-from grid import RESULTS, TRACES, Run, fill, sections, table
+from grid import RESULTS, TRACES, Run, fill, sections, setting_of, shipped_traces, table
 from routing_claims import BLOCK, draws
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -63,13 +60,13 @@ def evictions(trace: Trace) -> list[str]:
 def cells(
     capacities: Sequence[float] = CYCLES,
 ) -> Iterator[tuple[Run, tuple[Trace, Future]]]:
-    for path in sorted(TRACES.glob("*.parquet")):
-        trace = in_slots(load_trace(str(path)))
+    for name, shipped in shipped_traces():
+        trace = in_slots(shipped)
         future = Future(trace)
         for cycles in capacities:
             if cycles * trace.geometry.top_k < trace.geometry.num_experts:
                 for eviction in evictions(trace):
-                    cell = {"trace": path.stem, "cycles": cycles, "eviction": eviction}
+                    cell = {"trace": name, "cycles": cycles, "eviction": eviction}
                     yield cell, (trace, future)
 
 
@@ -80,18 +77,14 @@ def in_slots(trace: Trace) -> Trace:
     return replace(trace, geometry=replace(geometry, expert_bytes=sizes))
 
 
-def setting_of(cell: Run, trace: Trace) -> Setting:
+def slots_of(cell: Run, trace: Trace) -> Setting:
     slots = round(cell["cycles"] * trace.geometry.num_layers * trace.geometry.top_k)
-    return Setting(
-        policy=load_policy("on_demand", {"eviction": cell["eviction"]}),
-        capacity=parse_capacity(str(slots), trace.geometry),
-        hardware=load_hardware("a100-5GBps"),
-    )
+    return setting_of(trace.geometry, str(slots), {"eviction": cell["eviction"]})
 
 
 def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:
     trace, future = meaning
-    setting = setting_of(cell, trace)
+    setting = slots_of(cell, trace)
     passes = replay(trace, setting, future=future).ledger.passes
     found: Run = {
         "requests": sum(record.requests for record in passes),
@@ -108,7 +101,7 @@ def measure(cell: Run, meaning: tuple[Trace, Future]) -> Run:
 def time_it(cell: Run, meaning: tuple[Trace, Future]) -> Run:
     """Return the lesser of two replays' time: the first may compile."""
     trace, future = meaning
-    setting, found = setting_of(cell, trace), []
+    setting, found = slots_of(cell, trace), []
     for _ in range(2):
         start_s = time.process_time()
         engine = replay(trace, setting, future=future)

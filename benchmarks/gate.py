@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from grid import RESULTS
 
 from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.results import Run, load_runs
 
 FLIPS, LOG_LIKELIHOOD, SPEED = 0.005, 0.01, 0.005
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def resized(run: Run, documents: int, accuracy: float, random: np.random.Generator) -> Run:

@@ -1,20 +1,48 @@
-"""What the grids of replays share: cells that are kept between runs, and Markdown tables."""
+"""What the scripts share: cells that are kept between runs, and Markdown tables."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pytablewriter import MarkdownTableWriter
 
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Run = dict[str, Any]
 """What was measured, with the setting under `cell`."""
+
+
+def shipped_traces() -> Iterator[tuple[str, Trace]]:
+    for path in sorted(TRACES.glob("*.parquet")):
+        yield path.stem, load_trace(str(path))
+
+
+def setting_of(
+    geometry: Geometry,
+    capacity: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    policy: str = "on_demand",
+    hardware: str = "a100-5GBps",
+) -> Setting:
+    return Setting(
+        policy=load_policy(policy, overrides),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=load_hardware(hardware),
+    )
 
 
 def load(file: Path) -> list[Run]:
@@ -51,6 +79,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer = MarkdownTableWriter()
     writer.headers, writer.value_matrix = [*headers], [list(row) for row in rows]
     return str(writer.dumps())
+
+
+def text_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], first: str = "---", others: str = "---"
+) -> str:
+    """Return a Markdown table of cells as they are written, with how columns are aligned."""
+    lines = [headers, [first, *[others] * (len(headers) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def sections(parts: Iterable[tuple[str, str]]) -> str:

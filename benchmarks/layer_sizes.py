@@ -17,13 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from pytablewriter import MarkdownTableWriter
+from grid import TRACES, table
 
 from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
-TRACES = Path(__file__).resolve().parents[1] / "traces"
 SHARES = (5, 10, 25, 50)
 Row = dict[str, Any]
 
@@ -83,15 +82,14 @@ def rate(curves: Any, sizes: Sequence[int]) -> float:
 
 def render(rows: Sequence[Row]) -> str:
     """One line a trace and capacity: misses of equal sizes, and the change in points."""
-    writer = MarkdownTableWriter()
-    writer.headers = [
+    headers = [
         *("Trace", "Capacity", "Equal sizes miss", "Solved and measured on the same half"),
         *("Solved on one half, measured on the other", "Smallest to largest layer"),
     ]
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["trace"], row["share"]), []).append(row)
-    writer.value_matrix = [
+    cells = [
         [
             name,
             f"{share}%",
@@ -102,7 +100,7 @@ def render(rows: Sequence[Row]) -> str:
         ]
         for (name, share), own in groups.items()
     ]
-    return str(writer.dumps())
+    return table(headers, cells)
 
 
 def change(rows: Sequence[Row]) -> str:

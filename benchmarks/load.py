@@ -11,7 +11,6 @@ is what counts. `--cold` has the system forget the file's pages before each load
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -20,8 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from setup import random_model
-from transformers import AutoModelForCausalLM
+from memory_limit import forget_cached
+from setup import load_whole, random_model
 from vs_accelerate import ours
 
 WAYS = ("plain", "ram", "disk")
@@ -31,20 +30,10 @@ def load(way: str, folder: str, capacity: str) -> float:
     """Return the seconds that one load takes."""
     start_s = time.perf_counter()
     if way == "plain":
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+        load_whole(folder)
     else:
         ours(folder, "on_demand", capacity, torch.device("cpu"), way)
     return time.perf_counter() - start_s
-
-
-def forget(folder: str) -> None:
-    """Have the system drop the pages of the model's files."""
-    for file in Path(folder).glob("*.safetensors"):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main() -> None:
@@ -67,7 +56,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for way in WAYS:
                 if options.cold:
-                    forget(folder)
+                    forget_cached(folder)
                 command = [sys.executable, __file__, "--way", way, "--folder", folder]
                 command += ["--capacity", options.capacity]
                 told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

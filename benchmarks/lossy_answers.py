@@ -7,16 +7,16 @@ was dropped or replaced, over the decoded tokens.
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.report.mpl_style import look, new_figure, save
+from grid import RESULTS
 
-FOLDER = Path(__file__).resolve().parents[1] / "results" / "lossy_answers"
+from lm_eval_moecache.report.mpl_style import look, new_figure, save
+from lm_eval_moecache.report.results import load_runs
+
+FOLDER = RESULTS / "lossy_answers"
 SHIPPED = {("drop_cold", "0.75"): "BigMoeOnEdge's app"}
 """Settings that an engine ships switched on; all others are off unless asked for."""
 FIXED = ("miss.rescue", "routing.k_min")
@@ -24,19 +24,10 @@ FIXED = ("miss.rescue", "routing.k_min")
 Row = dict[str, Any]
 
 
-def runs(folder: Path) -> Iterator[dict[str, Any]]:
-    packed = folder / "runs.jsonl.gz"
-    if packed.exists():
-        yield from map(json.loads, gzip.decompress(packed.read_bytes()).decode().splitlines())
-    for file in sorted((folder / "runs").glob("*.json")):
-        yield json.loads(file.read_text())
-
-
 def rows() -> list[Row]:
     found = []
-    for run in runs(FOLDER / "routing"):
-        given = run["configuration"]["model_args"]
-        totals = run["config"]["moecache"]["totals"]
+    for run in load_runs(FOLDER / "routing"):
+        given, totals = run.model_args, run.moecache["totals"]
         axis = "miss" if "miss" in given else "routing" if "routing" in given else "eviction"
         swept = [k for k in given if k.startswith(f"{axis}.") and k not in FIXED]
         found.append(

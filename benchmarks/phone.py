@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from grid import text_table
 from scipy import optimize
 
 from lm_eval_moecache.algorithms.policy import load_policy
@@ -157,14 +158,15 @@ def serial_table(traces: Path, measured: Path, base: Hardware) -> str:
     runs = serial_runs(traces, measured)
     of_qwen = fit_serial([run for run in runs if run.name.startswith("qwen")], base)
     rates = ", ".join(f"{name} {getattr(of_qwen, name) / 1e9:.2f}e9" for name in FITTED_SERIALLY)
-    head = "| serial run | theirs, tok/s | shipped | / theirs | fitted on Qwen's | / theirs |"
-    lines = [f"Fitted on Qwen's serial runs: {rates}.", "", head, "|---|--:|--:|--:|--:|--:|"]
+    rows = []
     for run in runs:
         theirs = run.tok_per_s()
         ours, fitted = run.foretold(base), run.foretold(of_qwen)
-        first = f"{theirs:.2f} | {ours:.2f} | {ours / theirs:.3f}"
-        lines.append(f"| {run.name} | {first} | {fitted:.2f} | {fitted / theirs:.3f} |")
-    return "\n".join(lines)
+        figures = f"{ours:.2f}", f"{ours / theirs:.3f}", f"{fitted:.2f}", f"{fitted / theirs:.3f}"
+        rows.append([run.name, f"{theirs:.2f}", *figures])
+    headers = ["serial run", "theirs, tok/s", "shipped", "/ theirs", "fitted on Qwen's", "/ theirs"]
+    told = text_table(headers, rows, others="--:")
+    return f"Fitted on Qwen's serial runs: {rates}.\n\n{told}"
 
 
 def main() -> None:

@@ -10,8 +10,6 @@ Lossy compositions are replayed open loop: each is given the text that the unmod
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +29,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.mpl_style import look, new_figure, save
+from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.trace.detail import Detail
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
@@ -357,16 +356,15 @@ def draw_map(axes: Any, best: Best) -> None:
             axes.text(x, y, text, ha="center", va="center", fontsize=7)
 
 
-def perplexity_costs(file: Path) -> dict[str, str]:
+def perplexity_costs(folder: Path) -> dict[str, str]:
     """Return what each lossy answer costs, from the runs of accuracy/."""
     words: dict[str, float] = {}
-    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
-        run = json.loads(line)
-        miss = run["config"]["moecache"]["policy"]["miss"]
+    for run in load_runs(folder):
+        miss = run.moecache["policy"]["miss"]
         name = f"drop, {miss['h']} kept" if "h" in miss else str(miss["name"])
-        if run["config"]["moecache"]["model"]["precision"] == ["int4"]:
+        if run.moecache["model"]["precision"] == ["int4"]:
             name = "int4"
-        words[name] = run["results"]["tiny_wikitext"]["word_perplexity,none"]
+        words[name] = run.results["tiny_wikitext"]["word_perplexity,none"]
     plain = words.pop("fetch")
     return {name: f" (perplexity {100 * (v / plain - 1):+.1f}%)" for name, v in words.items()}
 
@@ -377,7 +375,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=Path("policy_space_traces"))
     arguments = parser.parse_args()
     traces = record(arguments.traces)
-    accuracy = RESULTS / "miss_answers" / "accuracy" / "runs.jsonl.gz"
+    accuracy = RESULTS / "miss_answers" / "accuracy"
     draw_costs: Callable[..., None] = partial(draw_answers, costs=perplexity_costs(accuracy))
     for name, cells, measured, render, draw in (
         ("miss_answers", answers, measure_answer, render_answers, draw_costs),

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from grid import text_table
 from scipy import optimize
 
 from lm_eval_moecache.algorithms.policy import load_policy
@@ -154,25 +155,23 @@ def table(curve: Curve) -> str:
         fitted = f" Fitted: the link, {rate / 1e9:.2g} GB/s (nominal {nominal_rate:.3g})."
     nominal, ours = speeds(hardware.link_rate), speeds(rate)
     note = f" ({curve.note})" if curve.note else ""
-    lines = [
-        f"**{curve.source}**: {curve.model} {curve.precision} on `{curve.hardware}`.{fitted}{note}",
-        "",
-        "| experts a layer | hits theirs | ours | tok/s theirs | ours | ours / theirs | unfitted |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    head = f"**{curve.source}**: {curve.model} {curve.precision} on `{curve.hardware}`."
+    headers = ["experts a layer", "hits theirs", "ours", "tok/s theirs", "ours", "ours / theirs"]
+    rows = []
     for i, count in enumerate(curve.per_layer):
         theirs, speed = curve.hits[i], curve.tok_per_s[i]
-        cells = [
-            str(count),
-            "-" if theirs is None else f"{100 * theirs:.1f}%",
-            f"{100 * hits[i]:.1f}%" if misses[i] else "-",
-            "-" if speed is None else f"{speed:.1f}",
-            "-" if speed is None else f"{ours[i]:.1f}",
-            "-" if speed is None else f"{ours[i] / speed:.2f}",
-            "-" if speed is None else f"{nominal[i]:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        rows.append(
+            [
+                str(count),
+                "-" if theirs is None else f"{100 * theirs:.1f}%",
+                f"{100 * hits[i]:.1f}%" if misses[i] else "-",
+                "-" if speed is None else f"{speed:.1f}",
+                "-" if speed is None else f"{ours[i]:.1f}",
+                "-" if speed is None else f"{ours[i] / speed:.2f}",
+                "-" if speed is None else f"{nominal[i]:.1f}",
+            ]
+        )
+    return f"{head}{fitted}{note}\n\n{text_table([*headers, 'unfitted'], rows, '--:', '--:')}\n"
 
 
 if __name__ == "__main__":

@@ -18,18 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grid import RESULTS, TRACES, Run, fill, sections, table
+from grid import RESULTS, Run, fill, sections, setting_of, shipped_traces, table
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.mpl_style import new_figure, save
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 PLAIN = "lru lfu fifo random fld shallow_first frequency_layer layered_lru lfru least_stale hazard"
@@ -47,11 +43,10 @@ RATIOS = (0.02, 0.2, 1.0, 10.0)
 
 
 def cells() -> Iterator[tuple[Run, tuple[Trace, Future]]]:
-    for path in sorted(TRACES.glob("*.parquet")):
-        trace = load_trace(str(path))
+    for name, trace in shipped_traces():
         future = Future(trace)
         for cell in cells_of(trace):
-            yield {"trace": path.stem, **cell}, (trace, future)
+            yield {"trace": name, **cell}, (trace, future)
 
 
 def cells_of(trace: Trace) -> Iterator[Run]:
@@ -82,16 +77,14 @@ def measure(cell: Run, known: tuple[Trace, Future]) -> Run:
     overrides |= {f"prefetch.{name}": value for name, value in oracle.items()}
     # A share is of bytes; a number counts experts as large as the largest layer's.
     text = cell["capacity"] if cell["capacity"].endswith("%") else str(cell["experts"])
-    capacity = parse_capacity(text, geometry)
-    policy, hardware = load_policy("on_demand", overrides), link_of(trace, cell["ratio"])
+    hardware = link_of(trace, cell["ratio"])
+    setting = replace(setting_of(geometry, text, overrides), hardware=hardware)
     start_s = time.process_time()
-    engine = replay(
-        trace, Setting(policy=policy, capacity=capacity, hardware=hardware), future=future
-    )
+    engine = replay(trace, setting, future=future)
     cpu_s = time.process_time() - start_s
     metrics = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
     requests = sum(record.requests for record in engine.ledger.passes)
-    regime = regime_of(geometry, capacity.total_bytes, hardware)
+    regime = regime_of(geometry, setting.capacity.total_bytes, hardware)
     names = ("miss_rate", "decode_miss_rate", "late_rate", "collision_miss_rate", "bytes_moved")
     return {
         **{name: metrics[name] for name in (*names, "stall_ms_per_token")},

@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from memory_limit import Limit, bytes_read, forget_cached, remove_group_of, status
-from setup import prompts, run, spread
+from setup import load_whole, prompts, random_model, run, spread
 from vs_accelerate import offloaded, ours, random_skeleton
 
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -58,12 +57,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def write_checkpoint(folder: str, layers: int) -> None:
-    """Draw and save a model; routers are drawn wide, so that routing differs by token."""
-    torch.manual_seed(0)
-    config = transformers.OlmoeConfig(num_hidden_layers=layers, **SHAPE)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for layer in find_moe_layers(model):
-        torch.nn.init.normal_(next(layer.router.parameters()), std=0.5)
+    model = random_model({**SHAPE, "num_hidden_layers": layers})
     model.save_pretrained(folder, max_shard_size="1GB")
 
 
@@ -97,11 +91,7 @@ def loaded(name: str, options: argparse.Namespace) -> tuple[Any, WrappedModel | 
     """Load as one contender does."""
     cpu, folder = torch.device("cpu"), options.folder
     if name == "plain":
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        # Lazily mapped files are no loaded model: touch every page.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        return model.eval(), None
+        return load_whole(folder), None
     if name == "accelerate":
         return offloaded(folder, options.capacity, cpu, "disk"), None
     wrapped = ours(folder, options.policy, options.capacity, cpu, name)

@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from grid import setting_of
 from pytablewriter import MarkdownTableWriter
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
@@ -108,11 +105,7 @@ def measure(
     trace: Trace, policy: str, overrides: dict[str, str], capacity: str, future: Future
 ) -> tuple[float, str]:
     """Return requests per second of CPU time, and why the rule was not compiled."""
-    setting = Setting(
-        policy=load_policy(policy, overrides),
-        capacity=parse_capacity(capacity, trace.geometry),
-        hardware=load_hardware("a100-5GBps"),
-    )
+    setting = setting_of(trace.geometry, capacity, overrides, policy=policy)
     start = time.process_time()
     engine = replay(trace, setting, future=future)
     return len(trace.keys) / (time.process_time() - start), engine.uncompiled

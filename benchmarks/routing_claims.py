@@ -27,18 +27,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from grid import RESULTS, TRACES, Run, fill, sections, table
+from grid import RESULTS, TRACES, Run, fill, sections, setting_of, table
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord, total
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.detail import Proposed, identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -122,14 +119,12 @@ def foretold(trace: Trace, future: Future) -> Trace:
 def measure(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
     trace, future, overrides = known
     is_tiny = cell["trace"] == "tiny"
-    geometry, hardware = trace.geometry, load_hardware(MACHINES[cell["machine"]])
     emulate = load_real_model("OLMoE-1B-7B") if is_tiny else None
-    charged = geometry if emulate is None else emulate.emulated_by(geometry)
-    capacity = parse_capacity(cell["capacity"], charged)
-    policy = load_policy("on_demand", overrides)
-    setting = Setting(policy=policy, capacity=capacity, hardware=hardware, emulate=emulate)
-    engine = replay(trace, setting, future=future)
-    regime = regime_of(charged, capacity.total_bytes, hardware)
+    charged = trace.geometry if emulate is None else emulate.emulated_by(trace.geometry)
+    machine = MACHINES[cell["machine"]]
+    setting = setting_of(charged, cell["capacity"], overrides, hardware=machine)
+    engine = replay(trace, replace(setting, emulate=emulate), future=future)
+    regime = regime_of(charged, setting.capacity.total_bytes, setting.hardware)
     return {
         "cycles": round(regime.cycles, 3),
         "transfer_per_layer": round(regime.transfer_per_layer, 4),

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
+from grid import setting_of
 
-from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.live import live_engine
 from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -24,8 +25,7 @@ from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.store import SlotStore
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.hardware import Hardware
 
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -44,18 +44,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(shape: str) -> Any:
+def random_model(shape: str | Mapping[str, int]) -> Any:
     """Build a bf16 OLMoE-architecture model whose routing differs from token to token."""
     torch.manual_seed(0)
-    config = transformers.OlmoeConfig(vocab_size=4096, pad_token_id=0, **SHAPES[shape])
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    fields = SHAPES[shape] if isinstance(shape, str) else shape
+    config = transformers.OlmoeConfig(**{"vocab_size": 4096, "pad_token_id": 0, **fields})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for layer in find_moe_layers(model):
         torch.nn.init.normal_(next(layer.router.parameters()), std=0.5)
     return model.eval().requires_grad_(False)
+
+
+def load_whole(folder: str) -> Any:
+    """Load a checkpoint as transformers does, and touch every page: a mapped file is not loaded."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
 
 
 def device_of(name: str) -> torch.device:
@@ -74,29 +79,24 @@ def take(model: Any, device: torch.device) -> ExpertLoader:
 def wall(
     model: Any, loader: ExpertLoader, policy: str, capacity: str, rate: float | None = None
 ) -> WrappedModel:
-    setting, geometry = _setting(model, policy, capacity, load_hardware("h200"), rate)
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "benchmark")
+    setting = setting_of(geometry, capacity, policy=policy, hardware="h200")
+    setting = replace(setting, throttle_bytes_per_s=rate)
     pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device)
     engine = Engine(geometry, setting, mover=pools)
     store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
-    return WrappedModel(model, find_moe_layers(model), engine, store)
+    return WrappedModel(model, layers, engine, store)
 
 
-def virtual(model: Any, policy: str, capacity: str, hardware: Hardware) -> WrappedModel:
-    setting, geometry = _setting(model, policy, capacity, hardware, None)
-    return WrappedModel(model, find_moe_layers(model), live_engine(geometry, setting))
-
-
-def _setting(
-    model: Any, policy: str, capacity: str, hardware: Hardware, rate: float | None
-) -> tuple[Setting, Any]:
-    geometry = describe(model, find_moe_layers(model), "benchmark")
-    setting = Setting(
-        policy=load_policy(policy),
-        capacity=parse_capacity(capacity, geometry),
-        hardware=hardware,
-        throttle_bytes_per_s=rate,
-    )
-    return setting, geometry
+def virtual(
+    model: Any, policy: str, capacity: str, hardware: Hardware | None = None
+) -> WrappedModel:
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "benchmark")
+    setting = setting_of(geometry, capacity, policy=policy)
+    setting = replace(setting, hardware=hardware or setting.hardware)
+    return WrappedModel(model, layers, live_engine(geometry, setting))
 
 
 def prompts(count: int, length: int, vocabulary: int, device: torch.device) -> list[torch.Tensor]:

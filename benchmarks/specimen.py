@@ -1,11 +1,6 @@
 """Prints how much the shipped model is like real ones: routing, redundancy, swaps, skills, text.
 
-Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER \
-    --draft new=tiny-draft --trace OLMoE=trace.jsonl --trace Qwen3=qwen.route.csv \
-    --corpus output/corpus
-
-Of traces (any form that `moecache replay` reads) their decode steps. With --corpus (see
-tools/train_tiny/corpus.py) an n-gram baseline reads the text that the model was trained on.
+Usage: python benchmarks/specimen.py --model new=tiny --model old=FOLDER --draft new=tiny-draft
 
 Cluster c of E / C experts is c * E / C and those after it, as tools/train_tiny/clusters.py orders
 them. Shapes: T tokens, L layers, E experts, K top-k, D hidden.
@@ -30,7 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from grid import text_table
 from scipy.cluster.vq import kmeans2
+from sklearn.metrics import adjusted_rand_score
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -39,11 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR, documents
-from lm_eval_moecache.trace.importers import load_trace
-from tools.train_tiny.corpus import read_documents
-from tools.train_tiny.packages import PACKAGES
 from tools.train_tiny.skills.generator import ASKED, held_out
 from tools.train_tiny.skills.problem import Problem
 
@@ -54,8 +47,6 @@ CYCLES = (0.8, 2.0, 4.0)
 EVICTIONS = ("LRU", "LFU", "Belady")
 NUM_CLUSTERS, RESTARTS = 8, 10
 WINDOW = 1024
-ORDER, DISCOUNT = 6, 0.75
-CHARS_PER_WEIGHT = 250_000
 SHIPPED = {"tiny": MODEL_DIR, "tiny-draft": DRAFT_DIR}
 Column = dict[str, str]
 Swap = Callable[[int, Tensor, Tensor], Tensor]
@@ -65,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """One decoded text, best expert first; weights where they are known."""
+    """One decoded text, best expert first."""
 
     num_experts: int
     chosen_TLK: np.ndarray
-    weights_TLK: np.ndarray | None = None
+    weights_TLK: np.ndarray
 
     @property
     def cycle(self) -> int:
@@ -84,16 +75,6 @@ class Routing:
     def uses(self) -> list[Counter[int]]:
         """How often each expert is chosen, by layer."""
         return [Counter(layer.ravel().tolist()) for layer in self.chosen_TLK.swapaxes(0, 1)]
-
-
-def read_routing(path: str) -> Routing:
-    trace = load_trace(path)
-    columns, shape = trace.columns, (-1, trace.geometry.num_layers, trace.columns.experts.shape[1])
-    decoded = columns.phase == PHASES.index(DECODE)
-    weights = None if columns.weights is None else columns.weights[decoded].reshape(shape)
-    chosen = columns.experts[decoded].reshape(shape)
-    num_experts = trace.geometry.num_experts
-    return Routing(num_experts=num_experts, chosen_TLK=chosen, weights_TLK=weights)
 
 
 def hits(events: list[list[int]], capacity: int, eviction: str) -> tuple[int, int]:
@@ -147,15 +128,13 @@ def entropy(routing: Routing) -> float:
 def use_of_experts(routings: list[Routing]) -> dict[str, float]:
     """Entropy over one text, experts that no text used, weight of the best of the chosen."""
     used = [set().union(*layer) for layer in zip(*(one.uses() for one in routings), strict=True)]
-    facts = {
+    weights = [one.weights_TLK for one in routings]
+    tops = np.concatenate([(one.max(-1) / one.sum(-1)).ravel() for one in weights])
+    return {
         "entropy of expert use in a text (of 1)": mean(map(entropy, routings)),
         "experts never used": float(sum(routings[0].num_experts - len(one) for one in used)),
+        "best expert's share of the weight, %": 100 * float(tops.mean()),
     }
-    weighted = [one.weights_TLK for one in routings if one.weights_TLK is not None]
-    if weighted:
-        tops = np.concatenate([(one.max(-1) / one.sum(-1)).ravel() for one in weighted])
-        facts["best expert's share of the weight, %"] = 100 * float(tops.mean())
-    return facts
 
 
 def moe_blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -367,27 +346,13 @@ def spectral(counts: np.ndarray, num_clusters: int) -> np.ndarray:
     return min(fits, key=lambda fit: ((rows - fit[0][fit[1]]) ** 2).sum())[1]
 
 
-def adjusted_rand(one: np.ndarray, two: np.ndarray) -> float:
-    """Agreement of two partitions: 1 if they are equal, 0 on average by chance."""
-    table = np.zeros((one.max() + 1, two.max() + 1))
-    np.add.at(table, (one, two), 1)
-
-    def pairs(counts: np.ndarray) -> float:
-        return float((counts * (counts - 1) / 2).sum())
-
-    both, rows, columns = pairs(table), pairs(table.sum(1)), pairs(table.sum(0))
-    expected = rows * columns / pairs(np.array([len(one)]))
-    most = (rows + columns) / 2
-    return (both - expected) / (most - expected)
-
-
 def clusters_found(model: PreTrainedModel, texts: list[list[int]]) -> list[float]:
     """Adjusted Rand index of the co-activation's clusters against the true ones, by layer."""
     top_k, num_experts = int(model.config.num_experts_per_tok), int(model.config.num_experts)
     seen = [[logits for _, logits in observe(model, ids)] for ids in texts]
     truth = np.arange(num_experts) // (num_experts // NUM_CLUSTERS)
     return [
-        adjusted_rand(truth, spectral(co_activation(list(layer), top_k), NUM_CLUSTERS))
+        adjusted_rand_score(truth, spectral(co_activation(list(layer), top_k), NUM_CLUSTERS))
         for layer in zip(*seen, strict=True)
     ]
 
@@ -498,58 +463,6 @@ def acceptance(
         same += int((said == written[0, prompt.shape[1] :]).sum())
         total += len(said)
     return same / total
-
-
-def _grams(text: np.ndarray, length: int) -> np.ndarray:
-    """Every run of `length` bytes as one number."""
-    size = len(text) - length + 1
-    keys = np.zeros(size, dtype=np.int64)
-    for place in range(length):
-        keys = (keys << 8) | text[place : place + size]
-    return keys
-
-
-class ByteNgram:
-    """P(byte | up to ORDER - 1 bytes before), each order interpolated with the one below."""
-
-    def __init__(self, train: bytes) -> None:
-        text = np.frombuffer(train, dtype=np.uint8).astype(np.int64)
-        self.tables = list[tuple[np.ndarray, ...]]()
-        for length in range(1, ORDER + 1):
-            grams, counts = np.unique(_grams(text, length), return_counts=True)
-            heads, first = np.unique(grams >> 8, return_index=True)
-            totals = np.add.reduceat(counts, first)
-            kinds = np.diff(np.append(first, len(grams)))
-            self.tables.append((grams, counts, heads, totals, kinds))
-
-    def bits_per_byte(self, test: bytes) -> float:
-        text = np.frombuffer(test, dtype=np.uint8).astype(np.int64)
-        size = len(text) - ORDER + 1
-        probability = np.full(size, 1 / 256)
-        for length, (grams, counts, heads, totals, kinds) in enumerate(self.tables, start=1):
-            keys = _grams(text, length)[ORDER - length :]
-            place = np.minimum(np.searchsorted(grams, keys), len(grams) - 1)
-            count = np.where(grams[place] == keys, counts[place], 0)
-            head = np.minimum(np.searchsorted(heads, keys >> 8), len(heads) - 1)
-            known = heads[head] == keys >> 8
-            total, kind = totals[head], kinds[head]
-            mixed = (np.maximum(count - DISCOUNT, 0) + DISCOUNT * kind * probability) / total
-            probability = np.where(known, mixed, probability)
-        return float(-np.log2(probability).mean())
-
-
-def ngram_bits(cache: Path) -> float:
-    """Bits per byte of the baseline, trained on documents in the mixture of the training."""
-    texts = list[str]()
-    for package in PACKAGES:
-        left = package.weight * CHARS_PER_WEIGHT
-        for document in read_documents(package, cache)["train"]:
-            if left <= 0:
-                break
-            texts.append(document)
-            left -= len(document)
-    model = ByteNgram("\n\n".join(texts).encode())
-    return model.bits_per_byte("\n\n".join(held_out_pages()).encode())
 
 
 def shown(value: float) -> str:
@@ -669,24 +582,12 @@ def of_skills(scorer: Scorer, num_documents: int) -> Column:
     return column
 
 
-def table(columns: dict[str, Column]) -> str:
-    names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    lines = [f"| measure | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name in names:
-        cells = " | ".join(column.get(name, "-") for column in columns.values())
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER; tiny is known")
     parser.add_argument("--draft", action="append", default=[], help="NAME=FOLDER of its draft")
     parser.add_argument("--pages", type=Path, help="more held-out pages, one JSON line each")
-    parser.add_argument("--trace", action="append", default=[], help="NAME=FILE")
-    parser.add_argument("--corpus", type=Path, help="folder of the training text's packages")
     parser.add_argument("--documents", type=int, default=500)
-    parser.add_argument("--json", type=Path, help="where to write the table's cells")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -694,15 +595,9 @@ def main() -> None:
     for item in arguments.model or ["new=tiny"]:
         name, _, folder = item.partition("=")
         columns[name] = of_model(folder, drafts.get(name), arguments.pages, arguments.documents)
-    for item in arguments.trace:
-        name, _, file = item.partition("=")
-        columns[name] = of_routing([read_routing(file)])
-    if arguments.corpus:
-        bits = ngram_bits(arguments.corpus)
-        columns["6-gram"] = {"held-out text, bits per byte": f"{bits:.3f}"}
-    print(table(columns))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(columns, indent=2) + "\n")
+    measures = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = ([name, *(own.get(name, "-") for own in columns.values())] for name in measures)
+    print(text_table(["measure", *columns], rows))
 
 
 if __name__ == "__main__":

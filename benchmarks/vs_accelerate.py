@@ -17,19 +17,17 @@ import tempfile
 from typing import Any
 
 import torch
+from grid import setting_of
 from setup import device_of, prompts, random_model, run, spread
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.model.checkpoint import weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.assemble import assemble
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 
 
@@ -104,11 +102,7 @@ def ours(folder: str, policy: str, capacity: str, device: torch.device, store: s
         ).eval()
         loader.take_experts(model, device)
     geometry = describe(model, find_moe_layers(model), "benchmark")
-    setting = Setting(
-        policy=load_policy(policy),
-        capacity=parse_capacity(capacity, geometry),
-        hardware=load_hardware("h200"),
-    )
+    setting = setting_of(geometry, capacity, policy=policy, hardware="h200")
     parts = assemble(model, geometry, setting, loader)
     return WrappedModel(model, find_moe_layers(model), *parts)
 
