@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
-from grid import RESULTS, TRACES, Run, fill, sections, setting_of, shipped_traces, table
+from grid import RESULTS, TRACES, Floats, Run, fill, sections, setting_of, shipped_traces, table
 from routing_claims import BLOCK, draws
 
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
@@ -40,7 +39,6 @@ ENOUGH = 2
 """Cycles from which on LRU keeps enough to be the yardstick: a token before the last one's."""
 DRAWN = ("hazard", "lfru", "lfu", "w_tinylfu", "arc", "s3_fifo")
 LRU, BELADY = "lru", "belady"
-Floats = npt.NDArray[np.float64]
 Place = tuple[str, float]
 """A trace and a capacity in cycles."""
 

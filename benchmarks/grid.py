@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pytablewriter import MarkdownTableWriter
 
 from lm_eval_moecache.algorithms.policy import load_policy
@@ -21,6 +23,7 @@ from lm_eval_moecache.trace.trace import Trace
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+Floats = npt.NDArray[np.float64]
 Run = dict[str, Any]
 """What was measured, with the setting under `cell`."""
 
@@ -73,6 +76,12 @@ def _save(file: Path, runs: list[Run]) -> None:
     text = "[\n" + ",\n".join(json.dumps(run, sort_keys=True) for run in runs) + "\n]\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def interval(values: Floats, form: str = "{:.1f}") -> str:
+    """Write a figure and the 95% interval of its draws, which follow it."""
+    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
+    return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import yaml
-from grid import RESULTS, Run, fill, sections, table
-from jinja2 import Template
+from grid import RESULTS, Floats, Run, fill, interval, sections, table
 
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.divergence import Reading, compare, read_window
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save
-from lm_eval_moecache.tiny.documents import mmlu
+from lm_eval_moecache.sweep.evaluation import leaf_tasks
 
 DOCUMENTS, TRIED = 200, 10
 SLOTS = 16
@@ -53,39 +51,23 @@ RULES: Mapping[str, tuple[Mapping[str, Any], str, tuple[float, float]]] = {
     ),
     "skip_ratio": ({"routing": "skip_ratio", "routing.k_min": 1}, "routing.t", (0.0, 1.0)),
 }
-Floats = npt.NDArray[np.float64]
 
 
 class Questions:
     """The shipped model, 200 questions, and how it reads them when nothing is changed."""
 
     def __init__(self) -> None:
-        asked = [dict(row) for row in mmlu()["test"]][:DOCUMENTS]
+        [task] = leaf_tasks(["tiny_mmlu"]).values()
+        asked = list(islice(task.test_docs(), DOCUMENTS))
         self.analyzed = AnalyzedModel("tiny", ["-"], 1)
         tokenizer = self.analyzed.tokenizer
-        template = Template(_task()["doc_to_text"])
         self.golds = [row["answer"] for row in asked]
         # lm-eval scores the letters behind the prompt; what comes after a letter is not asked for.
         self.windows = [
-            torch.tensor(tokenizer(template.render(**row) + " A").input_ids) for row in asked
+            torch.tensor(tokenizer(task.doc_to_text(row) + " A").input_ids) for row in asked
         ]
         self.letters = [tokenizer(f"Answer: {letter}").input_ids[-1] for letter in "ABCD"]
         self.plain = [read_window(self.analyzed, window) for window in self.windows]
-
-    def loads(self) -> list[int]:
-        """Return the loads of each question when everything absent is loaded: LRU in each layer."""
-        found = [0] * len(self.plain)
-        for layer in range(self.analyzed.geometry.num_layers):
-            resident: dict[int, None] = {}
-            for document, reading in enumerate(self.plain):
-                for experts in reading.experts_LTK[layer].tolist():
-                    found[document] += sum(expert not in resident for expert in experts)
-                    for expert in experts:
-                        resident.pop(expert, None)
-                        resident[expert] = None
-                    for expert in list(resident)[: max(0, len(resident) - SLOTS)]:
-                        del resident[expert]
-        return found
 
     def right(self, document: int, reading: Reading) -> int:
         """Return 1 where the likeliest of the four letters is the right one."""
@@ -114,24 +96,12 @@ class Questions:
         return found
 
 
-def _task() -> dict[str, Any]:
-    """Read the task as lm-eval does, its functions left out."""
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_constructor("!function", lambda loader, node: None)
-    file = Path(__file__).resolve().parents[1] / "task_configs" / "offline" / "tiny_mmlu.yaml"
-    return dict(yaml.load(file.read_text(), Loader))
-
-
 def measure(cell: Run, asked: Questions) -> Run:
     if cell["rule"] == FETCH:
-        # Lossless: what it answers is what the unmodified model does.
-        right = [asked.right(document, reading) for document, reading in enumerate(asked.plain)]
-        return {"right": right, "loads": asked.loads()}
+        lossless = asked.under({}, DOCUMENTS)
+        return {"right": lossless["right"], "loads": lossless["loads"]}
     fixed, key, (mild, strong) = RULES[cell["rule"]]
-    base, tried = sum(asked.loads()[:TRIED]), {}
+    base, tried = sum(asked.under({}, TRIED)["loads"]), {}
     for _ in range(5):
         value = round((mild + strong) / 2, 3)
         tried[value] = 1 - sum(asked.under({**fixed, key: value}, TRIED)["loads"]) / base
@@ -162,11 +132,6 @@ def figures(run: Run, base: Run) -> dict[str, Floats]:
         "same_top": 100 * sums(run["same_top"]) / tokens,
         "routes": 100 * sums(run["routes"]) / tokens,
     }
-
-
-def interval(values: Floats, form: str) -> str:
-    low, high = np.percentile(values[1:], [2.5, 97.5])
-    return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
 
 
 def render(runs: Sequence[Run]) -> str:

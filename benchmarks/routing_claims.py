@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from grid import RESULTS, TRACES, Run, fill, sections, setting_of, table
+from grid import RESULTS, TRACES, Floats, Run, fill, interval, sections, setting_of, table
+from scipy.stats import spearmanr
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
@@ -68,7 +69,6 @@ PREFETCHERS = ("none", "top-k", "score")
 LEFT_OUT = {"least_stale none", "hazard"}
 """Not the papers' compositions: not among those that S2 and S8 are about."""
 DRAWS = 2000
-Floats = npt.NDArray[np.float64]
 Place = tuple[str, str, str]
 """Trace, machine, capacity."""
 
@@ -198,12 +198,6 @@ def cells_of(runs: Sequence[Run]) -> Cells:
     return found
 
 
-def spread(values: Floats, digits: int = 1) -> str:
-    """Write a figure and the interval of its draws."""
-    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
-    return f"{values[0]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def change(new: Floats, old: Floats) -> Floats:
     """Return by how many percent the new figure is above the old."""
     return 100 * (np.divide(new, old, out=np.ones_like(new), where=old > 0) - 1)
@@ -232,13 +226,19 @@ def collisions(cells: Cells) -> str:
         if stale.collisions[0] > 0:
             some = np.maximum(stale.units["collisions"].sum(), 1)
             least = np.maximum(stale.collisions, stale.collisions[0] / some)
-            factor = spread(lru.collisions / least)
+            factor = interval(lru.collisions / least)
         elif lru.collisions[0] > 0:
             factor = "all"
         shares = [f"{cell.collisions[0]:.2f}" for cell in (lru, stale, other)]
         points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
         rows.append(
-            [*named(place, lru), prefetch, *shares, factor, *(spread(p, 2) for p in points)]
+            [
+                *named(place, lru),
+                prefetch,
+                *shares,
+                factor,
+                *(interval(p, "{:.2f}") for p in points),
+            ]
         )
     headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
     return table([*AT, *headers, "collisions, points", "misses, points"], rows)
@@ -262,7 +262,7 @@ def swapped(cells: Cells, figure: Callable[[Cell], Floats]) -> str:
                 alone = (
                     figure(cell) is cell.prefill_s and np.count_nonzero(cell.units["prefill_s"]) < 2
                 )
-                text = f"{percent[0]:.1f}" if alone else spread(percent)
+                text = f"{percent[0]:.1f}" if alone else interval(percent)
             row.append(text)
         rows.append(row)
     return table([*AT, *evictions], rows)
@@ -281,7 +281,9 @@ def by_eviction(cells: Cells) -> str:
         scores = [item for item in own if item[0].startswith("score")]
         _, rival = most(item for item in own if item not in scores)
         least = min((cell for _, cell in scores), key=lambda cell: float(cell.collisions[0]))
-        gaps = [spread(c.collisions - rival.collisions, 2) for c in (least, most(scores)[1])]
+        gaps = [
+            interval(c.collisions - rival.collisions, "{:.2f}") for c in (least, most(scores)[1])
+        ]
         shares = [f"{cell.collisions[0]:.2f} / {cell.misses[0]:.1f}" for _, cell in own]
         worst, cell = most(own)
         rows.append([*named(place, cell), prefetch, worst, *gaps, *shares])
@@ -306,10 +308,10 @@ def predictors(cells: Cells) -> str:
                     f"{cell.rate('right', 'proposed')[0]:.3f}",
                     f"{cell.rate('right', 'predictable')[0]:.3f}",
                     f"{100 - cell.misses[0]:.1f}",
-                    spread(base.misses - cell.misses, 2),
+                    interval(base.misses - cell.misses, "{:.2f}"),
                     f"{cell.stall_ms[0]:.2f}",
-                    spread(cell.stall_ms - base.stall_ms, 2),
-                    spread(change(cell.ms_per_token, base.ms_per_token)),
+                    interval(cell.stall_ms - base.stall_ms, "{:.2f}"),
+                    interval(change(cell.ms_per_token, base.ms_per_token)),
                 ]
             )
     headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
@@ -329,21 +331,15 @@ def winners(cells: Cells) -> str:
             for p in policies
         }
         steady = min(policies, key=lambda p: float(behind[p][0]))
-        first, last = (ranks([speeds[s][p][0] for p in policies]) for s in (SHARES[0], SHARES[2]))
+        first, last = ([speeds[s][p][0] for p in policies] for s in (SHARES[0], SHARES[2]))
         fastest = [
             f"{' + '.join(best[s])} {speeds[s][best[s]][0]:.1f} ms" if s in at else ""
             for s in SHARES
         ]
-        alike = f"{np.corrcoef(first, last)[0, 1]:.2f}"
-        rows.append([trace, machine, *fastest, " + ".join(steady), spread(behind[steady]), alike])
+        alike = f"{spearmanr(first, last).statistic:.2f}"
+        rows.append([trace, machine, *fastest, " + ".join(steady), interval(behind[steady]), alike])
     headers = ["Trace", "Regime", *SHARES, "least behind", "at worst behind by %"]
     return table([*headers, f"rank correlation {SHARES[0]} and {SHARES[2]}"], rows)
-
-
-def ranks(values: Sequence[float]) -> Floats:
-    """Return each value's place; equal ones share theirs."""
-    array = np.asarray(values)
-    return np.array([(array < v).sum() + 0.5 * ((array == v).sum() - 1) for v in array])
 
 
 def render(runs: Sequence[Run]) -> str:
