@@ -168,7 +168,7 @@ def test_a_models_name_is_the_profile_that_ships_with_it(
             load_use(other)
     # A file of that name comes first, and is no trace by its ending.
     shutil.copy(traces.record(tmp_path)[0], "tiny")
-    with pytest.raises(ValueError, match="^warm='tiny'"):
+    with pytest.raises(ValueError, match=r"^warm='tiny'"):
         load_use("tiny")
 
 
