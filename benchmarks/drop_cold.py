@@ -63,7 +63,7 @@ def run(trace: Trace, miss: str, factor: float, capacity: str) -> tuple[float, f
     if miss == "drop_cold":
         avoided, lost = passes.avoided / passes.misses, passes.lost_weight / passes.weighed_tokens
         return 100 * avoided, 100 * lost, miss_rate
-    found = engine.algorithms.miss
+    found = engine.rules.miss
     tokens = passes.token_requests / trace.geometry.top_k
     return 100 * found.cold / found.missed, 100 * found.lost / tokens, miss_rate
 

@@ -56,7 +56,7 @@ def test_it_writes_a_profile_of_this_model_that_the_policy_runs_with(
     np.testing.assert_allclose(pairs, tokens * top_k * (top_k - 1))
     options: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "capacity": "50%"}
     lm = MoECacheLM(model, **options, **{"miss.profile": out}, batch_size=1)
-    assert lm.engine.algorithms.miss.artifact.path == out
+    assert lm.engine.rules.miss.artifact.path == out
 
 
 def test_without_a_profile_the_error_says_how_to_make_one(checkpoint: Checkpoint) -> None:

@@ -61,7 +61,7 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
     rows = []
     forced = {"routing": f"{__name__}.{ForcedExpert.__name__}", "routing.rank": rank}
     with analyzed.under(forced) as engine:
-        routing = engine.algorithms.routing
+        routing = engine.rules.routing
         assert isinstance(routing, ForcedExpert)
         for layer in tqdm(range(geometry.num_layers), desc="layers"):
             own, oracle, agreed = 0.0, 0.0, 0

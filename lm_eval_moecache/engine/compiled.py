@@ -54,7 +54,7 @@ def reason_against(engine: Engine, scans: bool) -> str:
 
     `scans`: some of its texts are scanned.
     """
-    rules, executor, eviction = engine.executor.rules, engine.executor, engine.pools[0].eviction
+    rules, executor, eviction = engine.rules, engine.executor, engine.pools[0].eviction
     if rules.may_change:
         return "a lossy algorithm decides by what is resident"
     if not isinstance(executor, VirtualExecutor) or rules.ladder:
@@ -65,11 +65,11 @@ def reason_against(engine: Engine, scans: bool) -> str:
         return f"{type(eviction).__name__} keeps a state of its own and ranks nobody"
     if not engine.setting.is_one_server:
         return "the link has lanes, or experts are executed as they arrive"
-    if rules.algorithms.miss.host_rule:
+    if rules.miss.host_rule:
         return "the host computes"
     if engine.draft_stage is not None:
         return "a draft model drafts"
-    if rules.algorithms.prefetch.foresees:
+    if rules.prefetch.foresees:
         return "a whole pass is foreseen before it begins"
     if scans:
         return "texts were scanned layer by layer"
@@ -104,7 +104,7 @@ class PassLoop:
         assert isinstance(executor, VirtualExecutor)
         self._executor = executor
         self._layers, self._experts = geometry.num_layers, geometry.num_experts
-        eviction, prefetch = engine.pools[0].eviction, engine.algorithms.prefetch
+        eviction, prefetch = engine.pools[0].eviction, engine.rules.prefetch
         assert isinstance(eviction, RankedEviction)
         self._eviction = eviction
         self._rank: Any = eviction.plain_rank
@@ -119,7 +119,7 @@ class PassLoop:
             fifo=int(executor.link.fifo),
             prefetches=int(prefetch.is_active),
             after_layer=int(prefetch.after_layer),
-            cached_first=int(engine.algorithms.miss.cached_first),
+            cached_first=int(engine.rules.miss.cached_first),
             weighs=int(eviction.uses_weights),
             offline=int(eviction.is_offline),
         )
@@ -189,7 +189,7 @@ class PassLoop:
     def predicting_s(self, tokens: int, phase: int) -> list[float]:
         depth, last = self._engine.depth, self._layers - 1
         ahead = [min(depth, last - layer) for layer in range(self._layers)]
-        if depth and self._engine.algorithms.prefetch.uses_predictor:
+        if depth and self._engine.rules.prefetch.uses_predictor:
             ahead = [target_of(i, self._layers, PHASES[phase]) is not None for i in range(last + 1)]
         return [self._executor.predicting_s(i, int(n), tokens) for i, n in enumerate(ahead)]
 

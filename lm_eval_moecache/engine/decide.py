@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, weight_shares
-from lm_eval_moecache.engine.algorithms import Algorithms
+from lm_eval_moecache.algorithms.policy import Policy
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
+from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.records.arrays import IntArray, softmax
@@ -27,9 +29,16 @@ from lm_eval_moecache.records.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What decides: the algorithms, and what of the model and of them is the same at each event."""
+    """What decides: an algorithm per axis, and what of them and the model all events share.
 
-    algorithms: Algorithms
+    The eviction algorithms live in their caches.
+    """
+
+    routing: RoutingAlgorithm
+    prefetch: PrefetchAlgorithm
+    miss: MissAlgorithm
+    decode_only: bool
+    """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
     num_experts: int
     top_k: int
     may_change: bool
@@ -41,27 +50,33 @@ class Rules:
     """Key -> its fetch at the best level, made once: most demands are one of them."""
 
     @staticmethod
-    def of(geometry: Geometry, algorithms: Algorithms) -> Rules:
+    def of(geometry: Geometry, policy: Policy, seed: int) -> Rules:
+        """Build the policy's algorithms for a model."""
+        routing = policy.routing.build(geometry, seed)
+        prefetch = policy.prefetch.build(geometry, seed)
+        miss = policy.miss.build(geometry, seed)
         return Rules(
-            algorithms,
-            geometry.num_experts,
-            geometry.top_k,
-            not (algorithms.routing.is_lossless and algorithms.miss.is_lossless),
-            algorithms.prefetch.is_active,
-            len(geometry.precision) > 1,
-            tuple(Fetch(key) for key in range(geometry.num_layers * geometry.num_experts)),
+            routing=routing,
+            prefetch=prefetch,
+            miss=miss,
+            decode_only=policy.phases == "decode",
+            num_experts=geometry.num_experts,
+            top_k=geometry.top_k,
+            may_change=not (routing.is_lossless and miss.is_lossless),
+            prefetches=prefetch.is_active,
+            ladder=len(geometry.precision) > 1,
+            at_best=tuple(map(Fetch, range(geometry.num_layers * geometry.num_experts))),
         )
 
     def lets_change(self, is_lossless: bool, event: Event) -> bool:
         """Whether an algorithm may change results at this event (`phases=decode`)."""
         if is_lossless:
             return False
-        return not (self.algorithms.decode_only and event.phase == PREFILL)
+        return not (self.decode_only and event.phase == PREFILL)
 
     def lossy_miss(self, event: Event) -> MissAlgorithm | None:
         """Return the miss algorithm where it acts on this event, None where all is loaded."""
-        miss = self.algorithms.miss
-        return miss if self.lets_change(miss.is_lossless, event) else None
+        return self.miss if self.lets_change(self.miss.is_lossless, event) else None
 
 
 @dataclass
@@ -150,11 +165,11 @@ def _counts(
 
 
 def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
-    resident, chosen = cache.resident, rules.algorithms
+    resident = cache.resident
     asked = looked_up = event.spelled_out(rules.num_experts)
     selection: Selection | None = None
-    if rules.lets_change(chosen.routing.is_lossless, asked):
-        selection = chosen.routing.select(asked, resident)
+    if rules.lets_change(rules.routing.is_lossless, asked):
+        selection = rules.routing.select(asked, resident)
         if selection is not None:
             looked_up = changed(asked, selection, rules.num_experts)
     absent = [key for key in looked_up.keys if key not in resident]
@@ -187,7 +202,7 @@ def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) ->
         plan.dropped, plan.unfaithful = _judge(asked.experts, selection)
     if miss is not None and absent:
         plan.avoided = len(set(absent).difference(executed.keys))
-    acts = miss is not None or rules.lets_change(chosen.routing.is_lossless, asked)
+    acts = miss is not None or rules.lets_change(rules.routing.is_lossless, asked)
     if acts and len(asked.weights):
         plan.weighed_tokens = asked.num_tokens
         if selection is not None:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.clock import Clock
+from lm_eval_moecache.engine.decide import Rules
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.link import Link
@@ -65,19 +65,13 @@ class Engine:
         self.setting, self.own_geometry = setting, geometry
         self.geometry = geometry = setting.charged(geometry)
         self.ledger = Ledger()
-        policy, seed = setting.policy, setting.seed
-        self.algorithms = Algorithms(
-            routing=policy.routing.build(geometry, seed),
-            prefetch=policy.prefetch.build(geometry, seed),
-            miss=policy.miss.build(geometry, seed),
-            decode_only=policy.phases == "decode",
-        )
+        self.rules = Rules.of(geometry, setting.policy, setting.seed)
         self.executor: Executor
         compile_midway(mover is None)
         if mover is None:
-            self.executor = VirtualExecutor(geometry, setting, self.algorithms)
+            self.executor = VirtualExecutor(geometry, setting, self.rules)
         else:
-            self.executor = WallExecutor(geometry, setting, self.algorithms, mover)
+            self.executor = WallExecutor(geometry, setting, self.rules, mover)
         self.draft_stage: DraftStage | None = self.executor.draft_stage
         self.pools: Sequence[ExpertCache] = self.executor.pools
         self.link: Link = self.executor.link
@@ -88,7 +82,7 @@ class Engine:
         self.enter = self.executor.enter
         self.run = self.executor.run
         self.waves = self.executor.waves
-        self._foresees = self.algorithms.prefetch.foresees
+        self._foresees = self.rules.prefetch.foresees
         self._warm()
         self._before: tuple[float, ...] = self._totals()
         self._scanned: list[PassRecord] = []
@@ -97,13 +91,13 @@ class Engine:
     def _prepare(self, future: Future | None) -> None:
         """Tell the algorithms the future, or refuse those that lack it, or their draft."""
         seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
-        for algorithm in [self.algorithms.prefetch, *seers]:
+        for algorithm in [self.rules.prefetch, *seers]:
             if algorithm.is_offline and future is None:
                 raise offline(algorithm)
             if future is not None:
                 algorithm.prepare(future)
-        if self.setting.draft is None and self.algorithms.prefetch.needs_draft:
-            raise without_draft(self.algorithms.prefetch)
+        if self.setting.draft is None and self.rules.prefetch.needs_draft:
+            raise without_draft(self.rules.prefetch)
 
     def _warm(self) -> None:
         """Fill the caches with the most used experts: no pass has that time, nor those bytes."""
@@ -123,15 +117,14 @@ class Engine:
     @property
     def wants_weights(self) -> bool:
         """Whether events need `experts` and `weights` even where a pass has one token."""
-        routing, others = self.algorithms.routing, (self.algorithms.prefetch, self.algorithms.miss)
-        looks = routing.uses_weights or any(o.uses_logits for o in others)
-        eviction, miss = self.pools[0].eviction, self.algorithms.miss
-        return looks or miss.uses_weights or eviction.uses_weights or eviction.uses_logits
+        rules, eviction = self.rules, self.pools[0].eviction
+        looks = any(a.uses_weights for a in (rules.routing, rules.miss, eviction))
+        return looks or any(a.uses_logits for a in (rules.prefetch, rules.miss, eviction))
 
     @property
     def wants_logits(self) -> bool:
         """Whether events need `logits` as well."""
-        return self.weighs_changes or self.algorithms.prefetch.uses_logits
+        return self.weighs_changes or self.rules.prefetch.uses_logits
 
     @property
     def weighs_changes(self) -> bool:
@@ -139,9 +132,9 @@ class Engine:
 
         An eviction that looks at weights does, whatever the other algorithms ask for.
         """
-        chosen, eviction = self.algorithms, self.pools[0].eviction
-        asked = any(a.uses_logits for a in (chosen.routing, chosen.miss, eviction))
-        return asked or (eviction.uses_weights and self.executor.rules.may_change)
+        rules, eviction = self.rules, self.pools[0].eviction
+        asked = any(a.uses_logits for a in (rules.routing, rules.miss, eviction))
+        return asked or (eviction.uses_weights and rules.may_change)
 
     @property
     def only_counts(self) -> bool:
@@ -150,23 +143,22 @@ class Engine:
         So with lossless algorithms and one precision in virtual time; then the events of a pass
         may be served when it is over.
         """
-        rules = self.executor.rules
-        return self.executor.is_virtual and not (rules.may_change or rules.ladder)
+        return self.executor.is_virtual and not (self.rules.may_change or self.rules.ladder)
 
     @property
     def depth(self) -> int:
         """How many layers ahead the gates have to be asked at each event."""
-        return max(self.algorithms.routing.depth, self.algorithms.prefetch.depth)
+        return max(self.rules.routing.depth, self.rules.prefetch.depth)
 
     @property
     def predictor_digest(self) -> str:
         """Whose predictions events carry: a trained predictor's digest, or empty for the gates."""
-        return self.prefetch_digest if self.algorithms.prefetch.uses_predictor else ""
+        return self.prefetch_digest if self.rules.prefetch.uses_predictor else ""
 
     @property
     def prefetch_digest(self) -> str:
         """Digest of what the prefetcher was trained to; empty where it has no artifact."""
-        artifact = self.algorithms.prefetch.artifact
+        artifact = self.rules.prefetch.artifact
         return "" if artifact is None else digest_of(artifact)
 
     @property

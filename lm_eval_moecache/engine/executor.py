@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.clock import Clock
 from lm_eval_moecache.engine.decide import Plan, Rules, decide
@@ -38,13 +37,13 @@ class Executor(ABC):
     def __init__(
         self,
         geometry: Geometry,
-        algorithms: Algorithms,
+        rules: Rules,
         pools: Sequence[ExpertCache],
         link: Link,
     ) -> None:
         self.pools = pools
         self.link = link
-        self.rules = Rules.of(geometry, algorithms)
+        self.rules = rules
         self.caches = [*pools] if len(pools) > 1 else [*pools] * geometry.num_layers
         self.prefetches = Prefetches(geometry, self.caches, link, self.rules)
         self.record = PassRecord(-1, PREFILL, 0, 0.0)
@@ -55,8 +54,8 @@ class Executor(ABC):
 
     def begin_pass(self, record: PassRecord) -> None:
         self.record = record
-        self.rules.algorithms.routing.on_pass(record.index)
-        self.rules.algorithms.prefetch.on_pass(record.index)
+        self.rules.routing.on_pass(record.index)
+        self.rules.prefetch.on_pass(record.index)
 
     def attend(self, positions: IntArray) -> None:
         """Note where the tokens of the pass that begins stand in their sequences."""

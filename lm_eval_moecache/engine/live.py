@@ -82,7 +82,7 @@ class CompiledEngine(Engine):
 
     def serve(self, told: TokenPass) -> None:
         self._told = told
-        if told.proposed is None and self.algorithms.prefetch.is_active:
+        if told.proposed is None and self.rules.prefetch.is_active:
             self._events = told.events()
 
     def end_pass(self) -> None:
@@ -100,8 +100,8 @@ class CompiledEngine(Engine):
         """Return the pass as the loop takes it."""
         told, events = self._told, self._events
         proposed = (_NOBODY, _NONE) if told is None else told.proposed or (_NOBODY, _NONE)
-        if events and self.algorithms.prefetch.is_active:
-            proposed = _joined([self.algorithms.prefetch.propose(event) for event in events])
+        if events and self.rules.prefetch.is_active:
+            proposed = _joined([self.rules.prefetch.propose(event) for event in events])
         bounds, rows = self._of_one_token
         if told is not None:
             assert len(told.keys) == len(rows) - 1, "a pass that lacks layers"

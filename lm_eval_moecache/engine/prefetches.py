@@ -29,7 +29,7 @@ class Prefetches:
         self._caches = caches
         self._link = link
         self._rules = rules
-        self.propose: Callable[[Event], Sequence[int]] = rules.algorithms.prefetch.propose
+        self.propose: Callable[[Event], Sequence[int]] = rules.prefetch.propose
         """Where the keys to prefetch come from: a replay may know them from the recorded run."""
         self._levels: dict[int, int] = {}
         """Key -> level to prefetch it at, where that is not the best."""

@@ -23,7 +23,7 @@ class Redraft:
         self._drafted = trace.drafted
         self._engine = engine
         self._num_experts = trace.geometry.num_experts
-        prefetch = engine.algorithms.prefetch.draft_stage
+        prefetch = engine.rules.prefetch.draft_stage
         if prefetch is None:
             return
         name = type(prefetch).__module__.rpartition(".")[2]

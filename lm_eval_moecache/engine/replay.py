@@ -111,7 +111,7 @@ def _proposed(
     engine: Engine, part: Trace, needs: EventFields, block: Sequence[tuple[int, int]]
 ) -> tuple[IntArray, IntArray]:
     """Return what is proposed at the events of some passes: keys, and where each event's begin."""
-    prefetch = engine.algorithms.prefetch
+    prefetch = engine.rules.prefetch
     if not prefetch.is_active:
         return np.zeros(0, np.int64), np.zeros(1, np.int64)
     found: list[tuple[IntArray, IntArray]] = []
@@ -161,11 +161,11 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
     """Return what the policy wants to see; recorded proposals stand for its prefetcher."""
     digest = engine.predictor_digest
     choice: Any = setting.policy.prefetch
-    routing, prefetch = engine.algorithms.routing, engine.algorithms.prefetch
+    routing, prefetch = engine.rules.routing, engine.rules.prefetch
     recorded = None
     # Some routings execute what was predicted, and some miss algorithms tell from it at which level
     # to prefetch: for them the predictions themselves are shown.
-    looks_too = routing.depth or engine.algorithms.miss.uses_ladder
+    looks_too = routing.depth or engine.rules.miss.uses_ladder
     if trace.proposed and not looks_too:
         recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
     if recorded is None and prefetch.foresees:
@@ -178,11 +178,11 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
         wants = engine.wants_weights, engine.wants_logits
         asked_ahead = None if looks_too else prefetch
         # What a lossy policy loses is told by weight wherever there are weights.
-        weighs = engine.executor.rules.may_change and trace.columns.weights is not None
+        weighs = engine.rules.may_change and trace.columns.weights is not None
         wants = wants[0] or weighs, wants[1]
         return EventFields(*wants, engine.depth, digest, asked_ahead=asked_ahead)
     logits = engine.weighs_changes
-    weights = logits or routing.uses_weights or engine.algorithms.miss.uses_weights
+    weights = logits or routing.uses_weights or engine.rules.miss.uses_weights
     weights |= engine.pools[0].eviction.uses_weights
     return EventFields(weights, logits, engine.depth, digest, recorded)
 
@@ -193,7 +193,7 @@ def _show(
     """Return the events of passes `first` to `last`, once the engine knows their proposals."""
     num_layers, told = trace.geometry.num_layers, proposals(trace, needs, first, last)
     begin = trace.first_pass + first
-    live: Callable[[Event], Sequence[int]] = engine.algorithms.prefetch.propose
+    live: Callable[[Event], Sequence[int]] = engine.rules.prefetch.propose
     known: Sequence[Sequence[int]] = told or ()
 
     def proposed_at(event: Event) -> Sequence[int]:
@@ -203,7 +203,7 @@ def _show(
         # Proposed before the first layer, and kept with it.
         return known[(event.pass_index - begin) * num_layers] if event.layer == PASS_START else ()
 
-    if engine.algorithms.prefetch.foresees:
+    if engine.rules.prefetch.foresees:
         engine.propose_by(foreseen_at)
         return events_of(trace, needs, first, last, True)
     engine.propose_by(live if told is None else proposed_at)

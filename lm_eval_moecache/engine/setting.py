@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
+from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Geometry
@@ -29,32 +29,11 @@ PRIORITY, FIFO = LINKS = ("priority", "fifo")
 """Disciplines of the link: demands first, or everything in order of issue."""
 
 
-class Builder(Protocol):
-    """Builds one axis' algorithm for a model: what `policy.Choice` does."""
-
-    def build(self, geometry: Geometry, seed: int) -> Any: ...
-
-
-class Composition(Protocol):
-    """The part of a policy that the engine needs."""
-
-    @property
-    def phases(self) -> str: ...
-    @property
-    def routing(self) -> Builder: ...
-    @property
-    def prefetch(self) -> Builder: ...
-    @property
-    def eviction(self) -> Builder: ...
-    @property
-    def miss(self) -> Builder: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """What a run is made of, beside the model."""
 
-    policy: Composition
+    policy: Policy
     capacity: Capacity
     hardware: Hardware
     seed: int = 0

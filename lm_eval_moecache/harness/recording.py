@@ -28,7 +28,7 @@ def recorder_of(
         f"{config.policy.name}-{config.capacity}",
         engine.own_geometry,
         seed=config.seed,
-        depth=engine.algorithms.prefetch.depth,
+        depth=engine.rules.prefetch.depth,
         predicted_by=engine.predictor_digest,
         detail=detail,
         onlookers=shadow_prefetchers_of(

@@ -58,7 +58,7 @@ class RouterEvents:
         self._engine, self._layers = engine, layers
         self._num_experts = engine.geometry.num_experts
         self._depth = engine.depth
-        self._predictor = network_of(engine.algorithms.prefetch, layers[0].gate.hidden_size)
+        self._predictor = network_of(engine.rules.prefetch, layers[0].gate.hidden_size)
         self._predicts = self._depth > 0 or self._predictor is not None
         self._weigh: list[dict[str, Any]] = [
             {} if rule is None else {"weigh": in_numpy(rule)} for rule in rules
@@ -185,7 +185,7 @@ class RouterEvents:
         self, calls: Sequence[RouterCall], targets: Sequence[int], logits: FloatArray
     ) -> tuple[IntArray, IntArray] | None:
         """Return what the prefetcher proposes at the calls, whose predictions are `logits`."""
-        proposed = self._engine.algorithms.prefetch.propose_arrays(targets, logits)
+        proposed = self._engine.rules.prefetch.propose_arrays(targets, logits)
         if proposed is None:
             return None
         keys, counts = proposed

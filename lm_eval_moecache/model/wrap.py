@@ -93,7 +93,7 @@ class WrappedModel:
         self._weighed = False
         """Whether the events of this pass have weights, whoever looks at them."""
         self._calls: list[RouterCall] = []
-        self._foresight = foresight_of(engine.algorithms.prefetch, model.get_input_embeddings())
+        self._foresight = foresight_of(engine.rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
@@ -133,8 +133,8 @@ class WrappedModel:
 
     def _check_artifacts(self) -> None:
         """Refuse what an algorithm learned from another model's routers."""
-        chosen = self.engine.algorithms
-        carried = [a.artifact for a in (chosen.routing, chosen.prefetch, chosen.miss)]
+        rules = self.engine.rules
+        carried = [a.artifact for a in (rules.routing, rules.prefetch, rules.miss)]
         digest = router_digest(self._layers) if any(carried) else ""
         for artifact in carried:
             if artifact is not None:
@@ -142,8 +142,7 @@ class WrappedModel:
 
     def _find_rules(self) -> list[WeightingRule | None]:
         """Find how each router weighs a selection, where a policy may change the selection."""
-        chosen = self.engine.algorithms
-        if chosen.routing.is_lossless and chosen.miss.is_lossless:
+        if not self.engine.rules.may_change:
             return [None] * len(self._layers)
         return find_rules([layer.gate for layer in self._layers])
 

@@ -89,7 +89,7 @@ class WallRun:
     def gates(self) -> float:
         """How many gates a layer asks for predictions, on average; 0 where a predictor does."""
         num_layers = self.engine.geometry.num_layers
-        if self.engine.algorithms.prefetch.uses_predictor:
+        if self.engine.rules.prefetch.uses_predictor:
             return 0.0
         asked = [min(self.engine.depth, num_layers - 1 - layer) for layer in range(num_layers)]
         return statistics.mean(asked)

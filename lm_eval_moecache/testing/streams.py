@@ -185,8 +185,8 @@ def run(
     )
     engine = Engine(geometry, setting, StreamFuture(geometry, passes))
     outputs = []
-    depth = max(engine.algorithms.routing.depth, engine.algorithms.prefetch.depth)
-    wraps = engine.algorithms.prefetch.uses_predictor
+    depth = max(engine.rules.routing.depth, engine.rules.prefetch.depth)
+    wraps = engine.rules.prefetch.uses_predictor
     for events in passes:
         if setting.draft is not None and events[0].phase != PREFILL:
             draft(engine, events)

@@ -64,7 +64,7 @@ def test_it_is_asked_once_a_pass_and_again_at_each_event_for_nothing() -> None:
     engine = machine({})
     decode(engine, [1], [5], [8])
     decode(engine, [1], [5], [8])
-    prefetch = engine.algorithms.prefetch
+    prefetch = engine.rules.prefetch
     assert isinstance(prefetch, Foreseeing)
     assert [seen for seen in prefetch.seen if seen[1] == PASS_START] == [
         (0, PASS_START, 1),

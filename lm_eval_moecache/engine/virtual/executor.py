@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
-from lm_eval_moecache.engine.algorithms import Algorithms
 from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.decide import Plan
+from lm_eval_moecache.engine.decide import Plan, Rules
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, CONTEXT, FIFO, Setting
 from lm_eval_moecache.engine.virtual.attention import attention_s
@@ -36,14 +35,14 @@ class VirtualExecutor(Executor):
     clock: VirtualClock
     link: VirtualLink
 
-    def __init__(self, geometry: Geometry, setting: Setting, algorithms: Algorithms) -> None:
+    def __init__(self, geometry: Geometry, setting: Setting, rules: Rules) -> None:
         pools = [
             ExpertCache(size, setting.policy.eviction.build(geometry, setting.seed), geometry)
             for size in setting.capacity.bytes_by_partition
         ]
         super().__init__(
             geometry,
-            algorithms,
+            rules,
             pools,
             VirtualLink(setting.hardware, setting.link == FIFO, setting.reads_per_expert),
         )
@@ -64,25 +63,25 @@ class VirtualExecutor(Executor):
         self._geometry = geometry
         self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
         self._num_layers, self._num_experts = geometry.num_layers, geometry.num_experts
-        self._cached_first = algorithms.miss.cached_first
-        self._after_layer = self._prefetching and algorithms.prefetch.after_layer
+        self._cached_first = rules.miss.cached_first
+        self._after_layer = self._prefetching and rules.prefetch.after_layer
         self._predictor: Sequence[PredictorCost] = ()
         self._foreseeing: PredictorCost | None = None
-        artifact = algorithms.prefetch.artifact
-        if algorithms.prefetch.uses_predictor:
+        artifact = rules.prefetch.artifact
+        if rules.prefetch.uses_predictor:
             assert artifact is not None, "a predictor without its artifact"
             self._predictor = costs(artifact)
-        elif algorithms.prefetch.foresees:
+        elif rules.prefetch.foresees:
             # Of a prefetcher from outside, without an artifact, nothing is known.
             self._foreseeing = FREE if artifact is None else cost_of(artifact)
         self.traffic = Traffic(self.caches, self.link, self.prefetches, geometry.num_experts)
         self._host: HostStage | None = None
-        if algorithms.miss.host_rule:
-            rule, hardware = algorithms.miss.host_rule, setting.hardware
+        if rules.miss.host_rule:
+            rule, hardware = rules.miss.host_rule, setting.hardware
             self._host = HostStage(rule, hardware, geometry, self.link, self.clock)
         if setting.draft is not None:
             self.draft_stage = self._make_draft_stage(setting, setting.draft)
-        self._uploads = algorithms.miss.uploads
+        self._uploads = rules.miss.uploads
         self._uploading: dict[int, float] = {}
         """Residents that nobody has waited for -> when they are there."""
         self._levels: dict[int, int] = {}
@@ -91,7 +90,7 @@ class VirtualExecutor(Executor):
         """Shown the keys of each wave once they are all resident."""
 
     def _make_draft_stage(self, setting: Setting, draft: Draft) -> VirtualDraftStage:
-        prefetch = self.rules.algorithms.prefetch.draft_stage
+        prefetch = self.rules.prefetch.draft_stage
         stage = VirtualDraftStage(
             draft,
             setting.hardware,
@@ -230,18 +229,11 @@ class VirtualExecutor(Executor):
         Returns when the last one is there, the event without the host's part, and its keys still
         to be executed then.
         """
-        event, link = plan.event, self.link
         if self._in_batches:
             return self._load_in_batches(plan, cache, pinned)
         ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
-        if self._host is not None and fetches:
-            event, fetches = self._host.begin(event, fetches, self.record)
-            self._show_on_host(plan.event, event)
+        event, fetches = self._share_out(plan, cache, fetches)
         remaining = event.keys
-        if self._ladder:
-            release_worse(cache, fetches)
-        if (plan.late or self._ladder) and link.active and not link.fifo:
-            link.withdraw_queued([key for key, _ in fetches])
         for key, level in fetches:
             nbytes = cache.size_of(key, level)
             if not cache.make_room(nbytes, pinned, event.layer, key):
@@ -253,7 +245,7 @@ class VirtualExecutor(Executor):
                 ready_s, pinned = self.clock.now, set(remaining)
                 fits = cache.make_room(nbytes, pinned, event.layer, key)
                 assert fits, f"no room for one expert of {nbytes} bytes after its wave"
-            ready_s = link.transfer(nbytes, ready_s)
+            ready_s = self.link.transfer(nbytes, ready_s)
             cache.insert(key, level)
         return ready_s, event, remaining
 
@@ -261,19 +253,12 @@ class VirtualExecutor(Executor):
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
     ) -> tuple[float, Event, Sequence[int]]:
         """As `_load`, over a link of lanes: what finds room together moves together."""
-        event, link = plan.event, self.link
         self.clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
         ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
         under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
         self._arrivals = {key: [ready_s] * len(self._shares) for key in under_way}
-        if self._host is not None and fetches:
-            event, fetches = self._host.begin(event, fetches, self.record)
-            self._show_on_host(plan.event, event)
+        event, fetches = self._share_out(plan, cache, fetches)
         remaining = event.keys
-        if self._ladder:
-            release_worse(cache, fetches)
-        if (plan.late or self._ladder) and link.active and not link.fifo:
-            link.withdraw_queued([key for key, _ in fetches])
         wave: list[tuple[int, int]] = []
         for key, level in fetches:
             nbytes = cache.size_of(key, level)
@@ -290,6 +275,20 @@ class VirtualExecutor(Executor):
             wave.append((key, nbytes))
             cache.insert(key, level)
         return self._move(wave, ready_s), event, remaining
+
+    def _share_out(
+        self, plan: Plan, cache: ExpertCache, fetches: Sequence[Fetch]
+    ) -> tuple[Event, Sequence[Fetch]]:
+        """Give the host its part; return the event without it, and what the link has to bring."""
+        event, link = plan.event, self.link
+        if self._host is not None and fetches:
+            event, fetches = self._host.begin(event, fetches, self.record)
+            self._show_on_host(plan.event, event)
+        if self._ladder:
+            release_worse(cache, fetches)
+        if (plan.late or self._ladder) and link.active and not link.fifo:
+            link.withdraw_queued([key for key, _ in fetches])
+        return event, fetches
 
     def _move(self, wave: Sequence[tuple[int, int]], ready_s: float) -> float:
         """Move loads together; note when each is there, and return when the last one is."""

@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from lm_eval_moecache.engine.algorithms import Algorithms
-from lm_eval_moecache.engine.decide import Plan
+from lm_eval_moecache.engine.decide import Plan, Rules
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.clock import WallClock
@@ -53,27 +52,25 @@ class WallExecutor(Executor):
     clock: WallClock
     link: WallLink
 
-    def __init__(
-        self, geometry: Geometry, setting: Setting, algorithms: Algorithms, mover: Mover
-    ) -> None:
+    def __init__(self, geometry: Geometry, setting: Setting, rules: Rules, mover: Mover) -> None:
         # Where experts are stored encoded, also at one level, the mover makes slots for them.
         encoded = bool(geometry.compute_bytes)
         pools = make_caches(geometry, setting, encoded)
         link = WallLink(mover, setting.throttle_bytes_per_s, encoded)
-        super().__init__(geometry, algorithms, pools, link)
+        super().__init__(geometry, rules, pools, link)
         self.clock = WallClock(mover.synchronize)
         self._geometry = geometry
         self._placed = pools if len(pools) > 1 else pools * geometry.num_layers
         self.slots = [cache.slots for cache in self._placed]
         self.traffic = Traffic(self._placed, link, self.prefetches, geometry.num_experts)
         if setting.draft is not None:
-            prefetch = algorithms.prefetch.draft_stage
+            prefetch = rules.prefetch.draft_stage
             self.draft_stage = WallDraftStage(
                 setting.draft, link, self.clock, self.traffic, self.prefetches, prefetch
             )
-        rule = algorithms.miss.host_rule
+        rule = rules.miss.host_rule
         self.host = HostShare(rule, geometry, link) if rule else None
-        self._cached_first = algorithms.miss.cached_first
+        self._cached_first = rules.miss.cached_first
         self._pending: _Pending | None = None
         self._script: ScanScript | None = None
 
@@ -96,7 +93,7 @@ class WallExecutor(Executor):
         self._pending = pending = _Pending(event, list(plan.demands), event.keys, levels)
         self._begin(pending)
         if prefetches:
-            if not self.rules.algorithms.prefetch.after_layer:
+            if not self.rules.prefetch.after_layer:
                 self.prefetches.submit(event, self.clock.now)
             if not pending.demands:
                 keys = set(event.keys)
@@ -127,7 +124,7 @@ class WallExecutor(Executor):
             assert len(pending.demands) < given, "no room for one expert after its wave"
         if self.rules.prefetches:
             self.link.launched()
-            if self.rules.algorithms.prefetch.after_layer:
+            if self.rules.prefetch.after_layer:
                 self.prefetches.submit(event, self.clock.now)
             self.traffic.drain(set(event.keys), event.layer, (event.phase, event.layer, "executed"))
         if pending.levels is None:

@@ -227,7 +227,7 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
     One token through the draft, and the critical experts of one layer over the real link into
     the empty cache; other layers' loads go by their bytes.
     """
-    prefetch = engine.algorithms.prefetch.draft_stage
+    prefetch = engine.rules.prefetch.draft_stage
     if prefetch is None:
         return
     forward_s = _forward_s(draft)

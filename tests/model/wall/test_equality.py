@@ -122,7 +122,7 @@ def test_lossy_answers_are_the_virtual_clocks_where_nothing_depends_on_time(fami
         given = {"policy": "on_demand", **changes}
         policy = given.pop("policy")
         virtual = make_engine(policy, "5/layer", describe(model, layers, "x"), **given)
-        assert not virtual.algorithms.prefetch.is_active
+        assert not virtual.rules.prefetch.is_active
         wrapped = WrappedModel(model, layers, virtual)
         expected = logits_of(model, wrapped)
         assert sum(p.dropped + p.substituted + p.unfaithful for p in virtual.ledger.passes) > 0
