@@ -21,9 +21,10 @@ from lm_eval_moecache.cli import main as module
 from lm_eval_moecache.cli.analyze import ANALYSES
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.profile import action_names
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.results import PACKED, RUNS, write_packed
 from lm_eval_moecache.sweep import files, worker
-from lm_eval_moecache.sweep.files import only_sweep, write_atomically, write_record
+from lm_eval_moecache.sweep.files import only_sweep, write_record
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four, record
 
@@ -200,14 +201,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front.json"
-    write_atomically(path, "old")
+    write_whole(path, "old")
 
     def full(descriptor: int) -> None:
         raise FULL
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        write_atomically(path, "new")
+        write_whole(path, "new")
     assert caught.value.filename == str(path)
     assert [p.name for p in tmp_path.iterdir()] == ["front.json"]
     assert path.read_text() == "old"
@@ -222,7 +223,7 @@ def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_t
     monkeypatch.setattr(worker, "_holder", lambda: SimpleNamespace(get=lambda planned: None))
     monkeypatch.setattr(worker, "evaluate", lambda cell, lm: {})
     monkeypatch.setattr(worker, "head", lambda planned, experiment: {"run_id": "x"})
-    monkeypatch.setattr(files, "write_atomically", full)
+    monkeypatch.setattr(files, "write_whole", full)
     planned: Any = SimpleNamespace(cell=SimpleNamespace(model="moecache"), run_id="x", share=None)
     outcome = worker.run_cell(planned, str(tmp_path), "e")
     assert outcome.run_id == "x"

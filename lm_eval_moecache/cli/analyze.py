@@ -104,8 +104,8 @@ def run(arguments: Namespace) -> int:
         folder = Path(arguments.out)
         for table, rows in tables.items():
             text = json.dumps({"model": model, "rows": rows}, indent=2) + "\n"
-            write_whole(folder / f"{table}.json", text.encode())
-            write_whole(folder / f"{table}.md", rows_as_markdown(rows).encode())
+            write_whole(folder / f"{table}.json", text)
+            write_whole(folder / f"{table}.md", rows_as_markdown(rows))
         save_as(draw(title), folder / name)
     return 0
 

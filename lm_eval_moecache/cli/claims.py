@@ -34,7 +34,7 @@ def run(arguments: Namespace) -> int:
         return 0
     text = page(claims, verdicts)
     if arguments.write:
-        write_whole(path.parent / PAGE, text.encode())
+        write_whole(path.parent / PAGE, text)
         sys.stdout.write(f"written: {path.parent / PAGE}\n")
     else:
         sys.stdout.write(text)

@@ -10,11 +10,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.schemas.inputs import Recipe, check_limit, read_jobs
 from lm_eval_moecache.report.paper_comparison import comparison_table
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.results import RUNS, Run, load_runs
-from lm_eval_moecache.sweep.files import write_atomically
 from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
 
 SAID = "paper.md"
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
         return code
     runs = load_runs(folder / RUNS) if recipe.sweep else []
     text = paper_page(found.name, recipe, runs)
-    write_atomically(folder / SAID, text)
+    write_whole(folder / SAID, text)
     sys.stdout.write(text + f"\nwritten: {folder}\n")
     return 0
 
@@ -67,7 +67,7 @@ def _list(as_json: bool) -> int:
 
 def _sweep(recipe: Recipe, folder: Path, arguments: Namespace) -> int:
     path = folder / "sweep.yaml"
-    write_atomically(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
+    write_whole(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
     options = [f"--jobs={arguments.jobs}", *(["--live"] if arguments.live else [])]
     if arguments.dry_run:
         return moecache(["sweep", str(path), *options, "--dry-run"])

@@ -11,7 +11,7 @@ import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import parsed
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.parsers import make_parser, print_result
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.event import PHASES
@@ -39,9 +39,7 @@ def run_raw(argv: list[str]) -> int:
 
 def parser_of(action: str) -> ArgumentParser:
     """Return the parser of an action."""
-    made = ArgumentParser(prog=f"moecache trace {action}", description=__doc__)
-    made.add_argument("--config", action="config", help="read options from a YAML file")
-    made.add_argument("--json", action="store_true", help="print machine-readable output")
+    made = make_parser(f"moecache trace {action}", __doc__)
     if action == "formats":
         return made
     made.add_argument("file", type=str, help="a trace of any format, or a folder of responses")

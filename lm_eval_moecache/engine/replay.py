@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -42,7 +43,7 @@ def replay(
     loop serves them, unless `compiled` is False; the engine's `uncompiled` says why it did not.
     Raises ValueError where the trace lacks what an algorithm of the policy has to see.
     """
-    setting = setting.with_draft(trace.drafted.draft or setting.draft)
+    setting = replace(setting, draft=trace.drafted.draft or setting.draft)
     if setting.attention == CONTEXT and trace.scans:
         raise ValueError(
             f"attention={setting.attention!r} does not go with trace {trace.name}, whose texts were"

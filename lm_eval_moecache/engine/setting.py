@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.records.draft import Draft
@@ -73,9 +73,6 @@ class Setting:
     def charged(self, own: Geometry) -> Geometry:
         """Return the sizes by which a model's layers are charged: its own, or the emulated."""
         return own if self.emulate is None else self.emulate.emulated_by(own)
-
-    def with_draft(self, draft: Draft | None) -> Setting:
-        return replace(self, draft=draft)
 
 
 def offline(algorithm: object) -> ValueError:

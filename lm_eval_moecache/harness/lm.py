@@ -7,6 +7,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,7 +157,7 @@ class MoECacheLM(HFLM):
             self._draft_hooks = None
         self._draft = self._find_draft(config)
         cost = None if self._draft is None else self._draft.cost
-        setting = config.setting(self.geometry).with_draft(cost)
+        setting = replace(config.setting(self.geometry), draft=cost)
         scans = config.scoring == "scan"
         self.engine, store = self.loader.engine_for(self.model, self.geometry, setting, scans)
         self.wrapped = WrappedModel(self.model, self._moe_layers, self.engine, store)

@@ -106,7 +106,7 @@ def run(arguments: Namespace) -> int:
             f"size={arguments.size!r}, matmul={arguments.matmul}: cannot be measured here: {reason}"
         ) from error
     fields = dataclasses.asdict(profile)
-    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100).encode())
+    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100))
     if arguments.json:
         sys.stdout.write(json.dumps(fields, indent=2) + "\n")
     else:
@@ -131,7 +131,7 @@ def _run_fit(path: Path, arguments: Namespace) -> int:
         fitted.hardware, name=path.stem, source={**base.sources, **sources}
     )
     fields = {k: v for k, v in dataclasses.asdict(profile).items() if v is not None}
-    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100).encode())
+    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100))
     nearness = {}
     for run in runs:
         ours = foretell(run.trace, dataclasses.replace(run.setting, hardware=profile))

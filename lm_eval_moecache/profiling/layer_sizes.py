@@ -49,7 +49,7 @@ def run(arguments: Namespace) -> int:
     }
     if arguments.out:
         text = json.dumps(found, indent=1) + "\n"
-        write_whole(Path(arguments.out), text.encode())
+        write_whole(Path(arguments.out), text)
     sys.stdout.write(json.dumps(found) + "\n" if arguments.json else _table(found))
     return 0
 

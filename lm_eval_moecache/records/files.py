@@ -144,7 +144,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
         raise ValueError(f"{what} is not readable JSON: {reason}") from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | str) -> None:
     """Write beside `path`, then rename: a reader, or a kill, sees the old file or the new one.
 
     OSError names the file: a full disk is told by the write, which does not know whose it was.
@@ -154,7 +154,7 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(data)
+            file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -47,24 +47,26 @@ def parse_bytes(text: str, key: str) -> int:
     return size
 
 
-def parse_bandwidth(text: str, key: str = "bandwidth") -> float:
+def parse_bandwidth(text: str) -> float:
     """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
     body = str(text).strip().removesuffix("/s")
     if re.search(r"[0-9\s][kKMGT]i?b$", body):
         raise ValueError(
-            f"{key}={text!r} reads as bits per second. Allowed: bytes per second, with a capital "
-            f"B, like '{body[:-1]}B/s' for bytes, or an eighth of the number for bits."
+            f"bandwidth={text!r} reads as bits per second. Allowed: bytes per second, with a "
+            f"capital B, like '{body[:-1]}B/s' for bytes, or an eighth of the number for bits."
         )
     if _bare_number(body) is not None:
-        raise ValueError(f"{key}={text!r} has no unit. Allowed: bytes per second, like '5GB/s'.")
+        raise ValueError(
+            f"bandwidth={text!r} has no unit. Allowed: bytes per second, like '5GB/s'."
+        )
     rate = _size(body)
     if rate is None:
         raise ValueError(
-            f"{key}={text!r} is not a bandwidth. Allowed: a number with one of {_SIZES} "
+            f"bandwidth={text!r} is not a bandwidth. Allowed: a number with one of {_SIZES} "
             "per second, like '5GB/s'."
         )
     if rate <= 0:
-        raise ValueError(f"{key}={text!r} must be above 0, for example '5GB/s'.")
+        raise ValueError(f"bandwidth={text!r} must be above 0, for example '5GB/s'.")
     return float(rate)
 
 

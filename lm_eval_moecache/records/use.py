@@ -98,4 +98,4 @@ def write_use(path: Path, profile: UseProfile) -> None:
     }
     lines = ",\n".join(f"  {json.dumps(layer)}" for layer in profile.counts)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "counts": [\n{lines}\n ]\n}}\n'
-    write_whole(path, text.encode())
+    write_whole(path, text)

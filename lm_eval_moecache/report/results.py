@@ -405,7 +405,7 @@ def unpack(folder: Path) -> int:
     waiting = [name for name, path in paths.items() if not path.exists()]
     for name in waiting:
         text = json.dumps(records[name], indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(paths[name], f"{text}\n".encode())
+        write_whole(paths[name], f"{text}\n")
     for name in waiting:
         if _own_record(paths[name]) != records[name]:
             raise ValueError(f"{str(paths[name])!r} does not hold what was written to it.")

@@ -155,4 +155,4 @@ def write_timeline(files: Sequence[str], setting: SweepSetting, path: str) -> No
         cache_reset=setting.cache_reset,
         on_engine=timeline.watch,
     )
-    write_whole(Path(path), json.dumps(timeline.as_dict(engine)).encode())
+    write_whole(Path(path), json.dumps(timeline.as_dict(engine)))

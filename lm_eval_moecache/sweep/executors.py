@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, as_completed
+from concurrent.futures import BrokenExecutor, Future, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,15 @@ def _processes(
                 )
                 continue
             for future in as_completed(futures):
-                error = future.exception()
-                if error is None:
-                    yield future.result()
-                else:
-                    # The process died (memory, a kill): the run is reported, and retried next time.
-                    yield Outcome(futures[future].run_id, f"{type(error).__name__}: {error}")
+                yield outcome_of(future, futures[future])
+
+
+def outcome_of(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
+    """Return a cell's outcome; of a process that died (memory, a kill) that, to be tried again."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
 
 
 def _ray(

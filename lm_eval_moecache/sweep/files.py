@@ -31,16 +31,11 @@ FAILED = "failed"
 LOCK = ".sweep.lock"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write the file whole or not at all, whatever ends the process."""
-    write_whole(path, text.encode("utf-8"))
-
-
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
     path = folder / RUNS / f"{record['run_id']}.json"
     # `default`: lm-eval's own facts hold a torch.dtype.
     text = json.dumps(finite(record), indent=1, ensure_ascii=False, default=str, allow_nan=False)
-    write_atomically(path, text + "\n")
+    write_whole(path, text + "\n")
     (folder / FAILED / f"{record['run_id']}.txt").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         (folder / FAILED).rmdir()
@@ -48,7 +43,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
 
 
 def write_failure(folder: Path, run_id: str, text: str) -> None:
-    write_atomically(folder / FAILED / f"{run_id}.txt", text)
+    write_whole(folder / FAILED / f"{run_id}.txt", text)
 
 
 def finished(folder: Path) -> dict[str, Path]:

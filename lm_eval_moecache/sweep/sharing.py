@@ -21,8 +21,9 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
-from lm_eval_moecache.sweep.files import FAILED, write_atomically
+from lm_eval_moecache.sweep.files import FAILED
 from lm_eval_moecache.sweep.identity import ResolvedCell, Share, default_config, plan
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
@@ -213,7 +214,7 @@ class SharedRun:
             "criticals": list(detail.criticals or ()),
             "kept": {**kept, "config": {**kept["config"], "moecache": device}},
         }
-        write_atomically(self.results, json.dumps(content, ensure_ascii=False, default=str))
+        write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -14,17 +14,11 @@ from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 
 
-def save_trace(
-    trace: Trace, folder: Path, stem: str, *, sizes: RealModel | None = None, weights: bool = True
-) -> Path:
+def save_trace(trace: Trace, folder: Path, stem: str) -> Path:
     """Write a trace's rows as Parquet; return the file.
 
-    `sizes` gives them to a trace that says none; without `weights` algorithms that look at routing
-    weights cannot be replayed, and the file is a fifth as large. Logits and predictions are left
-    out. ValueError where the trace says no sizes and none are given.
+    Logits and predictions are left out. ValueError where the trace says no sizes.
     """
-    if sizes is not None:
-        trace = with_sizes(trace, sizes)
     if not trace.has_sizes:
         raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
     geometry = trace.geometry
@@ -40,8 +34,8 @@ def save_trace(
         phase = PHASES[int(columns.phase[first])]
         owners, tokens = columns.request[rows], columns.token[rows]
         writer.begin_pass(pass_index, phase, owners.astype(np.int64), tokens.astype(np.int64))
-        own = columns.weights[rows] if weights and columns.weights is not None else None
-        writer.add(layer, np.asarray(columns.experts[rows]), own, None, [])
+        weights = None if columns.weights is None else columns.weights[rows]
+        writer.add(layer, np.asarray(columns.experts[rows]), weights, None, [])
     path = writer.close()
     assert path is not None, "a trace without passes"
     return path

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
@@ -21,12 +20,13 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.sweep.executors import outcome_of
 from lm_eval_moecache.sweep.files import finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
-from lm_eval_moecache.sweep.worker import Outcome, run_cell
+from lm_eval_moecache.sweep.worker import run_cell
 from lm_eval_moecache.trace.detail import FULL
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
@@ -117,14 +117,9 @@ class CandidateRunner:
             self._pool = self._open.enter_context(local_pool(self._jobs))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         # Told what happened: an interrupt ends the workers instead of waiting for them.
-        self._open.__exit__(kind, error, traceback)
+        self._open.__exit__(*raised)
 
     def prepare(self, depth: int) -> None:
         """Run the model once without loss and record its routing, predictions `depth` ahead."""
@@ -187,7 +182,7 @@ class CandidateRunner:
             outcomes = [run_cell(each, where, EXPERIMENT) for each in planned]
         else:
             futures = submit(self._pool, run_cell, planned, where, EXPERIMENT)
-            outcomes = [_outcome(future, each) for future, each in futures.items()]
+            outcomes = [outcome_of(future, each) for future, each in futures.items()]
         return {o.run_id: o.error for o in outcomes if o.error is not None}
 
     def _read(self, planned: ResolvedCell) -> Figures:
@@ -206,13 +201,6 @@ class CandidateRunner:
         return Figures(
             accuracy=scored.number, stderr=scored.stderr, speed=speed, measured_by=BY_MODEL
         )
-
-
-def _outcome(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
-    error = future.exception()
-    if error is None:
-        return future.result()
-    return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
 
 
 def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[str, Any]:

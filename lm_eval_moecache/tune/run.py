@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
+from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
-from lm_eval_moecache.sweep.files import only_sweep, write_atomically
+from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.tune.measure import BY_REPLAY, CandidateRunner, Objective, overrides_of
 from lm_eval_moecache.tune.outcome import (
@@ -63,10 +64,10 @@ def tune(
             found = confirm(runner, best)
             outcome = dataclasses.replace(outcome, confirmation=found)
             say(confirmation_text(best.name, found))
-    write_atomically(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
-    write_atomically(folder / "front.md", front_table(outcome.as_dict()))
+    write_whole(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
+    write_whole(folder / "front.md", front_table(outcome.as_dict()))
     if best is not None:
-        write_atomically(folder / "best.yaml", policy_yaml(best, outcome))
+        write_whole(folder / "best.yaml", policy_yaml(best, outcome))
     return outcome
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.trace.convert import save_trace
+from lm_eval_moecache.trace.convert import save_trace, with_sizes
 from lm_eval_moecache.trace.importers import load_trace
 from tests.engine import traces
 
@@ -32,8 +32,8 @@ def test_a_trace_without_sizes_is_given_those_of_a_model(tmp_path: Path) -> None
     trace = load_trace(str(file))
     with pytest.raises(ValueError, match="says no sizes"):
         save_trace(trace, tmp_path / "out", "bare")
-    model = load_real_model("OLMoE-1B-7B")
-    again = load_trace(str(save_trace(trace, tmp_path / "out", "sized", sizes=model)))
+    sized = with_sizes(trace, load_real_model("OLMoE-1B-7B"))
+    again = load_trace(str(save_trace(sized, tmp_path / "out", "sized")))
     assert again.geometry.expert_bytes == ((12_582_912,),) * 2 and again.has_sizes
 
 

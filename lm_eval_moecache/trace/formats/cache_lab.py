@@ -100,7 +100,7 @@ class CacheLab(TraceFormat):
         if any(not 0 <= w <= 1 for r in records[1:] for w in r["selected_probabilities"]):
             raise ValueError(f"{what}: weights outside of 0..1 are no probabilities.")
         dumped = (json.dumps(each, sort_keys=True, separators=(",", ":")) for each in records)
-        write_whole(path, ("\n".join(dumped) + "\n").encode())
+        write_whole(path, "\n".join(dumped) + "\n")
 
 
 def _pass(name: str, phase: str, layers: dict[int, list[dict[str, Any]]]) -> Pass:

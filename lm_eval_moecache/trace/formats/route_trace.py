@@ -79,7 +79,7 @@ class RouteTrace(TraceFormat):
                 f"{turn},{phase},{step},{layer},{slot},{expert},{weight!r},0,{sizes[layer]}"
                 for slot, (expert, weight) in enumerate(zip(ids[row], weights[row], strict=True))
             ]
-        write_whole(path, ("\n".join(lines) + "\n").encode())
+        write_whole(path, "\n".join(lines) + "\n")
 
 
 def _read(path: Path) -> Trace:
