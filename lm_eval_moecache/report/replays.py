@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,19 +79,19 @@ class Row:
     capacity: Capacity
     hardware: Hardware
     metrics: dict[str, Any]
-    bounds: dict[str, dict[str, float | None]]
-    """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate, and the one that no eviction on
-    demand goes below in that phase; empty where not asked for."""
-    closeness: float | None
-    regret: float | None
-    """Misses above the fewest, of all requests; below 0 where a prefetch hides them."""
-    victim_share: float | None
-    """Of the misses above the fewest of a cache that may turn experts away, too, what better
-    victims would save; the rest is what only a choice of whom to admit could."""
     warnings: tuple[str, ...]
     """Settings that did nothing on this trace."""
     cycles: float
     """Tokens' worth of experts that the capacity holds."""
+    bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate, and the one that no eviction on
+    demand goes below in that phase; empty where not asked for."""
+    closeness: float | None = None
+    regret: float | None = None
+    """Misses above the fewest, of all requests; below 0 where a prefetch hides them."""
+    victim_share: float | None = None
+    """Of the misses above the fewest of a cache that may turn experts away, too, what better
+    victims would save; the rest is what only a choice of whom to admit could."""
     emulates: str = ""
     """The model whose sizes the layers were charged as."""
     uncompiled: str = ""
@@ -280,9 +280,6 @@ def _row(
     file: str, replays: _Replays, policy: Policy, hardware: Hardware, capacity: Capacity
 ) -> Row:
     own = replays.run(policy, capacity, hardware)
-    bounds, close, regret, victims = _NO_BOUNDS
-    if replays.setting.bound:
-        bounds, close, regret, victims = _bounds(replays, own, capacity)
     emulate = replays.setting.emulate
     warm = placement(policy, replays.setting.warm, replays.trace.geometry)
     has_sizes = replays.trace.has_sizes or emulate is not None
@@ -293,25 +290,18 @@ def _row(
         capacity=capacity,
         hardware=hardware,
         metrics=own.metrics,
-        bounds=bounds,
-        closeness=close,
-        regret=regret,
-        victim_share=victims,
         warnings=_idle(policy, own, len(replays.trace.requests)),
         cycles=own.regime["capacity_cycles"],
         emulates="" if emulate is None else emulate.name,
         uncompiled=own.uncompiled,
         warmed_by="" if warm is None else warm.name,
         regime=own.regime if has_sizes else None,
+        **(_bounds(replays, own, capacity) if replays.setting.bound else {}),
     )
 
 
-_Bounds = tuple[dict[str, dict[str, float | None]], float | None, float | None, float | None]
-_NO_BOUNDS: _Bounds = {}, None, None, None
-
-
-def _bounds(replays: _Replays, own: _Found, capacity: Capacity) -> _Bounds:
-    """Return the bounds by phase, how close to them this replay comes, and what it regrets."""
+def _bounds(replays: _Replays, own: _Found, capacity: Capacity) -> dict[str, Any]:
+    """Return a row's bounds by phase, how close to them it comes, and what it regrets."""
     # Nothing is prefetched, so the machine says when and not what.
     machine = replays.setting.hardwares[0]
     policy = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
@@ -323,9 +313,12 @@ def _bounds(replays: _Replays, own: _Found, capacity: Capacity) -> _Bounds:
         bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
     fewest, requests = replays.fewest(capacity)
     least, _ = replays.fewest(capacity, turns_away=True)
-    regret = (own.misses - fewest) / requests if requests else None
-    victims = victim_share(own.misses, fewest, least)
-    return bounds, closeness(lru.misses, own.misses, fewest), regret, victims
+    return {
+        "bounds": bounds,
+        "closeness": closeness(lru.misses, own.misses, fewest),
+        "regret": (own.misses - fewest) / requests if requests else None,
+        "victim_share": victim_share(own.misses, fewest, least),
+    }
 
 
 def _idle(policy: Policy, found: _Found, requests: int) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def divide(
             able = [each for each in group if not is_offline(each)]
             able = able or [each for each in finished if share_name(each) == name]
             # A cell that has failed before may fail again: another one is tried first.
-            first = min(able, key=lambda each: _has_failed(folder, each))
+            first = min(able, key=lambda each: (folder / FAILED / f"{each.run_id}.txt").exists())
             runs.append(_recording(first, name, wanted, folder))
             replays += _shared([each for each in group if each is not first], name)
     return ExecutionPlan(tuple(runs), tuple(replays))
@@ -145,7 +145,7 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
         if policy.prefetch.algorithm.needs_draft:
             criticals[policy.prefetch.parameters.get("critical")] = None
         if looks_on(policy.prefetch):
-            onlookers[_name_of(policy.prefetch, seed)] = (policy.prefetch, seed)
+            onlookers[identity(policy.prefetch, seed, "")] = (policy.prefetch, seed)
     return Detail(
         weights=weights or logits,
         logits=logits,
@@ -153,14 +153,6 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
         onlookers=tuple(onlookers.values()),
         criticals=tuple(criticals),
     )
-
-
-def _name_of(prefetch: Any, seed: int) -> str:
-    return identity(prefetch, seed, "")
-
-
-def _has_failed(folder: Path, planned: ResolvedCell) -> bool:
-    return (folder / FAILED / f"{planned.run_id}.txt").exists()
 
 
 def _shared(group: Iterable[ResolvedCell], name: str) -> list[ResolvedCell]:
@@ -187,7 +179,7 @@ class SharedRun:
         try:
             found = json.loads(self.results.read_text())
             same = found["format"] == _FORMAT and self.trace.is_file()
-            names = {_name_of(choice, seed) for choice, seed in wanted.onlookers}
+            names = {identity(choice, seed, "") for choice, seed in wanted.onlookers}
             return bool(
                 same
                 and (found["weights"] or not wanted.weights)
@@ -210,7 +202,7 @@ class SharedRun:
             "run_id": run_id,
             "weights": detail.weights,
             "logits": detail.logits,
-            "prefetchers": [_name_of(choice, seed) for choice, seed in detail.onlookers],
+            "prefetchers": [identity(choice, seed, "") for choice, seed in detail.onlookers],
             "criticals": list(detail.criticals or ()),
             "kept": {**kept, "config": {**kept["config"], "moecache": device}},
         }

@@ -220,9 +220,9 @@ def write_requests(requests: Sequence[RequestRecord]) -> bytes:
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def write_scans(scans: Sequence[tuple[int, int]]) -> bytes:
-    """Return the JSON of the metadata key `moecache_scans`."""
-    return json.dumps(list(scans), separators=(",", ":")).encode()
+def write_rows(rows: Sequence[tuple[int, ...]]) -> bytes:
+    """Return the JSON of the metadata keys `moecache_scans` and `moecache_drafts`."""
+    return json.dumps(list(rows), separators=(",", ":")).encode()
 
 
 def read_scans(
@@ -246,11 +246,6 @@ def read_scans(
                     f"passes], in order and below {num_passes}."
                 )
     return tuple(found)
-
-
-def write_drafts(settled: Settled) -> bytes:
-    """Return the JSON of the metadata key `moecache_drafts`."""
-    return json.dumps([list(each) for each in settled], separators=(",", ":")).encode()
 
 
 def read_drafts(

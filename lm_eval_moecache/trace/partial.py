@@ -29,8 +29,7 @@ from lm_eval_moecache.trace.header import (
     Settled,
     check_seal,
     sealed,
-    write_drafts,
-    write_scans,
+    write_rows,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ class Kept:
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """What the trace's metadata says beside the schema's."""
-        scans = {SCANS_KEY: write_scans(self.scans)} if self.scans else {}
-        return {**scans, **({DRAFTS_KEY: write_drafts(self.drafts)} if self.drafts else {})}
+        scans = {SCANS_KEY: write_rows(self.scans)} if self.scans else {}
+        return {**scans, **({DRAFTS_KEY: write_rows(self.drafts)} if self.drafts else {})}
 
 
 class WholeWrites(io.FileIO):

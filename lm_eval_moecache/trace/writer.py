@@ -23,10 +23,9 @@ from lm_eval_moecache.trace.header import (
     Header,
     Settled,
     sealed,
-    write_drafts,
     write_header,
     write_requests,
-    write_scans,
+    write_rows,
 )
 from lm_eval_moecache.trace.partial import ROW_GROUP, mark, recover, reserve, write_parquet
 from lm_eval_moecache.trace.rows import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
@@ -211,9 +210,9 @@ class TraceWriter:
         """Return the metadata that is known in the end."""
         told = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
         if scans:
-            told[SCANS_KEY] = write_scans(scans)
+            told[SCANS_KEY] = write_rows(scans)
         if drafts:
-            told[DRAFTS_KEY] = write_drafts(drafts)
+            told[DRAFTS_KEY] = write_rows(drafts)
         return told
 
     def _finish(self, num_batches: int, told: Mapping[bytes, bytes]) -> Path | None:

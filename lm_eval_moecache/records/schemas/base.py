@@ -103,13 +103,13 @@ def told(error: ValidationError, what: str, fields: Any) -> ValueError:
     # A field that is misspelt is also one that lacks: its name says more.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     # Of the kinds that a field may have, the last is the one that was meant: the mapping's.
-    path = [str(part) for part in first["loc"] if not _is_kind(part)]
+    path = _fields_of(first["loc"])
     if first["type"] == "missing":
-        names = ", ".join(repr(_dotted(e["loc"])) for e in missing)
+        names = ", ".join(repr(".".join(_fields_of(e["loc"]))) for e in missing)
         return ValueError(f"{what} lacks {names}.")
     if first["type"] == "extra_forbidden":
         # The last step is the field, whatever it looks like: `Tasks` is no kind.
-        path = [str(part) for part in first["loc"][:-1] if not _is_kind(part)]
+        path = _fields_of(first["loc"][:-1])
         where = "".join(f" {name}:" for name in path)
         field = str(first["loc"][-1])
         return unknown(f"{what}:{where} field", field, _known(fields, path))
@@ -125,15 +125,14 @@ def _rule(error: Any) -> str:
     return _WORDS.get(error["type"], str(error["msg"]).lower())
 
 
-def _is_kind(part: object) -> bool:
-    """Whether a step of pydantic's path names one kind of a union, and not a field."""
-    return isinstance(part, str) and (
-        part in ("str", "int", "float", "bool", "none") or "[" in part or part[:1].isupper()
-    )
-
-
-def _dotted(path: tuple[object, ...]) -> str:
-    return ".".join(str(part) for part in path if not _is_kind(part))
+def _fields_of(path: tuple[int | str, ...]) -> list[str]:
+    """Return the steps of pydantic's path that are fields, and do not name a kind of a union."""
+    kinds = ("str", "int", "float", "bool", "none")
+    return [
+        str(part)
+        for part in path
+        if isinstance(part, int) or not (part in kinds or "[" in part or part[:1].isupper())
+    ]
 
 
 def _known(fields: Any, path: list[str]) -> list[str]:

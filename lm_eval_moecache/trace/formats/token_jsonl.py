@@ -48,16 +48,13 @@ class TokenJsonl(TraceFormat):
                         f"{line}: layers [{index}] is {layer!r}, must hold ids in 0..{MOST_EXPERT}."
                     )
             shape = [len(layer) for layer in layers]
-            if len(set(shape)) > 1 or (steps and len(shape) != len(steps[0].experts)):
+            first = [len(ids) for [ids] in steps[0].experts] if steps else shape
+            if len(set(shape)) > 1 or shape != first:
                 raise ValueError(
                     f"{line}: layers must hold as many lists of as many ids as line 1."
                 )
             if steps and token <= steps[-1].first_token:
                 raise ValueError(f"{line}: tok is {token} after {steps[-1].first_token}.")
-            if steps and len(layers[0]) != len(steps[0].experts[0][0]):
-                raise ValueError(
-                    f"{line}: layers must hold as many lists of as many ids as line 1."
-                )
             steps.append(Pass(experts=[[layer] for layer in layers], first_token=token))
             lines.append(number)
         count = len(steps[0].experts) if steps else 1
