@@ -18,21 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from setup import random_model, run, take, virtual, wall
+from setup import SHAPES, random_model, run, take, virtual, wall
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 4,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "vocab_size": 512,
-}
+SHAPE = {**SHAPES["narrow"], "vocab_size": 512}
 TARGETS_US = {"on_demand": 12, "specmd": 40, "mixture_cache": 50}
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from memory_limit import Limit, bytes_read, forget_cached, remove_group_of, status
-from setup import load_whole, prompts, random_model, run, spread
+from setup import SHAPES, load_whole, prompts, random_model, run, spread
 from vs_accelerate import offloaded, ours, random_skeleton
 
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -44,15 +44,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 
 CONTENDERS = ("plain", "ram", "disk", "accelerate")
 ON_DISK = ("disk", "accelerate")
-SHAPE = {
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_attention_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "pad_token_id": 1,
-}
+SHAPE = {**SHAPES["olmoe"], "vocab_size": 50304, "pad_token_id": 1}
 SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -1,8 +1,9 @@
 """What the wall clock's benchmarks share: random models of a size that matters, and timed runs.
 
-Shapes: `nano` is for tests of these scripts; `cpu` has experts of 3 MB and fits any machine;
-`olmoe2` and `olmoe4` are so many layers of OLMoE-1B-7B (0.8 GB each); `olmoe` (all) and `mixtral`
-(Mixtral-8x7B with half its layers) are for a GPU. Weights are random: nothing is downloaded.
+Shapes: `nano` is for tests of these scripts; `narrow` has OLMoE's layers, experts and top-k, with
+matrices too small to matter; `cpu` has experts of 3 MB and fits any machine; `olmoe2` and `olmoe4`
+are so many layers of OLMoE-1B-7B (0.8 GB each); `olmoe` (all) and `mixtral` (Mixtral-8x7B with half
+its layers) are for a GPU. Weights are random: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(FIELDS, sizes, strict=True))
     for name, sizes in {
         "nano": (64, 64, 3, 4, 8, 2),
+        "narrow": (64, 32, 16, 4, 64, 8),
         "cpu": (512, 1024, 4, 8, 16, 4),
         "olmoe2": (2048, 1024, 2, 16, 64, 8),
         "olmoe4": (2048, 1024, 4, 16, 64, 8),
