@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, Setting
 from lm_eval_moecache.engine.virtual.lanes import arrivals
@@ -77,10 +78,16 @@ def test_arrivals_are_those_of_small_steps(seed: int) -> None:
     assert fast == pytest.approx(slow, abs=0.003)
 
 
-def run(path: Path, hardware: Hardware, execute: str = "together", reads: int = 1) -> Counters:
+def run(
+    path: Path,
+    hardware: Hardware,
+    execute: str = "together",
+    reads: int = 1,
+    eviction: str = "lru",
+) -> Counters:
     trace = load_trace(str(path))
     setting = Setting(
-        policy=load_policy("on_demand", {"eviction": "lru"}),
+        policy=load_policy("on_demand", {"eviction": eviction}),
         capacity=parse_capacity("12kB", trace.geometry),
         hardware=hardware,
         execute=execute,
@@ -100,6 +107,24 @@ def test_lanes_that_give_nothing_change_nothing(tmp_path: Path) -> None:
     assert (batched.misses, batched.bytes_moved) == (plain.misses, plain.bytes_moved)
     assert batched.stall_s == pytest.approx(plain.stall_s, rel=1e-9)
     assert batched.host_s == pytest.approx(plain.host_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "eviction",
+    [
+        name
+        for name in algorithm_names("eviction")
+        if not (found := find_algorithm("eviction", name)).is_offline
+        and "fetch" in found.pairs_with.get("miss", ["fetch"])
+        and "none" in found.pairs_with.get("prefetch", ["none"])
+    ],
+)
+def test_lanes_show_a_rule_what_a_queue_shows_it(tmp_path: Path, eviction: str) -> None:
+    """Ghost lists and waves included: the link decides when, never what."""
+    path, _ = traces.record(tmp_path)
+    four = replace(traces.HARDWARE, link_lane_bytes_per_s=2.5e6, link_lanes=4)
+    plain, fast = (run(path, each, eviction=eviction) for each in (traces.HARDWARE, four))
+    assert (fast.misses, fast.evictions) == (plain.misses, plain.evictions)
 
 
 def test_lanes_and_the_order_of_execution_move_time_and_no_counts(tmp_path: Path) -> None:

@@ -262,15 +262,16 @@ class VirtualExecutor(Executor):
         wave: list[tuple[int, int]] = []
         for key, level in fetches:
             nbytes = cache.size_of(key, level)
-            if not cache.make_room(nbytes, pinned, event.layer):
+            if not cache.make_room(nbytes, pinned, event.layer, key):
                 ready_s = self._move(wave, ready_s)
                 wave, done = [], [k for k in remaining if k in cache.resident]
                 remaining = [k for k in remaining if k not in cache.resident]
                 self.record.stall_s += self.clock.await_link(ready_s)
                 self._execute(event, done)
+                cache.eviction.on_executed(event.layer, done)
                 self._arrivals = {}
                 ready_s, pinned = self.clock.now, set(remaining)
-                fits = cache.make_room(nbytes, pinned, event.layer)
+                fits = cache.make_room(nbytes, pinned, event.layer, key)
                 assert fits, f"no room for one expert of {nbytes} bytes after its wave"
             wave.append((key, nbytes))
             cache.insert(key, level)
