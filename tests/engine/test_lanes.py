@@ -115,8 +115,8 @@ def test_lanes_that_give_nothing_change_nothing(tmp_path: Path) -> None:
         name
         for name in algorithm_names("eviction")
         if not (found := find_algorithm("eviction", name)).is_offline
+        and not found.uses_logits
         and "fetch" in found.pairs_with.get("miss", ["fetch"])
-        and "none" in found.pairs_with.get("prefetch", ["none"])
     ],
 )
 def test_lanes_show_a_rule_what_a_queue_shows_it(tmp_path: Path, eviction: str) -> None:
