@@ -41,6 +41,7 @@ ALPHA = 0.05
 """Chance at which a figure counts as worse than the best of its column."""
 _SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 _RESOLVED = ("capacity", "link", "draft", "store")
+_CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
 
@@ -277,8 +278,8 @@ def distinct(runs: Iterable[Run]) -> list[Run]:
     for run in runs:
         report = run.moecache
         told: dict[str, Any] = {key: report.get(key) for key in _RESOLVED}
-        told |= {axis: report["policy"][axis] for axis in AXES}
-        told |= {"model": run.model, "phases": report["policy"].get("phases")}
+        told |= {key: value for key, value in report["policy"].items() if key not in _CALLED}
+        told["model"] = run.model
         told |= {key: run.model_args.get(key) for key in ("precision", "warm")}
         key = json.dumps([told, identity(run)], sort_keys=True, default=str)
         found.setdefault(key, run)

@@ -71,6 +71,9 @@ def test_another_setting_a_changed_score_and_lost_documents_are_told(runs: list[
 def test_each_setting_stands_once(runs: list[Run]) -> None:
     again = [dataclasses.replace(run, run_id=f"{run.run_id}-again", label="x") for run in runs]
     assert distinct([*runs, *again]) == runs
+    placed = dict(runs[0].moecache) | {"policy": runs[0].moecache["policy"] | {"placement": "use"}}
+    other = dataclasses.replace(runs[0], moecache=placed)
+    assert distinct([*runs, other]) == [*runs, other], "where it starts is part of a policy"
 
 
 def test_the_boards_in_results_hold_each_setting_once() -> None:
