@@ -89,7 +89,7 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
     assert sum(p.drafted for p in live.ledger.passes) > 0
     again = replay(
         trace,
-        live.setting.with_draft(None),
+        dataclasses.replace(live.setting, draft=None),
         cache_reset=chosen.get("cache_reset", "never"),
     )
     assert_same(again, live)
