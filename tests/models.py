@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -86,6 +87,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
     ),
 }
+
+_TYPICAL = ("olmoe", "qwen2_moe", "gpt_oss")
+"""Plain; with a shared expert; with biases, transposed matrices and top-k before softmax."""
+
+
+def family_case(family: str, *others: Any) -> Any:
+    """Return a parameter set; `make test` runs those of three typical families, CI all."""
+    marks = () if family in _TYPICAL else (pytest.mark.slow,)
+    return pytest.param(family, *others, marks=marks)
+
+
+FAMILY_CASES = [family_case(family) for family in FAMILIES]
 
 
 def config_of(family: str, **overrides: Any) -> Any:

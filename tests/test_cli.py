@@ -212,6 +212,7 @@ def test_eval_does_not_override_its_config_file(
     assert completed(arguments) == [*arguments, *added]
 
 
+@pytest.mark.slow
 def test_the_models_are_imported_from_the_package_and_torch_only_then() -> None:
     code = (
         "import sys, lm_eval_moecache as ours; assert 'torch' not in sys.modules\n"

@@ -23,7 +23,7 @@ from lm_eval_moecache.tiny import MODEL_DIR
 from tests.artifacts import predictor_of
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
 
 # Those that need a draft are compared in tests/speculative.
 LOSSLESS = [
@@ -111,7 +111,7 @@ def test_there_are_lossless_compositions() -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.bfloat16) for family in FAMILIES), ("olmoe", torch.float32)],
+    [*(family_case(f, torch.bfloat16) for f in FAMILIES), ("olmoe", torch.float32)],
     ids=str,
 )
 def test_logits_are_identical_under_every_lossless_composition_and_capacity(
@@ -168,6 +168,7 @@ def hf_answers(path: str, batch_size: int, dtype: str) -> Any:
     return answers(lm)
 
 
+@pytest.mark.slow
 def test_outputs_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -> None:
     expected = hf_answers(str(MODEL_DIR), 1, "bfloat16")
     lm: MoECacheLM | None = None
@@ -183,7 +184,7 @@ def test_outputs_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -
 
 # Each family takes its own seventh of the compositions and capacities; together they take all.
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_answers_are_identical_to_those_of_the_hf_model(
     family: str, batch_size: int, checkpoint: Checkpoint
 ) -> None:

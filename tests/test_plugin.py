@@ -105,6 +105,7 @@ def installed(
     return make_environment(tmp_path_factory.mktemp(request.param), *flags, str(REPOSITORY))
 
 
+@pytest.mark.slow
 def test_lm_eval_lists_moecache_and_its_own_models_without_importing_torch(
     installed: Environment,
 ) -> None:
@@ -216,6 +217,7 @@ def test_startup_costs_little(installed: Environment) -> None:
     assert cost_s < 0.02
 
 
+@pytest.mark.slow
 def test_leftover_startup_files_are_silent_when_the_package_is_gone(tmp_path: Path) -> None:
     environment = make_environment(tmp_path / "env", str(REPOSITORY))
     package = environment.site_packages / "lm_eval_moecache"

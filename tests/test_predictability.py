@@ -40,7 +40,11 @@ def test_it_gives_figure_2_and_table_1_of_what_tasks_generate(
     ("words", "message"),
     [
         (["--text", "a.txt"], "text='a.txt' has no effect on analyze predictability"),
-        (["--tasks", "tiny_bhb"], "tasks='tiny_bhb' is not known. Did you mean 'tiny_bbh'"),
+        pytest.param(
+            ["--tasks", "tiny_bhb"],
+            "tasks='tiny_bhb' is not known. Did you mean 'tiny_bbh'",
+            marks=pytest.mark.slow,  # lm-eval indexes all its tasks
+        ),
         (["--limit", "0"], "limit=0 must be 1 or more"),
         (["--pretrained", "some/model"], "tasks: name tasks that generate text"),
         (["--tasks", "tiny_arc"], "tasks='tiny_arc' generate nothing (multiple_choice)"),

@@ -37,6 +37,7 @@ def start(path: Path, hash_seed: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_reports_do_not_depend_on_the_process_or_its_hash_seed(checkpoint: Checkpoint) -> None:
     path = checkpoint("olmoe")
     processes = [start(path, seed) for seed in ("1", "4242")]

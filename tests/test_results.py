@@ -91,6 +91,7 @@ def test_links_of_the_readmes_lead_somewhere() -> None:
             assert (path.parent / link).exists(), f"{path}: {link}"
 
 
+@pytest.mark.slow
 def test_the_claims_page_is_what_the_command_writes() -> None:
     claims = read_claims(RESULTS / "claims.yaml")
     counts = {"S": 8, "P": 5, "B": 3, "C": 4, "M": 7}

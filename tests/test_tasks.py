@@ -247,6 +247,7 @@ def group_files() -> list[Path]:
     return [path for path in files if path.read_text().find("\ngroup: ") != -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", group_files(), ids=lambda path: path.stem)
 def test_every_member_of_a_shipped_group_carries_speed(path: Path, shipped: TaskManager) -> None:
     text = path.read_text().replace("!function ", "")

@@ -165,6 +165,7 @@ def overrides(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [*every_setting()], ids=str)
 def test_every_pairing_at_every_form_of_capacity(chosen: tuple[Any, ...]) -> None:
     trace = draw_trace(len(str(chosen)), 4, 6, 2)
@@ -306,6 +307,7 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
             assert ours.ledger.passes == plain.ledger.passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])
 def test_published_traces(name: str) -> None:
     trace = load_trace(str(published(name)))

@@ -176,7 +176,10 @@ def hit_rates(trace: Trace, future: Future, eviction: str, capacity: str) -> dic
     return metrics_of(replay(trace, setting, future=future))
 
 
-@pytest.mark.parametrize(("model", "demanded_mib"), [("qwen", 107715.0), ("gemma", 92362.0)])
+@pytest.mark.parametrize(
+    ("model", "demanded_mib"),
+    [("qwen", 107715.0), pytest.param("gemma", 92362.0, marks=pytest.mark.slow)],
+)
 def test_a_published_curve_is_reproduced(model: str, demanded_mib: float) -> None:
     """Eviction there follows the event, ours precedes each load; as LRU and Belady keep the
     current event in both, the same experts are left. Belady agrees to the last digit printed;

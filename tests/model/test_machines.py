@@ -17,6 +17,7 @@ SETS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
 def test_logits_are_identical_with_one_thread_and_two(name: str) -> None:
     run = subprocess.run(

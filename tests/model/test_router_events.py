@@ -16,7 +16,7 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.router_events import RouterEvents
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.families.configs import small_model
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILIES, FAMILY_CASES, random_model
 from tests.test_equality import logits_of, make_engine
 
 POLICIES: tuple[tuple[str, dict[str, str]], ...] = (
@@ -57,7 +57,7 @@ def ledger(
     return engine.ledger.passes, engine.clock.now, [sorted(p.resident) for p in engine.pools]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_waiting_for_the_end_of_the_pass_changes_no_count(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def test_the_engine_keeps_the_books_of_an_outside_checker(seed: int) -> None:
     assert run_case(seed) > 0
 
 
+@pytest.mark.slow
 def test_every_row_of_the_table_is_refused_in_words(tmp_path: Path) -> None:
     tally = Tally()
     try_table(tmp_path, tally)

@@ -16,6 +16,7 @@ def base(base: dict[str, Any]) -> dict[str, Any]:
     return {**base, "capacity": "40%", "draft": "self:int8"}
 
 
+@pytest.mark.slow
 def test_drafted_cells_are_replayed_to_the_byte(tmp_path: Path, base: dict[str, Any]) -> None:
     grid = [
         {"policy": ["sp_moe"], "prefetch.cutoff": [0, 2, "auto"], "bandwidth": ["1GB/s", "9MB/s"]},

@@ -42,6 +42,7 @@ def compare(baseline: Path, new: Path, capsys: Captured, *options: str) -> tuple
     return code, capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_rerun_passes_with_every_figure_the_same(baseline: Path, capsys: Captured) -> None:
     rerun = sweep(baseline.parent / "rerun", "tiny_mmlu", "tiny_arc")
     code, lines = compare(baseline, rerun, capsys)
@@ -49,6 +50,7 @@ def test_a_rerun_passes_with_every_figure_the_same(baseline: Path, capsys: Captu
     assert re.fullmatch(r"pass: (\d+) figures: \1 same", lines[-1])
 
 
+@pytest.mark.slow
 def test_a_policy_that_turns_lossy_fails_by_its_accuracy(baseline: Path, capsys: Captured) -> None:
     folder, documents = baseline.parent, 30
     plain = sweep(folder / "plain", "tiny_mmlu", limit=documents)
@@ -62,6 +64,7 @@ def test_a_policy_that_turns_lossy_fails_by_its_accuracy(baseline: Path, capsys:
     assert all(line.split()[2].startswith("acc") for line in worse if "tiny_mmlu" in line)
 
 
+@pytest.mark.slow
 def test_a_higher_miss_rate_fails_by_name_while_accuracy_stays(
     baseline: Path, capsys: Captured
 ) -> None:

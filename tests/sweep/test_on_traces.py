@@ -51,6 +51,7 @@ def test_cells_are_the_replays_of_moecache_replay(
     assert "belady" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_processes_write_what_one_does(tmp_path: Path) -> None:
     found = []
     for jobs in (1, 2):

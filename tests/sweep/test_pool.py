@@ -16,11 +16,12 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 NUM_TASKS = 6
 SCRIPT = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from tests.sweep.test_pool import work
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     try:
         with local_pool(2) as pool:
             for future in submit(pool, work, range({num}), sys.argv[1]):

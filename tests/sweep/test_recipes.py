@@ -34,6 +34,7 @@ def test_each_paper_has_recipes_and_there_are_at_least_25(
     assert "Did you mean 'specmd/figure_4'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", sorted(PAPERS))
 def test_every_recipe_fits_the_shipped_model(tmp_path: Path, paper: str) -> None:
     for name in recipe_names():

@@ -98,6 +98,7 @@ def test_batches_are_replayed_to_the_byte(
     both_ways(tmp_path, base={**base, **setting}, grid=grid, tasks=tasks)
 
 
+@pytest.mark.slow
 def test_texts_routed_token_after_token_are_replayed_to_the_byte(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
@@ -112,6 +113,7 @@ def test_texts_routed_token_after_token_are_replayed_to_the_byte(
     assert made_by(found) == ["replay_of"] * 11 + ["run"]
 
 
+@pytest.mark.slow
 def test_prefetchers_with_predictors_of_their_own_share_the_run(tmp_path: Path) -> None:
     """On the shipped model, whose predictors ship with it."""
     names = [*lossless_policies(with_predictor=True), "specmd", "on_demand"]

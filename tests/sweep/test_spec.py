@@ -116,6 +116,7 @@ def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
     assert hash_of(cell(policy=str(path), capacity="5%")) != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -69,6 +69,7 @@ def test_sharing_the_model_changes_no_figure_and_a_rerun_repeats_them(
         assert json.dumps(record) == json.dumps(expected[key])
 
 
+@pytest.mark.slow
 def test_every_cell_is_checked_before_the_first_run(
     tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def _sweep_in_child(path: Path) -> None:
     run_sweep(read_sweep(path), path.parent, live=True)
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:

@@ -75,6 +75,7 @@ def test_no_test_prompt_stands_in_a_training_prompt() -> None:
         assert not train & {problem.prompt for problem in held_out((name,), 40, seed=0)}
 
 
+@pytest.mark.slow
 def test_every_fact_asked_in_the_test_is_also_trained_in_another_wording() -> None:
     for name in (f"{skill}/{grade}" for skill in ("mmlu", "arc", "truthfulqa") for grade in GRADES):
         count = 2000

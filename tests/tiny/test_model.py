@@ -78,12 +78,14 @@ def test_digits_and_truth_values_are_single_tokens() -> None:
         assert len(TOKENIZER(word).input_ids) == 1, word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ASKED)
 def test_answers_are_well_above_chance(model: torch.nn.Module, task: str) -> None:
     score = share_exact(model, TOKENIZER, held_out(ASKED[task], 40, seed=5))
     assert score >= CHANCE.get(task, 0.0) + 0.15
 
 
+@pytest.mark.slow
 def test_every_expert_of_every_layer_is_used(model: torch.nn.Module) -> None:
     problems = held_out(tuple(MAKERS), 48, seed=2)
     texts = [*(f"{p.prompt} {p.target}" for p in problems), *wikitext()["test"]["page"][:4]]

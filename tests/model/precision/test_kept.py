@@ -37,6 +37,7 @@ def load(path: Path, folder: Path, **given: Any) -> MoECacheLM:
     return MoECacheLM(pretrained=str(path), encoded_dir=str(folder), **{**usual, **given})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
 def test_a_second_load_encodes_nothing_and_answers_the_same(
     clock: str, tmp_path: Path, encoded: list[str]

@@ -60,6 +60,7 @@ def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> 
         assert row["draft_entropy"] == row["router_entropy"]
 
 
+@pytest.mark.slow
 def test_less_precision_foretells_worse_and_better_than_chance(analyzed: AnalyzedModel) -> None:
     fine, coarse = (drafting.analyze(analyzed, f"self:{p}")["drafting"] for p in ("int8", "int2"))
     for better, worse in list(zip(fine, coarse, strict=True))[1:]:

@@ -29,7 +29,7 @@ def expected(plain: MoECacheLM) -> list[list[int]]:
     return generated(plain, requests(COUNT))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("draft", ["tiny", "useless", "prompt_lookup"])
 def test_the_tokens_are_those_of_greedy_decoding(
     spec: MoECacheSpecLM, expected: list[list[int]], useless: Path, draft: str, tokens: int

@@ -143,6 +143,7 @@ def _figures(spec: MoECacheSpecLM, **ours: Any) -> list[Any]:
     return [spec.engine.ledger.passes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", parameters_of(DraftPrefetch))
 def test_a_parameter_of_draft_stage_prefetch_moves_some_figure_on_tiny(
     spec: MoECacheSpecLM, parameter: str

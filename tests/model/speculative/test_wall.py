@@ -68,6 +68,7 @@ def expected(plain: MoECacheLM) -> list[list[int]]:
     return generated(plain, asked(2))
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_greedy_decoding_twenty_times_over(
     lm: MoECacheSpecLM, expected: list[list[int]]
 ) -> None:
@@ -141,6 +142,7 @@ def test_the_cutoff_is_solved_by_measured_times(lm: MoECacheSpecLM) -> None:
     lm.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_draft_of_the_targets_weights_is_the_virtual_clocks(lm: MoECacheSpecLM) -> None:
     """Its experts are read from the store, not from the model, and rounded the same."""
     install(lm, draft="self:int2", draft_tokens=2, policy="on_demand")

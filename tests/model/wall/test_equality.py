@@ -15,7 +15,7 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import kernels
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.models import BrokenPools, LatePools, counts, wrap_wall
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
 from tests.test_equality import (
     COMBINATIONS,
     LOSSLESS,
@@ -44,7 +44,7 @@ def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: s
 # Each family takes its own third of the compositions and capacities; together they take all.
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.bfloat16) for family in FAMILIES), ("olmoe", torch.float32)],
+    [*(family_case(f, torch.bfloat16) for f in FAMILIES), ("olmoe", torch.float32)],
     ids=str,
 )
 def test_logits_are_identical_whatever_the_policy_and_the_capacity(
@@ -113,7 +113,7 @@ LOSSY: list[dict[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_lossy_answers_are_the_virtual_clocks_where_nothing_depends_on_time(family: str) -> None:
     """Dropped experts keep their index with weight 0: slots have to pass over them."""
     model = random_model(family)

@@ -23,7 +23,7 @@ from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.wall.models import LatePools, wrap_ladder, wrap_wall
 from tests.model.wall.test_equality import assert_same
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
 RULES = ("always", "first", "balanced")
@@ -35,7 +35,7 @@ def executor_of(wrapped: WrappedModel) -> WallExecutor:
     return executor
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None:
     """On a CPU, where host and device are the same arithmetic: under every rule and prefetches."""
     model = random_model(family)

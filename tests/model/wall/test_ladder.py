@@ -20,7 +20,7 @@ from tests.harness import answers
 from tests.model.precision.test_live import WIDE, WIDTHS, replaced, wrap
 from tests.model.wall.models import counts, wrap_ladder
 from tests.model.wall.test_equality import assert_same
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
 LADDER = "int8:int4:int2"
@@ -51,7 +51,7 @@ def test_other_families_compute_from_decoded_weights_too(family: str) -> None:
     assert_same(expected, logits_of(model, wrapped))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 @pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
 def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
     family: str, miss: str

@@ -28,13 +28,13 @@ from lm_eval_moecache.model.wall.tiers import DiskTier, tensors_in
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.wall.models import HOST, on_disk
-from tests.models import FAMILIES, save_model
+from tests.models import FAMILY_CASES, save_model
 
 ROOT = Path(__file__).resolve().parents[3]
 WALL: dict[str, Any] = {"clock": "wall", "policy": "specmd", "capacity": "25%"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 @pytest.mark.parametrize("store", ["ram", "disk"])
 def test_answers_are_those_of_the_hf_model(
     family: str, store: str, checkpoint: Checkpoint, tmp_path: Path
@@ -162,6 +162,7 @@ def script(begin: str, path: Path, folder: Path, end: str = "", dtype: str = "au
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_nothing_that_a_later_one_would_trust(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

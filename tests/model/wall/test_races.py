@@ -14,7 +14,7 @@ from lm_eval_moecache.model.wall.host import Host
 from lm_eval_moecache.model.wall.pools import DeviceMover
 from tests.model.wall import races
 from tests.model.wall.races import Family, compare, missing, share_of, ways
-from tests.models import FAMILIES
+from tests.models import FAMILIES, family_case
 
 SHARES = [(family, way.name) for family in FAMILIES for way in share_of(family)]
 
@@ -34,7 +34,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
     assert not [t.name for t in threading.enumerate() if t.name in ("moecache-link", "fake-device")]
 
 
-@pytest.mark.parametrize(("family", "way"), SHARES)
+@pytest.mark.parametrize(("family", "way"), [family_case(*share) for share in SHARES])
 def test_every_pass_is_a_plain_models_twenty_times_over(
     family: str, way: str, families: Callable[[str], Family]
 ) -> None:

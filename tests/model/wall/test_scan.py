@@ -11,7 +11,7 @@ from lm_eval_moecache.engine.wall.worker import TransferError
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.models import BrokenPools, LatePools, counts, wrap_wall
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import make_engine
 
 CASES: list[dict[str, str]] = [
@@ -46,7 +46,7 @@ def told(model: Any, capacity: str, changes: dict[str, str]) -> tuple[list[torch
     return found, counts(engine.ledger.passes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_scanned_texts_are_answered_and_counted_as_under_the_virtual_clock(family: str) -> None:
     """Twenty delayed repetitions of each family, lossless and lossy, also with waves."""
     model = random_model(family)

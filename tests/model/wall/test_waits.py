@@ -139,6 +139,7 @@ def test_a_layer_waits_once(
     wrapped.unwrap()
 
 
+@pytest.mark.slow
 def test_every_way_waits_once_a_layer(tmp_path: Path, waits: Waits) -> None:
     """Of all that runs on the wall clock: an algorithm that is added is asked here as well.
 
