@@ -18,8 +18,8 @@ import torch
 import transformers
 from grid import setting_of
 
+from lm_eval_moecache.engine.compiled import live_engine
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.live import live_engine
 from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader

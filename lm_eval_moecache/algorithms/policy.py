@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, getmembers, isfunction, signature
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.pairings import check_pairs
 from lm_eval_moecache.algorithms.registry import (
     AXES,
     find_algorithm,
@@ -148,11 +147,7 @@ def load_policy(
     Raises ValueError for anything unknown, and for a parameter that the chosen algorithm does not
     have.
     """
-    if isinstance(given, Mapping):
-        data, where, stem = _checked(given, "policy mapping"), "policy mapping", "custom"
-    else:
-        path = _find(str(given))
-        data, where, stem = _read(path), f"policy file {path.name}", path.stem
+    data, where, stem = _read(given)
     composed = {axis: _as_mapping(axis, data.get(axis), where) for axis in AXES}
     merged = _override(composed, overrides or {})
     phases = (overrides or {}).get("phases", data.get("phases", "all"))
@@ -176,8 +171,15 @@ def load_policy(
         placed=data.get("placement") == "use" and own_miss,
         **choices,
     )
-    _check_phases(policy, overrides or {})
-    check_pairs(choices, policy.is_lossless)
+    if phases == "decode" and policy.is_lossless:
+        if "phases" in (overrides or {}):
+            raise ValueError(
+                "phases='decode' has no effect: every algorithm of this policy is lossless. "
+                "Leave it out, or choose a lossy routing or miss algorithm."
+            )
+        # A composition made lossless by an override: its phases no longer mean anything.
+        policy = replace(policy, phases="all")
+    _check_pairs(choices, policy.is_lossless)
     return policy
 
 
@@ -192,24 +194,54 @@ def check_cache_form(policy: Policy, per_layer: bool) -> None:
         )
 
 
-def _check_phases(policy: Policy, overrides: Mapping[str, Any]) -> None:
-    if policy.phases == "decode" and policy.is_lossless:
-        if "phases" in overrides:
+def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
+    """Return a composition as its file has it, where it is from, and a name for it."""
+    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas.inputs import PolicyFile
+
+    if isinstance(given, Mapping):
+        data, where, stem = given, "policy mapping", "custom"
+    else:
+        name, folder = str(given), policies_dir()
+        path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+        if not is_file(path):
+            if path.parent == folder:
+                raise unknown("policy", name, policy_names())
+            raise ValueError(f"policy={name!r}: there is no such file.")
+        where, stem = f"policy file {path.name}", path.stem
+        data = read_yaml(path, f"policy={str(path)!r}")
+        if not isinstance(data, dict):
+            raise ValueError(f"policy={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
+    checked = check(PolicyFile, dict(data), where)
+    return checked.model_dump(exclude_none=True, exclude_unset=True), where, stem
+
+
+def _check_pairs(choices: Mapping[str, Choice], is_lossless: bool) -> None:
+    """Refuse pairings that make no sense, by what the algorithms say of themselves."""
+    for axis, choice in choices.items():
+        for other, allowed in choice.algorithm.pairs_with.items():
+            name = choices[other].name
+            # An outside algorithm, given by its class_path, is its author's responsibility.
+            if name not in allowed and "." not in name:
+                raise ValueError(
+                    f"{other}={name!r} does not go with {axis}={choice.name!r}: "
+                    f"{choice.algorithm.pairs_because}. Allowed: {', '.join(allowed)}."
+                )
+    for choice in (choices["prefetch"], choices["eviction"]):
+        if choice.algorithm.is_offline and not is_lossless:
+            is_routed = choices["routing"].algorithm.is_lossless
+            lossy = choices["miss"] if is_routed else choices["routing"]
             raise ValueError(
-                "phases='decode' has no effect: every algorithm of this policy is lossless. "
-                "Leave it out, or choose a lossy routing or miss algorithm."
+                f"{lossy.axis}={lossy.name!r} does not go with {choice.axis}={choice.name!r}, "
+                "which knows the future of the router's own choices; lossy algorithms change them. "
+                "Allowed: routing=standard with miss=fetch."
             )
-        # A composition made lossless by an override: its phases no longer mean anything.
-        object.__setattr__(policy, "phases", "all")
-
-
-def _find(name: str) -> Path:
-    path = Path(name) if name.endswith((".yaml", ".yml")) else policies_dir() / f"{name}.yaml"
-    if not is_file(path):
-        if path.parent == policies_dir():
-            raise unknown("policy", name, policy_names())
-        raise ValueError(f"policy={name!r}: there is no such file.")
-    return path
+    miss, prefetch = choices["miss"], choices["prefetch"]
+    if miss.parameters.get("late") == "await" and not prefetch.algorithm.is_active:
+        raise ValueError(
+            f"miss.late='await' has no effect with prefetch={prefetch.name!r}, which lets nothing "
+            "be on its way. Leave it out, or choose another prefetch algorithm."
+        )
 
 
 def _override(
@@ -226,20 +258,6 @@ def _override(
         if parameter:
             merged[axis][parameter] = value
     return merged
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    data = read_yaml(path, f"policy={str(path)!r}")
-    if not isinstance(data, dict):
-        raise ValueError(f"policy={str(path)!r} must hold a mapping with {', '.join(AXES)}.")
-    return _checked(data, f"policy file {path.name}")
-
-
-def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    from lm_eval_moecache.records.schemas.base import check
-    from lm_eval_moecache.records.schemas.inputs import PolicyFile
-
-    return check(PolicyFile, dict(data), where).model_dump(exclude_none=True, exclude_unset=True)
 
 
 def _as_mapping(axis: str, value: object, where: str) -> dict[str, Any]:
@@ -281,13 +299,6 @@ def _choose(axis: str, given: Mapping[str, Any]) -> Choice:
     )
 
 
-def _check_number(key: str, value: object) -> None:
-    """Refuse numbers that no algorithm means: infinite, not a number, beyond every count."""
-    for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, (int, float)) and not isinstance(each, bool):
-            read_number(key, each, least=-MOST_COUNT, most=MOST_COUNT)
-
-
 def _validated(
     axis: str, name: str, algorithm: type[Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -301,8 +312,11 @@ def _validated(
             )
     if not given:
         return values
+    # Numbers that no algorithm means are refused: infinite, not a number, beyond every count.
     for key, value in given.items():
-        _check_number(f"{axis}.{unmangle(key)}", value)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, (int, float)) and not isinstance(each, bool):
+                read_number(f"{axis}.{unmangle(key)}", each, least=-MOST_COUNT, most=MOST_COUNT)
     # Imported where a parameter is to be checked: it is the slowest import of a replay.
     from jsonargparse import ArgumentError, ArgumentParser
 

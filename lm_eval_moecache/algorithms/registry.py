@@ -86,7 +86,14 @@ def import_class(axis: str, class_path: str) -> type[Any]:
     if inspect.isabstract(found):
         lacking = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
         raise ValueError(f"{where} is abstract: it has to define {lacking}.")
-    _check_constructor(where, found)
+    try:
+        signature = inspect.signature(found, eval_str=True)
+        signature.bind_partial(object(), seed=0)
+    except Exception as error:  # a hint that names nothing raises when it is evaluated
+        raise ValueError(
+            f"{where} cannot be built: its constructor must take (geometry, *, seed, ...), and its "
+            f"hints must be importable: {_reason(error)}"
+        ) from error
     return found
 
 
@@ -116,18 +123,6 @@ def source_digest(algorithm: type[Any]) -> str:
             continue
         digest.update(_code_of(source).encode())
     return digest.hexdigest()[:16]
-
-
-def _check_constructor(where: str, algorithm: type[Any]) -> None:
-    """Refuse a class that the engine could not build."""
-    try:
-        signature = inspect.signature(algorithm, eval_str=True)
-        signature.bind_partial(object(), seed=0)
-    except Exception as error:  # a hint that names nothing raises when it is evaluated
-        raise ValueError(
-            f"{where} cannot be built: its constructor must take (geometry, *, seed, ...), and its "
-            f"hints must be importable: {_reason(error)}"
-        ) from error
 
 
 def source_of(algorithm: type[Any]) -> str:

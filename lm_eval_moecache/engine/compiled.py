@@ -3,14 +3,15 @@
 `reason_against` says what has to go through the engine event by event: lossy algorithms, evictions
 that are no ranking, several levels of precision, the host, drafts, scanned texts. The loop is the
 same for all rules, and compiled once; what is over sooner than that runs as plain Python. A replay
-gives it some thousand passes at a time, a live run (`engine.live`) one.
+gives it some thousand passes at a time, a live run what the routers of one pass have said.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,14 @@ from lm_eval_moecache.algorithms import features
 from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, State
-from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.virtual.attention import attention_s
+from lm_eval_moecache.engine.decide import Plan
+from lm_eval_moecache.engine.engine import Engine, TokenPass
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.virtual.clock import VirtualClock, attention_s
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.event import NO_PREDICTIONS, PHASES, Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import (
     Array,
     as_records,
@@ -43,7 +48,10 @@ _TYPES = (
     *(np.int64, np.int32, np.int64, np.bool_, np.int64),
 )
 """Of the arrays of a piece, as they are compiled for."""
-_NOTHING = np.zeros(0, np.int64)
+_NOBODY, _NO_WEIGHTS = np.zeros(0, np.int64), np.zeros(0, np.float32)
+NOTHING_PROPOSED = _NOBODY, np.zeros(1, np.int64)
+_COLD, _GOES_ON = np.array([True]), np.array([False])
+_COUNTS = dtype_of(Count).names
 _MODULES = features, core
 _PATIENCE_S = 4.0
 """Seconds of plain Python, in all replays of a process, after which compiling is cheaper."""
@@ -98,59 +106,46 @@ def is_compiled() -> bool:
 class PassLoop:
     """The loop's tables, filled from an engine that has served nothing; `finish` tells it all."""
 
-    def __init__(self, engine: Engine, future: Future | None) -> None:
+    def __init__(self, engine: Engine, future: Future | None = None) -> None:
         self._engine, self._future = engine, future
-        executor, geometry = engine.executor, engine.geometry
+        executor, geometry, pools = engine.executor, engine.geometry, engine.pools
         assert isinstance(executor, VirtualExecutor)
-        self._executor = executor
-        self._layers, self._experts = geometry.num_layers, geometry.num_experts
-        eviction, prefetch = engine.pools[0].eviction, engine.rules.prefetch
+        eviction, prefetch = pools[0].eviction, engine.rules.prefetch
         assert isinstance(eviction, RankedEviction)
-        self._eviction = eviction
+        self._executor, self._eviction = executor, eviction
+        self._layers, self._experts = geometry.num_layers, geometry.num_experts
         self._rank: Any = eviction.plain_rank
         self._loop: Callable[..., None] = core.run
-        rules = eviction.make_features(len(engine.pools) > 1)
+        clock, link = executor.clock, executor.link
         machine = Machine(
-            now=executor.clock.now,
-            busy_until=executor.link.busy_until,
-            wait_overhead_s=executor.clock.wait_overhead_s,
-            expert_overhead_s=executor.clock.expert_overhead_s,
+            now=clock.now,
+            busy_until=link.busy_until,
+            wait_overhead_s=clock.wait_overhead_s,
+            expert_overhead_s=clock.expert_overhead_s,
             top_k=geometry.top_k,
-            fifo=int(executor.link.fifo),
+            fifo=int(link.fifo),
             prefetches=int(prefetch.is_active),
             after_layer=int(prefetch.after_layer),
             cached_first=int(engine.rules.miss.cached_first),
             weighs=int(eviction.uses_weights),
             offline=int(eviction.is_offline),
         )
+        rules = eviction.make_features(len(pools) > 1)
         slots = make_table(Slot, self._layers * self._experts)
-        self._s = State(*rules, slots, make_table(Place, self._layers + 1), [machine])
-        self._fill_in()
-
-    def _fill_in(self) -> None:
-        """Write down what layers and caches are like, and who is resident already."""
-        s, link, clock = self._s, self._executor.link, self._executor.clock
-        pools, capacity = self._engine.pools, self._engine.setting.capacity
-        for layer, (place, sizes) in enumerate(
-            zip(s.places, self._engine.geometry.expert_bytes, strict=False)
-        ):
+        self._s = s = State(*rules, slots, make_table(Place, self._layers + 1), [machine])
+        for layer, (place, sizes) in enumerate(zip(s.places, geometry.expert_bytes, strict=False)):
             place.nbytes, place.carry_s = sizes[0], link.duration_s(sizes[0])
             place.flop_s, place.read_s = clock.expert_parts_s(layer)
-        for place, pool, layers in zip(
-            s.places, pools, capacity.partitions(self._layers), strict=False
-        ):
-            place.capacity, place.used, place.peak = (
-                pool.capacity_bytes,
-                pool.used_bytes,
-                pool.peak_bytes,
-            )
+        partitions = engine.setting.capacity.partitions(self._layers)
+        for place, pool, layers in zip(s.places, pools, partitions, strict=False):
             place.first_layer, place.end_layer = layers.start, layers.stop
-            place.warmed = pool.warmed
+            place.capacity, place.used = pool.capacity_bytes, pool.used_bytes
+            place.peak, place.warmed = pool.peak_bytes, pool.warmed
         for key, slot in enumerate(s.slots):
             slot.home = key // self._experts
-        if self._eviction.is_offline:
-            assert self._future is not None, "an offline eviction without a future"
-            for expert, first in zip(s.experts, self._future.first_use.tolist(), strict=True):
+        if eviction.is_offline:
+            assert future is not None, "an offline eviction without a future"
+            for expert, first in zip(s.experts, future.first_use.tolist(), strict=True):
                 expert.next_use = first
         self.warm = np.array([key for pool in pools for key in pool.resident], np.int64)
         for key in self.warm.tolist():
@@ -161,7 +156,7 @@ class PassLoop:
         self._s = State(*map(as_records, self._s))
         self._loop, self._rank = compiled(_MODULES, "run"), compiled_rank(self._rank)
         # Nothing to serve: it is loaded, or compiled, before anybody waits for a pass.
-        self.run(Piece(0, *[_NOTHING] * len(_TYPES)), 0)
+        self.run(Piece(0, *[_NOBODY] * len(_TYPES)), 0)
 
     def run(self, piece: Piece, num_passes: int) -> Array:
         """Let the loop serve a piece; return what each pass counted, as records."""
@@ -183,15 +178,87 @@ class PassLoop:
         return as_records(objects)
 
     def dense_s(self, tokens: int, phase: int) -> list[float]:
-        clock = self._executor.clock
-        return [clock.dense_s(layer, tokens) for layer in range(self._layers)]
+        """Return what the layers' dense parts take."""
+        return [self._executor.clock.dense_s(layer, tokens) for layer in range(self._layers)]
 
     def predicting_s(self, tokens: int, phase: int) -> list[float]:
+        """Return what predicting from the layers' inputs takes."""
         depth, last = self._engine.depth, self._layers - 1
         ahead = [min(depth, last - layer) for layer in range(self._layers)]
         if depth and self._engine.rules.prefetch.uses_predictor:
             ahead = [target_of(i, self._layers, PHASES[phase]) is not None for i in range(last + 1)]
         return [self._executor.predicting_s(i, int(n), tokens) for i, n in enumerate(ahead)]
+
+    def replay(
+        self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
+    ) -> None:
+        """Serve passes `first` to `last` of a part, with what is proposed at each event.
+
+        What they counted is written to the engine's ledger.
+        """
+        engine, columns = self._engine, part.columns
+        start, stop = first * self._layers, last * self._layers
+        bounds, rows = part.key_bounds[start : stop + 1], part.row_bounds[start : stop + 1]
+        places, own_rows = slice(bounds[0], bounds[-1]), slice(rows[0], rows[-1])
+        weights, next_use = _NO_WEIGHTS, _NOBODY
+        if self._eviction.uses_weights and columns.weights is not None:
+            weights = np.require(columns.weights[own_rows], np.float32, ["C", "W"]).ravel()
+        if self._eviction.is_offline and self._future is not None:
+            next_use = self._future.next_use[places]
+        tokens = np.diff(rows).reshape(-1, self._layers)
+        phases = columns.phase[rows[: -1 : self._layers]]
+        dense_s = self._by_event(tokens, phases, self.dense_s)
+        if engine.wants_positions:
+            dense_s += np.repeat(self._attention_s(part, phases, first, last), self._layers)
+        piece = Piece(
+            first_pass=part.first_pass + first,
+            keys=part.keys[places],
+            bounds=bounds - bounds[0],
+            rows=rows - rows[0],
+            experts=columns.experts[own_rows].ravel(),
+            weights=weights,
+            dense_s=dense_s,
+            predict_s=self._by_event(tokens, phases, self.predicting_s),
+            next_use=next_use,
+            proposed=proposed[0],
+            proposed_bounds=proposed[1],
+            cold=cold,
+            warm=self.warm,
+        )
+        counts = self.run(piece, last - first)
+        served = phases.tolist(), tokens[:, 0].tolist(), tokens.sum(1) * engine.geometry.top_k
+        passes = engine.ledger.passes
+        for phase, num_tokens, requests, values in zip(*served, counts.tolist(), strict=True):
+            passes.append(
+                PassRecord(
+                    index=len(passes),
+                    phase=PHASES[phase],
+                    num_tokens=num_tokens,
+                    token_requests=int(requests),
+                    **dict(zip(_COUNTS, values, strict=True)),
+                )
+            )
+
+    def _by_event(self, tokens: Array, phases: Array, of: Callable[..., list[float]]) -> Array:
+        """Return what `of` says of each event, who is asked once per number of tokens and phase.
+
+        The layers of one pass can differ in tokens: some models run the last one for the last token
+        of a prompt alone.
+        """
+        kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
+        table = [of(*divmod(int(kind), len(PHASES))) for kind in kinds]
+        by_kind = np.asarray(table, np.float64)
+        return by_kind[place.reshape(tokens.shape), np.arange(self._layers)].ravel()
+
+    def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
+        """Return what a layer's attention to the context takes in each pass."""
+        setting, layers, found = self._engine.setting, self._layers, []
+        assert setting.emulate is not None, "attention to the context of no known model"
+        for number, phase in zip(range(first, last), phases.tolist(), strict=True):
+            rows = slice(part.row_bounds[number * layers], part.row_bounds[number * layers + 1])
+            positions = part.columns.token[rows].astype(np.int64)
+            found.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
+        return found
 
     def finish(self) -> None:
         """Leave caches, link and clock as the engine would have: its laws can be checked."""
@@ -219,78 +286,140 @@ class PassLoop:
             pool.warmed = of_place["warmed"][place]
 
 
-class CompiledReplay(PassLoop):
-    """Serves passes of a trace for an engine, and writes to its ledger what they counted."""
+def live_engine(geometry: Geometry, setting: Setting, scans: bool = False) -> Engine:
+    """Return an engine in virtual time for a live run, `scans` if some of its texts are scanned.
 
-    def serve(
-        self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
-    ) -> None:
-        """Serve passes `first` to `last` of a part, with what is proposed at each event."""
-        start, stop = first * self._layers, last * self._layers
-        bounds, rows = part.key_bounds[start : stop + 1], part.row_bounds[start : stop + 1]
-        columns, places = part.columns, slice(bounds[0], bounds[-1])
-        own_rows = slice(rows[0], rows[-1])
-        weights, next_use = np.zeros(0, np.float32), _NOTHING
-        if self._eviction.uses_weights and columns.weights is not None:
-            weights = np.require(columns.weights[own_rows], np.float32, ["C", "W"]).ravel()
-        if self._eviction.is_offline and self._future is not None:
-            next_use = self._future.next_use[places]
-        tokens = np.diff(rows).reshape(-1, self._layers)
-        phases = columns.phase[rows[: -1 : self._layers]]
-        dense_s = self._by_event(tokens, phases, self.dense_s)
-        if self._engine.wants_positions:
-            dense_s += np.repeat(self._attention_s(part, phases, first, last), self._layers)
-        piece = Piece(
-            first_pass=part.first_pass + first,
-            keys=part.keys[places],
-            bounds=bounds - bounds[0],
-            rows=rows - rows[0],
-            experts=columns.experts[own_rows].ravel(),
-            weights=weights,
+    A compiled one where a lossless policy lets it be, and nothing has to be compiled first: a run
+    would stand still for that.
+    """
+    engine = Engine(geometry, setting)
+    if reason_against(engine, scans) or not is_compiled():
+        return engine
+    return CompiledEngine(geometry, setting)
+
+
+class CompiledEngine(Engine):
+    """An engine that keeps the events of a pass, and serves them together at its end.
+
+    Nothing that is computed depends on them (`can_defer`). Caches and link are brought up to date
+    by `settle`, and with them what is asked of the whole run.
+    """
+
+    uncompiled = ""
+    clock: VirtualClock
+
+    def __init__(self, geometry: Geometry, setting: Setting) -> None:
+        super().__init__(geometry, setting)
+        self._passes = PassLoop(self)
+        self._passes.compile()
+        self._events: list[Event] = []
+        self._told: TokenPass | None = None
+        self._is_cold = False
+        self._weighs = self.pools[0].eviction.uses_weights
+        layers, top_k = self.geometry.num_layers, self.geometry.top_k
+        self._of_one_token = np.arange(layers + 1) * top_k, np.arange(layers + 1)
+        self._seconds_of: dict[str, tuple[Array, Array]] = {}
+        self.enter, self.run = self._enter, self._keep
+
+    def begin_pass(
+        self,
+        phase: str,
+        num_tokens: int,
+        foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS,
+        positions: IntArray | None = None,
+    ) -> PassRecord:
+        self.record = record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+        self.executor.begin_pass(record)
+        if positions is not None:
+            self.executor.attend(positions)
+        self._events, self._told = [], None
+        return record
+
+    def _enter(self, layer: int, num_tokens: int) -> None:
+        """Nothing happens before the end of the pass."""
+
+    def _keep(self, event: Event) -> Plan:
+        self._events.append(event)
+        return Plan(event, (), (), event)
+
+    def serve(self, told: TokenPass) -> None:
+        self._told = told
+        if told.proposed is None and self.rules.prefetch.is_active:
+            self._events = told.events()
+
+    def end_pass(self) -> None:
+        record = self.record
+        assert record is not None, "end_pass without begin_pass"
+        piece = self._piece(record)
+        [counted] = self._passes.run(piece, 1).tolist()
+        for name, value in zip(_COUNTS, counted, strict=True):
+            setattr(record, name, value)
+        record.token_requests = self.geometry.top_k * int(piece.rows[-1])
+        self.clock.now = record.end_s
+        self._is_cold, self.record = False, None
+
+    def _piece(self, record: PassRecord) -> Piece:
+        """Return the pass as the loop takes it."""
+        told, events = self._told, self._events
+        proposed = NOTHING_PROPOSED if told is None else told.proposed or NOTHING_PROPOSED
+        if events and self.rules.prefetch.is_active:
+            proposed = joined([self.rules.prefetch.propose(event) for event in events])
+        bounds, rows = self._of_one_token
+        if told is not None:
+            assert len(told.keys) == len(rows) - 1, "a pass that lacks layers"
+            keys, weights = told.keys.ravel(), told.weights
+            experts = keys % self.geometry.num_experts if self._weighs else _NOBODY
+        else:
+            assert len(events) == len(rows) - 1, "a pass that lacks layers"
+            keys, bounds = joined([event.keys for event in events])
+            rows = np.cumsum([0, *[event.num_tokens for event in events]])
+            experts = np.concatenate([event.experts.ravel() for event in events])
+            weights = np.concatenate([event.weights.ravel() for event in events])
+        dense_s, predict_s = self._seconds(record)
+        return Piece(
+            first_pass=record.index,
+            keys=keys,
+            bounds=bounds,
+            rows=rows,
+            experts=experts,
+            weights=_NO_WEIGHTS if weights is None else weights.ravel(),
             dense_s=dense_s,
-            predict_s=self._by_event(tokens, phases, self.predicting_s),
-            next_use=next_use,
+            predict_s=predict_s,
+            next_use=_NOBODY,
             proposed=proposed[0],
             proposed_bounds=proposed[1],
-            cold=cold,
-            warm=self.warm,
+            cold=_COLD if self._is_cold else _GOES_ON,
+            warm=self._passes.warm,
         )
-        counts = self.run(piece, last - first)
-        self._enter(phases, tokens, counts)
 
-    def _by_event(self, tokens: Array, phases: Array, of: Callable[..., list[float]]) -> Array:
-        """Return what `of` says of each event, who is asked once per number of tokens and phase.
+    def _seconds(self, record: PassRecord) -> tuple[Array, Array]:
+        """Return what the layers' dense parts take, and predicting from their inputs."""
+        known = self._seconds_of.get(record.phase)
+        if known is None or record.num_tokens > 1 or self.wants_positions:
+            tokens, phase = record.num_tokens, PHASES.index(record.phase)
+            dense_s = np.array(self._passes.dense_s(tokens, phase))
+            known = dense_s, np.array(self._passes.predicting_s(tokens, phase))
+            if tokens == 1:
+                self._seconds_of[record.phase] = known
+        return known
 
-        The layers of one pass can differ in tokens: some models run the last one for the last token
-        of a prompt alone.
-        """
-        kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
-        table = [of(*divmod(int(kind), len(PHASES))) for kind in kinds]
-        by_kind = np.asarray(table, np.float64)
-        return by_kind[place.reshape(tokens.shape), np.arange(self._layers)].ravel()
+    def reset_cache(self) -> None:
+        self._is_cold = True
 
-    def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
-        """Return what a layer's attention to the context takes in each pass."""
-        setting, layers, found = self._engine.setting, self._layers, []
-        assert setting.emulate is not None, "attention to the context of no known model"
-        for number, phase in zip(range(first, last), phases.tolist(), strict=True):
-            rows = slice(part.row_bounds[number * layers], part.row_bounds[number * layers + 1])
-            positions = part.columns.token[rows].astype(np.int64)
-            found.append(attention_s(setting.emulate, setting.hardware, PHASES[phase], positions))
-        return found
+    def settle(self) -> None:
+        """Bring caches, link and clock up to date."""
+        self._passes.finish()
 
-    def _enter(self, phases: Array, tokens: Array, counts: Array) -> None:
-        """Write the passes to the ledger."""
-        ledger, top_k = self._engine.ledger, self._engine.geometry.top_k
-        names = counts.dtype.names
-        own = [counts[name].tolist() for name in names]
-        rest = phases.tolist(), tokens[:, 0].tolist(), (tokens.sum(1) * top_k).tolist()
-        for phase, num_tokens, requests, *values in zip(*rest, *own, strict=True):
-            record = PassRecord(
-                index=len(ledger.passes),
-                phase=PHASES[phase],
-                num_tokens=num_tokens,
-                token_requests=requests,
-                **dict(zip(names, values, strict=True)),
-            )
-            ledger.passes.append(record)
+    @property
+    def peak_cache_bytes(self) -> int:
+        self.settle()
+        return super().peak_cache_bytes
+
+    def check_integrity(self) -> None:
+        self.settle()
+        super().check_integrity()
+
+
+def joined(keys: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
+    """Return keys in one array, and where each sequence of them begins and the last one ends."""
+    return np.array([*chain.from_iterable(keys)], np.int64), np.cumsum([0, *map(len, keys)])

@@ -132,55 +132,28 @@ def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
     Changes neither of them, nor the event. Only the routing and miss algorithms may note what they
     were asked (a running average, a draw).
     """
-    if rules.may_change:
-        return _decide_lossy(event, rules, cache, link)
-    resident = cache.resident
-    absent = [key for key in event.keys if key not in resident]
-    if not absent and not rules.ladder:
-        return Plan(event, (), (), event)
-    # Where lossy algorithms have been at work, what they left at a lower level is not enough.
-    wanted = _not_good_enough(resident, event.keys) if rules.ladder else absent
-    at_best = rules.at_best
-    demands = [at_best[key] for key in wanted]
-    found = _counts(event, absent, _not_late(absent, rules, link), rules, cache)
-    plan = Plan(event, demands, absent, event)
-    plan.late, plan.collisions, plan.token_misses = found
-    return plan
-
-
-def _not_late(absent: Sequence[int], rules: Rules, link: Link) -> Sequence[int]:
-    """Return the absent keys that no prefetch has under way."""
-    return link.without_pending(absent) if rules.prefetches and link.active else absent
-
-
-def _counts(
-    event: Event, absent: Sequence[int], missed: Sequence[int], rules: Rules, cache: ExpertCache
-) -> tuple[int, int, int]:
-    """Return how many absent keys are late and were evicted in this pass, and whom they miss."""
-    return (
-        len(absent) - len(missed),
-        cache.count_evicted_in_this_pass(missed),
-        token_miss_count(event, rules.num_experts, absent),
-    )
-
-
-def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:
-    resident = cache.resident
-    asked = looked_up = event.spelled_out(rules.num_experts)
+    resident, may_change, at_best = cache.resident, rules.may_change, rules.at_best
+    asked = looked_up = event.spelled_out(rules.num_experts) if may_change else event
     selection: Selection | None = None
-    if rules.lets_change(rules.routing.is_lossless, asked):
+    routes = may_change and rules.lets_change(rules.routing.is_lossless, asked)
+    if routes:
         selection = rules.routing.select(asked, resident)
         if selection is not None:
             looked_up = changed(asked, selection, rules.num_experts)
     absent = [key for key in looked_up.keys if key not in resident]
-    missed = _not_late(absent, rules, link)
-    found = _counts(looked_up, absent, missed, rules, cache)
-    executed, demands, substituted = looked_up, None, 0
+    if not absent and not (may_change or rules.ladder):
+        return Plan(event, (), (), event)
+    # What no prefetch has under way; the other absent keys are late.
+    missed: Sequence[int] = absent
+    if rules.prefetches and link.active:
+        missed = link.without_pending(absent)
     miss = rules.lossy_miss(asked)
-    if miss is None:
-        wanted = _not_good_enough(resident, looked_up.keys) if rules.ladder else absent
-    else:
-        wanted = absent
+    executed, demands, substituted = looked_up, None, 0
+    wanted = absent
+    if miss is None and rules.ladder:
+        # Where lossy algorithms have been at work, what they left at a lower level is not enough.
+        wanted = [key for key in looked_up.keys if resident.get(key, 1) > 0]
+    elif miss is not None:
         unclear = missed if miss.awaits_late else absent
         if unclear or (rules.ladder and miss.upgrade):
             resolution = miss.resolve(looked_up, unclear, resident)
@@ -194,16 +167,17 @@ def _decide_lossy(event: Event, rules: Rules, cache: ExpertCache, link: Link) ->
                 if len(unclear) < len(absent):
                     demands = _with_late(demands, absent, missed, executed, rules)
     if demands is None:
-        demands = [rules.at_best[key] for key in wanted]
+        demands = [at_best[key] for key in wanted]
     plan = Plan(executed, demands, absent, looked_up)
-    plan.late, plan.collisions, plan.token_misses = found
+    plan.late = len(absent) - len(missed)
+    plan.collisions = cache.count_evicted_in_this_pass(missed)
+    plan.token_misses = token_miss_count(looked_up, rules.num_experts, absent)
     if selection is not None:
         plan.selection, plan.substituted = selection, substituted
         plan.dropped, plan.unfaithful = _judge(asked.experts, selection)
     if miss is not None and absent:
         plan.avoided = len(set(absent).difference(executed.keys))
-    acts = miss is not None or rules.lets_change(rules.routing.is_lossless, asked)
-    if acts and len(asked.weights):
+    if (miss is not None or routes) and len(asked.weights):
         plan.weighed_tokens = asked.num_tokens
         if selection is not None:
             plan.lost_weight = _lost_weight(asked, selection)
@@ -225,11 +199,6 @@ def _with_late(
     place = {key: index for index, key in enumerate(absent)}
     wanted = [*fetches, *(rules.at_best[key] for key in late)]
     return sorted(wanted, key=lambda fetch: place.get(fetch.key, len(place)))
-
-
-def _not_good_enough(resident: Mapping[int, int], keys: Sequence[int]) -> list[int]:
-    """Return the keys that are not resident at the best level."""
-    return [key for key in keys if resident.get(key, 1) > 0]
 
 
 def changed(event: Event, selection: Selection, num_experts: int) -> Event:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.clock import Clock
 from lm_eval_moecache.engine.decide import Rules
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.link import Link
+from lm_eval_moecache.engine.link import Clock, Link
 from lm_eval_moecache.engine.setting import CONTEXT, Setting, offline, without_draft
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.executor import WallExecutor
@@ -29,7 +28,7 @@ from lm_eval_moecache.trace.future import Future
 
 
 class TokenPass(NamedTuple):
-    """What all routers of a pass of one token said, where serving them waits for its end."""
+    """What all routers of a pass of one token said, where its events are deferred to its end."""
 
     keys: IntArray
     """[layers, top_k] in router order."""
@@ -77,7 +76,14 @@ class Engine:
         self.link: Link = self.executor.link
         self.clock: Clock = self.executor.clock
         self.slots = self.executor.slots
-        self._prepare(future)
+        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
+        for algorithm in [self.rules.prefetch, *seers]:
+            if algorithm.is_offline and future is None:
+                raise offline(algorithm)
+            if future is not None:
+                algorithm.prepare(future)
+        if setting.draft is None and self.rules.prefetch.needs_draft:
+            raise without_draft(self.rules.prefetch)
         # Called once a layer and token: bound here, so that no call goes through two functions.
         self.enter = self.executor.enter
         self.run = self.executor.run
@@ -87,17 +93,6 @@ class Engine:
         self._before: tuple[float, ...] = self._totals()
         self._scanned: list[PassRecord] = []
         self.record: PassRecord | None = None
-
-    def _prepare(self, future: Future | None) -> None:
-        """Tell the algorithms the future, or refuse those that lack it, or their draft."""
-        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
-        for algorithm in [self.rules.prefetch, *seers]:
-            if algorithm.is_offline and future is None:
-                raise offline(algorithm)
-            if future is not None:
-                algorithm.prepare(future)
-        if self.setting.draft is None and self.rules.prefetch.needs_draft:
-            raise without_draft(self.rules.prefetch)
 
     def _warm(self) -> None:
         """Fill the caches with the most used experts: no pass has that time, nor those bytes."""
@@ -137,11 +132,12 @@ class Engine:
         return asked or (eviction.uses_weights and rules.may_change)
 
     @property
-    def only_counts(self) -> bool:
-        """Whether what it decides changes nothing that is computed, and no clock runs meanwhile.
+    def can_defer(self) -> bool:
+        """Whether the events of a pass may be served at its end, all together.
 
-        So with lossless algorithms and one precision in virtual time; then the events of a pass
-        may be served when it is over.
+        What is decided then changes nothing that is computed, and no clock runs meanwhile: so with
+        lossless algorithms and one precision in virtual time. The model's hooks only note what the
+        routers say (one copy to the host for all layers), and `serve` is told of it.
         """
         return self.executor.is_virtual and not (self.rules.may_change or self.rules.ladder)
 
@@ -224,24 +220,18 @@ class Engine:
         """Show every event to `observer` once its experts are known and before anything moves."""
         self.executor.on_event = observer
 
-    def propose_by(self, source: Callable[[Event], Sequence[int]]) -> None:
-        """Take the prefetcher's proposals from `source`: a replay of what it proposed live."""
-        self.executor.prefetches.propose = source
-
     def serve(self, told: TokenPass) -> None:
-        """Serve all events of a pass of one token."""
+        """Serve the deferred events of a pass of one token."""
         prefetches = self.executor.prefetches
-        asked = prefetches.propose
+        if told.proposed is not None:
+            keys, bounds = (own.tolist() for own in told.proposed)
+            prefetches.answers = (keys[start:stop] for start, stop in pairwise(bounds))
         try:
-            if told.proposed is not None:
-                keys, bounds = (own.tolist() for own in told.proposed)
-                answers = iter([keys[start:stop] for start, stop in pairwise(bounds)])
-                prefetches.propose = lambda event: next(answers)
             for event in told.events():
                 self.enter(event.layer, event.num_tokens)
                 self.run(event)
         finally:
-            prefetches.propose = asked
+            prefetches.answers = None
 
     def end_pass(self) -> None:
         assert self.record is not None, "end_pass without begin_pass"

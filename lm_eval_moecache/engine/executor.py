@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.clock import Clock
 from lm_eval_moecache.engine.decide import Plan, Rules, decide
 from lm_eval_moecache.engine.draft_stage import DraftStage
-from lm_eval_moecache.engine.link import Link
+from lm_eval_moecache.engine.link import Clock, Link
 from lm_eval_moecache.engine.prefetches import Prefetches
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import PREFILL, Event
@@ -35,11 +34,7 @@ class Executor(ABC):
     """Layer -> (key -> slot) of what is resident or arriving; empty where nothing has a slot."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        rules: Rules,
-        pools: Sequence[ExpertCache],
-        link: Link,
+        self, geometry: Geometry, rules: Rules, pools: Sequence[ExpertCache], link: Link
     ) -> None:
         self.pools = pools
         self.link = link

@@ -1,4 +1,4 @@
-"""The link between where all experts are stored and where residents lie: what both clocks share.
+"""What both kinds of time share: a clock, and the link between where experts are stored and run.
 
 On-demand transfers go before queued prefetches and never interrupt the one in flight. On-demand
 loads are awaited by the compute, so none of them is ever left waiting between events: the queue
@@ -10,6 +10,17 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the time of a run in seconds; it never goes back."""
+
+    @property
+    def now(self) -> float: ...
+
+    def synchronize(self) -> None:
+        """Let what the pass has launched come to its end before the time is taken."""
 
 
 class Link(ABC):

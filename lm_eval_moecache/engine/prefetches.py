@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.decide import Rules
 from lm_eval_moecache.engine.link import Link
-from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 
@@ -18,19 +18,15 @@ class Prefetches:
     """Asks the prefetcher, queues what it proposes for the link, and judges it by what came."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        caches: Sequence[ExpertCache],
-        link: Link,
-        rules: Rules,
+        self, geometry: Geometry, caches: Sequence[ExpertCache], link: Link, rules: Rules
     ) -> None:
         self._num_layers = geometry.num_layers
         self._num_experts = geometry.num_experts
         self._caches = caches
         self._link = link
         self._rules = rules
-        self.propose: Callable[[Event], Sequence[int]] = rules.prefetch.propose
-        """Where the keys to prefetch come from: a replay may know them from the recorded run."""
+        self.answers: Iterator[Sequence[int]] | None = None
+        """What is proposed at the events to come, where that is known already; None: ask."""
         self._levels: dict[int, int] = {}
         """Key -> level to prefetch it at, where that is not the best."""
         self._predictions: dict[int, set[int]] = {}
@@ -58,46 +54,52 @@ class Prefetches:
         Where there is a ladder the miss algorithm says at which level; what is resident or on its
         way stays at the level it has.
         """
-        proposed = self.propose(event)
+        answers = self.answers
+        proposed = self._rules.prefetch.propose(event) if answers is None else next(answers)
         miss = self._rules.lossy_miss(event) if self._rules.ladder else None
         levels = {} if miss is None else self._choose_levels(event, proposed, miss)
-        for layer, keys in self._by_layer(proposed):
-            pass_index = event.pass_index + (layer <= event.layer)
-            absent = self._expect(layer, keys)
-            if absent:
-                due = pass_index * self._num_layers + layer
-                fresh = self._link.submit(absent, due, ready_s)
-                if levels or self._levels:
-                    self._levels.update((key, levels.get(key, 0)) for key in fresh)
+        self._queue(proposed, event.pass_index, event.layer, ready_s, levels)
 
     def submit_draft(
         self, keys: Sequence[int], pass_index: int, ready_s: float, batched: bool
     ) -> None:
         """Queue one layer's keys, proposed while drafting for a pass that has not begun."""
         self._num_batches += 1
-        for layer, own in self._by_layer(keys):
-            absent = self._expect(layer, own)
-            if absent:
-                due, batch = pass_index * self._num_layers + layer, self._num_batches
-                fresh = self._link.submit(absent, due, ready_s, batch if batched else None)
-                if self._levels:
-                    self._levels.update(dict.fromkeys(fresh, 0))
+        self._queue(
+            keys, pass_index, PASS_START, ready_s, {}, self._num_batches if batched else None
+        )
 
-    def _expect(self, layer: int, keys: Sequence[int]) -> list[int]:
-        """Note that a layer is expected to need these; return those that are not resident."""
-        wanted = self._predictions.get(layer)
-        if wanted is None:
-            self._predictions[layer] = set(keys)
-        else:
-            wanted.update(keys)
-        cache = self._caches[layer]
-        resident = cache.resident
-        absent = [key for key in keys if key not in resident]
-        if not absent:
-            cache.eviction.on_all_predicted(keys)
-        elif len(absent) < len(keys):
-            cache.eviction.on_all_predicted([key for key in keys if key in resident])
-        return absent
+    def _queue(
+        self,
+        keys: Sequence[int],
+        pass_index: int,
+        after: int,
+        ready_s: float,
+        levels: Mapping[int, int],
+        batch: int | None = None,
+    ) -> None:
+        """Queue what is not resident; keys of layers up to `after` are for the pass that follows.
+
+        Of the others the eviction is told that they are wanted.
+        """
+        for layer, own in self._by_layer(keys):
+            wanted = self._predictions.get(layer)
+            if wanted is None:
+                self._predictions[layer] = set(own)
+            else:
+                wanted.update(own)
+            cache = self._caches[layer]
+            resident = cache.resident
+            absent = [key for key in own if key not in resident]
+            if not absent:
+                cache.eviction.on_all_predicted(own)
+                continue
+            if len(absent) < len(own):
+                cache.eviction.on_all_predicted([key for key in own if key in resident])
+            due = (pass_index + (layer <= after)) * self._num_layers + layer
+            fresh = self._link.submit(absent, due, ready_s, batch)
+            if levels or self._levels:
+                self._levels.update((key, levels.get(key, 0)) for key in fresh)
 
     def _by_layer(self, keys: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
         """Divide proposals into runs of keys of one layer, in their order."""

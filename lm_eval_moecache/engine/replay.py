@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.engine.compiled import CompiledReplay, reason_against
+from lm_eval_moecache.engine.compiled import NOTHING_PROPOSED, PassLoop, joined, reason_against
+from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.redraft import Redraft
-from lm_eval_moecache.engine.replay_events import EventFields, events_of, proposals, proposed_arrays
+from lm_eval_moecache.engine.replay_events import EventFields, events_of, proposed_arrays
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
-from lm_eval_moecache.records.arrays import IntArray
-from lm_eval_moecache.records.event import PASS_START, PREFILL, UNSEEN_SCORES, Event
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.draft import NO_TARGET
+from lm_eval_moecache.records.event import PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.future import Future
@@ -56,7 +57,7 @@ def replay(
     engine.uncompiled = reason_against(engine, bool(trace.scans)) if compiled else "asked not to be"
     if on_engine is not None:
         engine.uncompiled = "its events are looked at one by one"
-    core = None if engine.uncompiled else CompiledReplay(engine, future)
+    loop = None if engine.uncompiled else PassLoop(engine, future)
     before: Set[int] = frozenset()
     for part in trace.parts():
         cold: Set[int] = frozenset()
@@ -64,22 +65,22 @@ def replay(
             cold, before = cold_passes(part, waiting, before)
         needs = _needs_of(part, engine, setting)
         _check_needs(part, needs)
-        if core is not None:
-            _serve_compiled(core, engine, part, needs, waiting, cold, on_progress)
+        if loop is not None:
+            _serve_compiled(loop, engine, part, needs, waiting, cold, on_progress)
             continue
         redraft = Redraft(part, engine)
         for segment in _segments(part):
             _serve(engine, part, needs, redraft, segment, waiting, cold)
             if on_progress is not None:
                 on_progress(segment[1] - segment[0])
-    if core is not None:
-        core.finish()
+    if loop is not None:
+        loop.finish()
     engine.ledger.serve([])
     return engine
 
 
 def _serve_compiled(
-    core: CompiledReplay,
+    loop: PassLoop,
     engine: Engine,
     part: Trace,
     needs: EventFields,
@@ -89,14 +90,14 @@ def _serve_compiled(
 ) -> None:
     """Serve a part, a few thousand passes at a time."""
     is_cold = np.isin(np.arange(part.num_passes), [*cold])
-    block: list[tuple[int, int]] = []
+    begin, told = 0, list[tuple[IntArray, IntArray]]()
     for first, last, _ in _segments(part):
-        block.append((first, last))
-        begin = block[0][0]
+        told.append(_proposed(engine, part, needs, first, last))
         if last - begin < _COMPILED_PASSES and last < part.num_passes:
             continue
-        proposed = _proposed(engine, part, needs, block)
-        core.serve(part, begin, last, proposed, is_cold[begin:last])
+        counts = np.concatenate([np.diff(bounds) for _, bounds in told])
+        proposed = np.concatenate([keys for keys, _ in told]), np.append(0, counts.cumsum())
+        loop.replay(part, begin, last, proposed, is_cold[begin:last])
         for record in engine.ledger.passes[part.first_pass + begin :]:
             # Of a draft without a model of its own, all that a trace has.
             if record.index in part.drafted.settled:
@@ -105,32 +106,25 @@ def _serve_compiled(
                 request.passes.append(record)
         if on_progress is not None:
             on_progress(last - begin)
-        block = []
+        begin, told = last, []
 
 
 def _proposed(
-    engine: Engine, part: Trace, needs: EventFields, block: Sequence[tuple[int, int]]
+    engine: Engine, part: Trace, needs: EventFields, first: int, last: int
 ) -> tuple[IntArray, IntArray]:
     """Return what is proposed at the events of some passes: keys, and where each event's begin."""
     prefetch = engine.rules.prefetch
     if not prefetch.is_active:
-        return np.zeros(0, np.int64), np.zeros(1, np.int64)
-    found: list[tuple[IntArray, IntArray]] = []
-    for start, stop in block:
-        known = proposed_arrays(part, needs, start, stop)
-        if known is None:
-            told: list[Sequence[int]] = []
-            for event in events_of(part, needs, start, stop, False):
-                if event.layer == 0:
-                    prefetch.on_pass(event.pass_index)
-                told.append(prefetch.propose(event))
-            ends = np.cumsum([0, *map(len, told)])
-            known = np.fromiter(chain.from_iterable(told), np.int64, int(ends[-1])), ends
-        found.append(known)
-    counts = [np.diff(bounds) for _, bounds in found]
-    return np.concatenate([keys for keys, _ in found]), np.append(
-        0, np.concatenate(counts).cumsum()
-    )
+        return NOTHING_PROPOSED
+    known = proposed_arrays(part, needs, first, last)
+    if known is not None:
+        return known
+    told: list[Sequence[int]] = []
+    for event in events_of(part, needs, first, last, False):
+        if event.layer == 0:
+            prefetch.on_pass(event.pass_index)
+        told.append(prefetch.propose(event))
+    return joined(told)
 
 
 def _serve(
@@ -152,10 +146,20 @@ def _serve(
         engine.ledger.serve(waiting[part.first_pass + pass_index])
         if is_scan:
             _run_scan(engine, part, needs, first, last - first)
-        else:
-            redraft.before(pass_index)
-            _run_pass(engine, events, num_layers, _positions(engine, part, pass_index))
-            redraft.after(part.first_pass + pass_index)
+            return
+        redraft.before(pass_index)
+        positions = None
+        if engine.wants_positions:
+            row, stop = part.row_bounds[pass_index * num_layers :][:2]
+            positions = part.columns.token[row:stop].astype(np.int64)
+        for layer in range(num_layers):
+            event = next(events)
+            if layer == 0:
+                engine.begin_pass(event.phase, event.num_tokens, positions=positions)
+            engine.enter(layer, event.num_tokens)
+            engine.run(event)
+        engine.end_pass()
+        redraft.after(part.first_pass + pass_index)
 
 
 def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
@@ -191,24 +195,25 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
 def _show(
     engine: Engine, trace: Trace, needs: EventFields, first: int, last: int
 ) -> Iterator[Event]:
-    """Return the events of passes `first` to `last`, once the engine knows their proposals."""
-    num_layers, told = trace.geometry.num_layers, proposals(trace, needs, first, last)
-    begin = trace.first_pass + first
-    live: Callable[[Event], Sequence[int]] = engine.rules.prefetch.propose
-    known: Sequence[Sequence[int]] = told or ()
-
-    def proposed_at(event: Event) -> Sequence[int]:
-        return known[(event.pass_index - begin) * num_layers + event.layer]
-
-    def foreseen_at(event: Event) -> Sequence[int]:
-        # Proposed before the first layer, and kept with it.
-        return known[(event.pass_index - begin) * num_layers] if event.layer == PASS_START else ()
-
-    if engine.rules.prefetch.foresees:
-        engine.propose_by(foreseen_at)
-        return events_of(trace, needs, first, last, True)
-    engine.propose_by(live if told is None else proposed_at)
+    """Return the events of passes `first` to `last`; the engine is told their known proposals."""
+    told = proposed_arrays(trace, needs, first, last)
+    answers: Iterator[Sequence[int]] | None = None
+    if told is not None:
+        keys, bounds = (own.tolist() for own in told)
+        answers = (keys[start:stop] for start, stop in pairwise(bounds))
+        if engine.rules.prefetch.foresees:
+            # Proposed before the first layer, with which it is kept.
+            answers = _foretold(answers, trace.geometry.num_layers)
+    engine.executor.prefetches.answers = answers
     return events_of(trace, needs, first, last, told is not None)
+
+
+def _foretold(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Sequence[int]]:
+    """Yield each pass's first answer before the pass, and nothing at its events."""
+    for index, keys in enumerate(answers):
+        if index % num_layers == 0:
+            yield keys
+        yield ()
 
 
 def _segments(trace: Trace) -> Iterator[tuple[int, int, bool]]:
@@ -246,27 +251,6 @@ def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, coun
         experts = columns.experts[rows].astype(np.int64)
         engine.scan(Event(-1, layer, PREFILL, count, [], experts, weights, logits))
     engine.end_scan()
-
-
-def _positions(engine: Engine, part: Trace, pass_index: int) -> IntArray | None:
-    """Return where a pass's tokens stand in their sequences, if the clock wants to know."""
-    if not engine.wants_positions:
-        return None
-    first = pass_index * part.geometry.num_layers
-    rows = slice(part.row_bounds[first], part.row_bounds[first + 1])
-    return part.columns.token[rows].astype(np.int64)
-
-
-def _run_pass(
-    engine: Engine, events: Iterator[Event], num_layers: int, positions: IntArray | None
-) -> None:
-    for layer in range(num_layers):
-        event = next(events)
-        if layer == 0:
-            engine.begin_pass(event.phase, event.num_tokens, positions=positions)
-        engine.enter(layer, event.num_tokens)
-        engine.run(event)
-    engine.end_pass()
 
 
 def _check_needs(trace: Trace, needs: EventFields) -> None:
@@ -328,3 +312,70 @@ def cold_passes(
                 cold.add(pass_index)
             before = served
     return cold, before
+
+
+class Redraft:
+    """Tells the engine's draft stage, before each pass, what it was told in the recorded run.
+
+    Raises ValueError where the trace lacks what the policy's prefetcher has to see.
+    """
+
+    def __init__(self, trace: Trace, engine: Engine) -> None:
+        self._drafted = trace.drafted
+        self._engine = engine
+        self._num_experts = trace.geometry.num_experts
+        prefetch = engine.rules.prefetch.draft_stage
+        if prefetch is None:
+            return
+        name = type(prefetch).__module__.rpartition(".")[2]
+        lacks = f"trace {trace.name} cannot serve prefetch={name!r}: "
+        again = " Record the run again with trace=DIR and this policy."
+        if not prefetch.by_order:
+            raise ValueError(
+                f"{lacks}it looks at more of a prediction than its order (by_order is False), "
+                "which is what traces keep. Run it with --model moecache-spec."
+            )
+        if set(self._drafted.foretold) != set(range(trace.geometry.num_layers)):
+            raise ValueError(f"{lacks}the drafts' predictions were not recorded.{again}")
+        if prefetch.critical > self._drafted.ranked:
+            raise ValueError(
+                f"{lacks}each prediction has {self._drafted.ranked} experts and not the "
+                f"critical={prefetch.critical} that it asks for.{again}"
+            )
+
+    def before(self, pass_index: int) -> None:
+        """Draft for the pass that follows, if the recorded run did."""
+        drafted = self._drafted
+        if drafted.tokens is None or drafted.experts is None or drafted.ranks is None:
+            return
+        tokens: list[int] = drafted.tokens.at(pass_index).tolist()
+        if not tokens:
+            return
+        stage = self._engine.begin_draft()
+        experts = drafted.experts.at(pass_index).reshape(len(tokens), -1).tolist()
+        ranks = drafted.ranks.at(pass_index).reshape(len(tokens), -1, max(drafted.ranked, 1))
+        for num_tokens, own, ranked in zip(tokens, experts, ranks, strict=True):
+            self._forward(stage, num_tokens, own, iter(ranked))
+
+    def _forward(self, stage: DraftStage, num_tokens: int, experts: list[int], ranked: Any) -> None:
+        draft = self._drafted.draft
+        assert draft is not None, "a forward without a draft"
+        targets = draft.targets or (NO_TARGET,) * len(experts)
+        for layer, (target, num_experts) in enumerate(zip(targets, experts, strict=True)):
+            stage.dense(layer, num_tokens)
+            if target != NO_TARGET and self._drafted.ranked:
+                order = next(ranked)
+                if stage.wants(target):
+                    stage.predict(target, self._scores(order))
+            stage.experts(layer, num_experts, num_tokens)
+
+    def _scores(self, order: Any) -> FloatArray:
+        """Return [1, experts] scores whose largest come in this order."""
+        scores = np.full((1, self._num_experts), -np.inf, dtype=np.float32)
+        scores[0, order] = np.arange(len(order), 0, -1)
+        return scores
+
+    def after(self, pass_index: int) -> None:
+        """Note what became of the drafts that the pass verified."""
+        if pass_index in self._drafted.settled:
+            self._engine.settle_drafts(*self._drafted.settled[pass_index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, repeat
 
 import numpy as np
@@ -37,17 +37,6 @@ class EventFields:
     """What the prefetcher proposed in the recorded run, so that it need not see a thing."""
     asked_ahead: PrefetchAlgorithm | None = None
     """The prefetcher, where nobody else looks at predictions."""
-
-
-def proposals(
-    trace: Trace, needs: EventFields, first: int, last: int
-) -> list[Sequence[int]] | None:
-    """Return `proposed_arrays` event by event, or None."""
-    found = proposed_arrays(trace, needs, first, last)
-    if found is None:
-        return None
-    keys, places = found[0].tolist(), found[1].tolist()
-    return [keys[start:stop] for start, stop in pairwise(places)]
 
 
 def proposed_arrays(
@@ -126,9 +115,19 @@ def events_of(
     phases = [PHASES[phase] for phase in columns.phase[np.asarray(rows[:-1])].tolist()]
     tokens = [stop - row for row, stop in pairwise(rows)]
     own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
+
+    @cache
+    def unseen_at(layer: int, phase: str) -> Mapping[int, FloatArray]:
+        """Say which layers a live run predicted, which costs time; what it saw is not needed."""
+        if needs.predicted_by:
+            target = target_of(layer, num_layers, phase)
+            return {} if target is None else {target: UNSEEN_SCORES}
+        end = min(layer + needs.depth + 1, num_layers)
+        return dict.fromkeys(range(layer + 1, end), UNSEEN_SCORES)
+
     unseen: Iterable[Mapping[int, FloatArray]] = repeat(NO_PREDICTIONS)
     if is_told and needs.depth:
-        unseen = map(_Unseen(needs, num_layers), layers, phases)
+        unseen = map(unseen_at, layers, phases)
     nothing = repeat(UNSEEN_EXPERTS), repeat(UNSEEN_SCORES), repeat(UNSEEN_SCORES)
     rest = *nothing, unseen, repeat(softmax_weights)
     # As `map(Event, ...)`, less a function of Python for each.
@@ -165,27 +164,6 @@ def _seen(
             by_token = values.reshape(num_tokens, -1)
             predicted = _predictions(by_token, layer, needs.depth, num_experts, num_layers)
         yield Event(index, layer, phase, num_tokens, keys, experts, weights, logits, predicted)
-
-
-class _Unseen:
-    """Says which layers a live run predicted, which costs time; what it saw is not needed."""
-
-    def __init__(self, needs: EventFields, num_layers: int) -> None:
-        self._needs, self._num_layers = needs, num_layers
-        self._known: dict[tuple[int, str], Mapping[int, FloatArray]] = {}
-
-    def __call__(self, layer: int, phase: str) -> Mapping[int, FloatArray]:
-        known = self._known.get((layer, phase))
-        if known is None:
-            known = self._known[layer, phase] = dict.fromkeys(self._of(layer, phase), UNSEEN_SCORES)
-        return known
-
-    def _of(self, layer: int, phase: str) -> Iterable[int]:
-        if self._needs.predicted_by:
-            target = target_of(layer, self._num_layers, phase)
-            return () if target is None else (target,)
-        last = min(layer + self._needs.depth, self._num_layers - 1)
-        return range(layer + 1, last + 1)
 
 
 def _predictions(

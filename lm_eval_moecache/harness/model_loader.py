@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lm_eval_moecache.engine.compiled import live_engine
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.live import live_engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.device import name_of

@@ -170,7 +170,7 @@ class WrappedModel:
             self.reads_first(input_ids, past_length)
         self._record = self._begin(phase, input_ids, past_length, kwargs.get("attention_mask"))
         # A recorder sees hidden states, which are not kept for the end of the pass.
-        self._waits = self.engine.only_counts and not self._scanning and self.recorder is None
+        self._waits = self.engine.can_defer and not self._scanning and self.recorder is None
         self._weighed = self._scanning or self.recorder is not None
         self._weighed |= self._num_tokens > 1 or self._valid is not None
         self._calls.clear()

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.engine.virtual.host import HostStage
 from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.files import write_whole

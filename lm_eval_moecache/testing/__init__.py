@@ -6,15 +6,15 @@ class TestMine(EvictionContract):
     algorithm = MyEviction
 """
 
-from lm_eval_moecache.testing.base import Contract
 from lm_eval_moecache.testing.contracts import (
     CONTRACTS,
+    Contract,
+    EvictionContract,
     MissContract,
     PrefetchContract,
     RoutingContract,
     run_contract,
 )
-from lm_eval_moecache.testing.eviction import EvictionContract
 
 __all__ = [
     "CONTRACTS",

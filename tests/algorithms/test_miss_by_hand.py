@@ -34,9 +34,7 @@ def make(name: str, **parameters: Any) -> Any:
 def make_engine(geometry: Geometry = GEOMETRY, **overrides: Any) -> Engine:
     named = {key.replace("__", "."): value for key, value in overrides.items()}
     setting = Setting(
-        policy=policy_of(named),
-        capacity=parse_capacity(5, geometry),
-        hardware=make_hardware(),
+        policy=policy_of(named), capacity=parse_capacity(5, geometry), hardware=make_hardware()
     )
     return Engine(geometry, setting)
 

@@ -83,28 +83,3 @@ def test_fifo_has_beladys_anomaly_where_lru_has_not(name: str, expected: list[in
         count_misses(find_algorithm("eviction", name)(geometry), stream, size) for size in (3, 4)
     ]
     assert misses == expected
-
-
-def test_heavier_experts_of_an_event_leave_first_under_lru() -> None:
-    lru = find_algorithm("eviction", "lru")(GEOMETRY)
-    for key in (3, 1):
-        lru.on_insert(key, False)
-    lru.on_event(Event(0, 0, DECODE, 1, [3, 1]))
-    assert lru.victim(set(), 1) == 3
-
-
-def test_least_stale_lets_experts_of_earlier_passes_go_in_layer_order() -> None:
-    least_stale = find_algorithm("eviction", "least_stale")(GEOMETRY)
-    least_stale.on_pass(0)
-    for key in (7, 0, 1):
-        least_stale.on_insert(key, False)
-    least_stale.on_pass(1)
-    least_stale.on_event(Event(1, 0, DECODE, 1, [0]))
-    order = []
-    for _ in range(3):
-        key = least_stale.victim(set(), 1)
-        assert key is not None
-        order.append(key)
-        least_stale.on_evict(key)
-    # 1 and 7 are stale (layers 0 and 1); 0 was used in this pass.
-    assert order == [1, 7, 0]

@@ -57,7 +57,7 @@ BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {
         for name in ("buddy", "substitute_random", "substitute_score")
     },
 }
-# Streams and short prompts have fewer duels than any memory forgets: test_hazard_memory.py has it.
+# Short streams have fewer duels than any memory forgets: tests/engine/test_hazard.py moves it.
 ELSEWHERE = {("eviction", "hazard", "memory")}
 CASES = [
     (axis, name, parameter)

@@ -14,7 +14,8 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.records.event import DECODE, Event, unique_in_order
+from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
@@ -112,16 +113,46 @@ def prefetching(script: Script) -> ScriptedPolicy:
     return ScriptedPolicy(prefetch=Always(lambda geometry: FixedPrefetch(geometry, script)))
 
 
-def make_geometry(num_layers: int = 3, num_experts: int = 4, top_k: int = 2) -> Geometry:
-    """Experts of 100 bytes, 200 bytes of dense weights a layer."""
+def make_geometry(
+    num_layers: int = 3, num_experts: int = 4, top_k: int = 2, **changes: Any
+) -> Geometry:
+    """Experts of 100 bytes, 200 bytes of dense weights a layer, unless `changes` say otherwise."""
+    usual = {
+        "expert_bytes": ((100,),) * num_layers,
+        "dense_bytes": (200,) * num_layers,
+    }
     return Geometry(
         model="scripted",
         num_layers=num_layers,
         num_experts=num_experts,
         top_k=top_k,
-        expert_bytes=((100,),) * num_layers,
-        dense_bytes=(200,) * num_layers,
+        **{**usual, **changes},
     )
+
+
+TWO_LEVELS = {"expert_bytes": ((100, 25),), "precision": ("bf16", "int4")}
+"""Changes of a geometry of one layer."""
+
+
+class StillMover:
+    """A mover that moves nothing, in no time."""
+
+    depth = 1
+
+    def fence(self) -> object:
+        return None
+
+    def place(self, transfer: Transfer) -> None:
+        return
+
+    def begin(self, transfer: Transfer) -> object:
+        return None
+
+    def finish(self, token: object) -> float | None:
+        return None
+
+    def synchronize(self) -> None:
+        return
 
 
 def make_hardware(**figures: float) -> Hardware:
@@ -179,3 +210,13 @@ def prefill_event(record: PassRecord, geometry: Geometry, layer: int, experts: A
     array = np.asarray(experts, dtype=np.int64)
     keys = unique_in_order(layer, geometry.num_experts, array)
     return Event(record.index, layer, record.phase, len(array), keys, array)
+
+
+def prefill(engine: Engine, experts: Any, layer: int = 0) -> PassRecord:
+    """Run one layer of a prefill of these experts [tokens, top_k], and check the books."""
+    record = engine.begin_pass(PREFILL, len(experts))
+    engine.enter(layer, len(experts))
+    engine.run(prefill_event(record, engine.geometry, layer, experts))
+    engine.end_pass()
+    engine.check_integrity()
+    return record

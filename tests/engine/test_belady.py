@@ -10,12 +10,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace, build_trace
@@ -55,13 +52,10 @@ def misses(
     seed: int = 0,
     parameters: Mapping[str, object] | None = None,
 ) -> int:
-    setting = Setting(
-        policy=load_policy("on_demand", {"eviction": eviction, **(parameters or {})}),
-        capacity=parse_capacity(str(capacity), trace.geometry),
-        hardware=traces.HARDWARE,
-        seed=seed,
+    axes = {"eviction": eviction, **(parameters or {})}
+    engine = replay(
+        trace, traces.setting_for(trace, capacity, axes, seed=seed), future=Future(trace)
     )
-    engine: Engine = replay(trace, setting, future=Future(trace))
     engine.check_integrity()
     return sum(record.misses for record in engine.ledger.passes)
 
@@ -107,15 +101,8 @@ def phased_trace(experts: np.ndarray, num_experts: int, phases: Sequence[str]) -
 
 
 def decode_misses(trace: Trace, eviction: str, capacity: int, *, free_prefill: bool = False) -> int:
-    engine = replay(
-        trace,
-        Setting(
-            policy=load_policy("on_demand", {"eviction": eviction}),
-            capacity=parse_capacity(str(capacity), trace.geometry),
-            hardware=traces.HARDWARE,
-        ),
-        future=Future(trace, free_prefill=free_prefill),
-    )
+    setting = traces.setting_for(trace, capacity, {"eviction": eviction})
+    engine = replay(trace, setting, future=Future(trace, free_prefill=free_prefill))
     return sum(p.misses for p in engine.ledger.passes if p.phase != PREFILL)
 
 
@@ -140,20 +127,6 @@ def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
     trace = phased_trace(drawn, 3, ["prefill", "decode", "decode", "prefill", "decode"])
     assert decode_misses(trace, "belady", 2) == 3
     assert decode_misses(trace, "belady", 2, free_prefill=True) == 2
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_nobody_misses_less_than_belady_and_lru_gains_from_room(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    drawn = (rng.random((40, 3, 8)) ** 3).argsort(-1)[..., :2]
-    trace = decode_trace(drawn, 8)
-    lru_before = None
-    for capacity in (2, 5, 9, 14):
-        bound = misses(trace, "belady", capacity)
-        found = {name: misses(trace, name, capacity) for name in ("lru", "fifo", "random")}
-        assert bound <= min(found.values())
-        assert lru_before is None or found["lru"] <= lru_before
-        lru_before = found["lru"]
 
 
 def test_belady_evicts_the_expert_needed_last_and_then_the_smaller_key() -> None:

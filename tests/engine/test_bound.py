@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Setting
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.replays import victim_share
 from lm_eval_moecache.trace.columns import Columns
@@ -73,12 +71,7 @@ def mixed_trace(seed: int, passes: int = 5, sizes: Sequence[int] = (1, 1), top_k
 
 
 def setting(trace: Trace, capacity: str, eviction: str = "lru", **others: object) -> Setting:
-    return Setting(
-        policy=load_policy("on_demand", {"eviction": eviction}),
-        capacity=parse_capacity(capacity, trace.geometry),
-        hardware=traces.HARDWARE,
-        **others,  # type: ignore[arg-type]
-    )
+    return traces.setting_for(trace, capacity, {"eviction": eviction}, **others)
 
 
 def misses(trace: Trace, run: Setting, decode: bool, cache_reset: str = "never") -> int:
@@ -249,15 +242,6 @@ def test_belady_scans_for_the_furthest_next_event_in_waves_too(seed: int) -> Non
             )
 
 
-def goes_on_demand(eviction: str) -> bool:
-    try:
-        load_policy("on_demand", {"eviction": eviction})
-    except ValueError:
-        return False
-    return True
-
-
-EVICTIONS = [name for name in algorithm_names("eviction") if goes_on_demand(name)]
 FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
 
 
@@ -283,7 +267,7 @@ def test_no_eviction_misses_less_than_the_bound(
         return  # Smaller than what one token needs.
     for decode in (False, True):
         bound, _ = fewest_misses(trace, lru, cache_reset=cache_reset, free_prefill=decode)
-        for name in EVICTIONS:
+        for name in traces.ON_DEMAND_EVICTIONS:
             if "/layer" in form and find_algorithm("eviction", name).compares_layers:
                 continue
             run = setting(trace, form, name, warm=profile)

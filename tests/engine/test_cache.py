@@ -6,7 +6,7 @@ import pytest
 
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.records.geometry import Geometry
-from tests.engine.scripted import OldestFirst, make_geometry
+from tests.engine.scripted import TWO_LEVELS, OldestFirst, make_geometry
 
 
 def make_cache(slots: int = 2, geometry: Geometry | None = None) -> ExpertCache:
@@ -45,14 +45,7 @@ def test_an_arriving_expert_takes_its_bytes_and_is_not_usable_before_it_lands() 
 
 
 def test_experts_of_different_sizes_push_out_as_many_as_they_need() -> None:
-    geometry = Geometry(
-        model="uneven",
-        num_layers=2,
-        num_experts=4,
-        top_k=1,
-        expert_bytes=((100,), (250,)),
-        dense_bytes=(0, 0),
-    )
+    geometry = make_geometry(2, expert_bytes=((100,), (250,)))
     cache = ExpertCache(300, OldestFirst(geometry), geometry)
     for key in (0, 1, 2):
         cache.insert(key)
@@ -64,15 +57,7 @@ def test_experts_of_different_sizes_push_out_as_many_as_they_need() -> None:
 
 
 def test_a_level_of_lower_precision_takes_fewer_bytes() -> None:
-    geometry = Geometry(
-        model="ladder",
-        num_layers=1,
-        num_experts=4,
-        top_k=1,
-        expert_bytes=((100, 25),),
-        dense_bytes=(0,),
-        precision=("bf16", "int4"),
-    )
+    geometry = make_geometry(1, **TWO_LEVELS)
     cache = ExpertCache(125, OldestFirst(geometry), geometry)
     cache.insert(0, level=1)
     cache.insert(1)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine import live
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.compiled import _MODULES, _patience
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
@@ -29,7 +30,7 @@ from lm_eval_moecache.trace.drafting import Drafted
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Predicted, Trace, TracedRequest, build_trace
-from tests.engine.traces import HARDWARE, published
+from tests.engine.traces import HARDWARE, published, setting_for
 
 RULES: dict[str, list[dict[str, Any]]] = {
     "lru": [{}],
@@ -169,17 +170,12 @@ def overrides(
 @pytest.mark.parametrize("chosen", [*every_setting()], ids=str)
 def test_every_pairing_at_every_form_of_capacity(chosen: tuple[Any, ...]) -> None:
     trace = draw_trace(len(str(chosen)), 4, 6, 2)
-    policy = load_policy("on_demand", overrides(*chosen))
     capacities = ["1", "7", "50%"]
-    if not policy.eviction.algorithm.compares_layers:
+    if not find_algorithm("eviction", chosen[0]).compares_layers:
         capacities += ["1/layer", "[3,1,2,4]/layer"]
     for place, capacity in enumerate(capacities):
-        setting = Setting(
-            policy=policy,
-            capacity=parse_capacity(capacity, trace.geometry),
-            hardware=HARDWARE,
-            warm=WARM if place % 2 else None,
-        )
+        warm = WARM if place % 2 else None
+        setting = setting_for(trace, capacity, overrides(*chosen), warm=warm)
         assert_equal(trace, setting, ("never", "request")[place % 3 == 2])
         assert_equal(trace, dataclasses.replace(setting, link="fifo"))
 
@@ -219,9 +215,10 @@ def check_a_random_trace(data: st.DataObject) -> None:
     )
     miss = data.draw(st.sampled_from(["fetch", "fetch_cached_first"]))
     counts = tuple(tuple(range(experts)) for _ in range(layers))
-    setting = Setting(
-        policy=load_policy("on_demand", {**overrides(*chosen), "miss": miss}),
-        capacity=parse_capacity(capacity, trace.geometry),
+    setting = setting_for(
+        trace,
+        capacity,
+        {**overrides(*chosen), "miss": miss},
         hardware=hardware,
         link=data.draw(st.sampled_from(["priority", "fifo"])),
         warm=data.draw(st.sampled_from([None, UseProfile(model="", counts=counts)])),
@@ -253,13 +250,7 @@ def test_compiled_by_numba(machine_code: None) -> None:
     ):
         for capacity in ("2", "30%", "5/layer"):
             for link in ("priority", "fifo"):
-                setting = Setting(
-                    policy=load_policy(policy, axes),
-                    capacity=parse_capacity(capacity, trace.geometry),
-                    hardware=HARDWARE,
-                    link=link,
-                )
-                assert_equal(trace, setting)
+                assert_equal(trace, setting_for(trace, capacity, axes, policy, link=link))
     assert is_kept(_MODULES, "run")
 
 
@@ -268,11 +259,7 @@ def test_a_live_rule_that_is_compiled_in_between(
 ) -> None:
     trace = draw_trace(7, 6, 16, 3)
     for axes in ({"eviction": "least_stale"}, {"eviction": "score"}, {"eviction": "hazard"}):
-        setting = Setting(
-            policy=load_policy("on_demand", {**axes, "prefetch": "next_gate"}),
-            capacity=parse_capacity("30%", trace.geometry),
-            hardware=HARDWARE,
-        )
+        setting = setting_for(trace, "30%", {**axes, "prefetch": "next_gate"})
         monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 10**9)
         plain = replay(trace, setting, compiled=False)
         monkeypatch.setattr(ranked, "_PLAIN_VICTIMS", 20)
@@ -281,7 +268,7 @@ def test_a_live_rule_that_is_compiled_in_between(
 
 
 def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "is_compiled", lambda: True)
+    monkeypatch.setattr(compiled, "is_compiled", lambda: True)
     geometry = make_geometry(4, 16, 3)
     passes = make_stream(geometry)
     for axes in ({"eviction": "score"}, {"prefetch": "score"}, {"eviction": "hazard"}):
@@ -292,7 +279,7 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
                 hardware=make_hardware(),
                 link=link,
             )
-            plain, ours = Engine(geometry, setting), live.live_engine(geometry, setting)
+            plain, ours = Engine(geometry, setting), compiled.live_engine(geometry, setting)
             assert not ours.uncompiled
             for engine in (plain, ours):
                 for events in passes:
@@ -312,12 +299,8 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_published_traces(name: str) -> None:
     trace = load_trace(str(published(name)))
     for eviction, capacity in (("lru", "25%"), ("least_stale", "4"), ("belady", "8/layer")):
-        setting = Setting(
-            policy=load_policy("on_demand", {"eviction": eviction, "prefetch": "frequency"}),
-            capacity=parse_capacity(capacity, trace.geometry),
-            hardware=HARDWARE,
-        )
-        assert_equal(trace, setting)
+        axes = {"eviction": eviction, "prefetch": "frequency"}
+        assert_equal(trace, setting_for(trace, capacity, axes))
 
 
 @pytest.mark.parametrize("prefetch", ["none", "frequency", "next_gate"])
@@ -337,13 +320,9 @@ def test_a_last_layer_that_runs_the_last_token_alone(prefetch: str) -> None:
         requests=whole.requests,
         predicted=predictions_of(whole, keep),
     )
-    setting = Setting(
-        policy=load_policy("on_demand", {"prefetch": prefetch}),
-        capacity=parse_capacity("3", trace.geometry),
-        # The arithmetic of a token counts.
-        hardware=dataclasses.replace(HARDWARE, peak_flops=1e6),
-    )
-    fast = assert_equal(trace, setting)
+    # The arithmetic of a token counts.
+    slow = dataclasses.replace(HARDWARE, peak_flops=1e6)
+    fast = assert_equal(trace, setting_for(trace, "3", {"prefetch": prefetch}, hardware=slow))
     uneven = fast.ledger.passes[0]
     assert uneven.token_requests == (uneven.num_tokens * last + 1) * 2
 
@@ -362,12 +341,7 @@ def predictions_of(trace: Trace, keep: Any) -> Predicted:
 def test_what_became_of_drafts() -> None:
     trace = draw_trace(7, 4, 6, 2)
     trace = dataclasses.replace(trace, drafted=Drafted(settled={2: (3, 1), 5: (2, 2)}))
-    setting = Setting(
-        policy=load_policy("on_demand"),
-        capacity=parse_capacity("50%", trace.geometry),
-        hardware=HARDWARE,
-    )
-    passes = assert_equal(trace, setting).ledger.passes
+    passes = assert_equal(trace, setting_for(trace, "50%")).ledger.passes
     assert [(p.index, p.drafted, p.accepted) for p in passes if p.drafted] == [(2, 3, 1), (5, 2, 2)]
 
 
@@ -375,12 +349,7 @@ def test_what_is_not_compiled_says_why() -> None:
     trace = draw_trace(7, 4, 6, 2)
 
     def reason(policy: str, **axes: str) -> str:
-        setting = Setting(
-            policy=load_policy(policy, axes),
-            capacity=parse_capacity("50%", trace.geometry),
-            hardware=HARDWARE,
-        )
-        return replay(trace, setting, compiled=True).uncompiled
+        return replay(trace, setting_for(trace, "50%", axes, policy)).uncompiled
 
     assert "Random" in reason("on_demand", eviction="random")
     assert "lossy" in reason("mixture_cache")

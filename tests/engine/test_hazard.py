@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -23,7 +20,7 @@ from lm_eval_moecache.trace.trace import Trace
 from tests.engine.slow_hazard import SlowHazard
 from tests.engine.test_belady import decode_trace, misses
 from tests.engine.test_compiled import draw_trace, figures
-from tests.engine.traces import HARDWARE
+from tests.engine.traces import setting_for
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 
@@ -127,12 +124,7 @@ def test_it_is_its_slow_form_on_real_routing() -> None:
 def assert_as_slow(trace: Trace, capacity: str, link: str, parameters: Mapping[str, Any]) -> None:
     found = []
     for eviction in ("hazard", f"{SlowHazard.__module__}.{SlowHazard.__name__}"):
-        setting = Setting(
-            policy=load_policy("on_demand", {"eviction": eviction, **parameters}),
-            capacity=parse_capacity(capacity, trace.geometry),
-            hardware=HARDWARE,
-            link=link,
-        )
+        setting = setting_for(trace, capacity, {"eviction": eviction, **parameters}, link=link)
         engine = replay(trace, setting, future=Future(trace), cache_reset="request")
         assert bool(engine.uncompiled) == (eviction != "hazard")
         found.append(figures(engine))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lm_eval_moecache.algorithms.miss.bounded_insertion import BoundedInsertion
 from lm_eval_moecache.algorithms.miss.host import Host
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.virtual.host import RULES, Work, share_out
+from lm_eval_moecache.engine.host import RULES, Work, share_out
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord

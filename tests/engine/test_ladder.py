@@ -23,19 +23,17 @@ from tests.engine.scripted import (
     ScriptedPolicy,
     decode,
     make_engine,
+    make_geometry,
     make_hardware,
     on_wave,
+    prefill,
     prefill_event,
 )
 from tests.engine.test_laws import RandomPrefetch, random_experts
 
-LADDER = Geometry(
-    model="ladder",
-    num_layers=2,
-    num_experts=4,
-    top_k=2,
-    expert_bytes=((100, 50, 25), (100, 50, 25)),
-    dense_bytes=(200, 200),
+LADDER = make_geometry(
+    2,
+    expert_bytes=((100, 50, 25),) * 2,
     precision=("int8", "int4", "int2"),
     compute_bytes=(200, 200),
 )
@@ -152,10 +150,7 @@ def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
 def test_where_lossy_algorithms_stand_aside_low_levels_are_not_enough() -> None:
     engine = make({0: 2, 1: 2}, phases="decode")
     decode(engine, [0, 1])
-    record = engine.begin_pass(PREFILL, 1)
-    engine.enter(0, 1)
-    engine.run(prefill_event(record, LADDER, 0, [[0, 1]]))
-    engine.end_pass()
+    record = prefill(engine, [[0, 1]])
     assert engine.pools[0].resident == {0: 0, 1: 0}
     assert (record.misses, record.low_precision, record.bytes_moved) == (0, 0, 200)
 

@@ -292,9 +292,7 @@ def test_without_prefetch_counts_and_times_are_those_of_the_obvious_way(
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    passes=st.lists(st.lists(keys_of_a_layer, min_size=3, max_size=3), min_size=2, max_size=5),
-)
+@given(passes=st.lists(st.lists(keys_of_a_layer, min_size=3, max_size=3), min_size=2, max_size=5))
 def test_with_room_for_all_each_expert_moves_once(passes: list[list[list[int]]]) -> None:
     engine = make_engine(capacity="100%")
     seen: set[int] = set()

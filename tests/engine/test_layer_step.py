@@ -6,13 +6,26 @@ The machine of `scripted.py`: the dense part of a layer takes 2 s, an expert 1 s
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
 
-from lm_eval_moecache.records.event import PREFILL, Event
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm_eval_moecache.algorithms.miss.fetch_cached_first import FetchCachedFirst
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.virtual.clock import EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.records.artifact import DATA_AWARE, Artifact
+from lm_eval_moecache.records.event import PASS_START, Event
+from lm_eval_moecache.records.geometry import Geometry
 from tests.engine.scripted import (
     Always,
     FixedPrefetch,
     OldestFirst,
+    Script,
     ScriptedPolicy,
     decode,
     make_engine,
@@ -20,7 +33,7 @@ from tests.engine.scripted import (
     make_hardware,
     on_wave,
     prefetching,
-    prefill_event,
+    prefill,
 )
 
 
@@ -136,31 +149,22 @@ def test_a_prefetch_for_an_earlier_layer_is_meant_for_the_next_pass() -> None:
 def test_an_event_larger_than_the_cache_runs_in_waves() -> None:
     engine = make_engine(capacity=2)
     waves: list[list[int]] = []
-    record = engine.begin_pass(PREFILL, 2)
-    engine.enter(0, 2)
-    event = prefill_event(record, engine.geometry, 0, [[0, 1], [2, 0]])
     on_wave(engine, lambda keys: waves.append(list(keys)))
-    engine.run(event)
-    engine.end_pass()
+    record = prefill(engine, [[0, 1], [2, 0]])
     # dense 0-2; keys 0, 1 move 2-12: stall 10; wave of two experts 12-14; then key 2 takes the
     # place of key 0: 14-19, stall 5; wave of one expert 19-20.
     assert waves == [[0, 1], [2]]
     assert (record.end_s, record.stall_s) == (20.0, 15.0)
     assert (record.requests, record.misses, record.evictions) == (3, 3, 1)
     assert list(engine.pools[0].resident) == [1, 2]
-    engine.check_integrity()
 
 
 def test_waves_execute_what_was_resident_before_anything_of_the_event_leaves() -> None:
     engine = make_engine(capacity=2)
     decode(engine, [2, 3])  # 2-12 moves, done at 14
     waves: list[list[int]] = []
-    record = engine.begin_pass(PREFILL, 2)
-    engine.enter(0, 2)
-    event = prefill_event(record, engine.geometry, 0, [[0, 1], [2, 1]])
     on_wave(engine, lambda keys: waves.append(list(keys)))
-    engine.run(event)
-    engine.end_pass()
+    record = prefill(engine, [[0, 1], [2, 1]])
     # dense 14-16; key 2 is a hit; 3 is not of this event and leaves for 0: 16-21; then nothing but
     # this event is left: wave 0, 2 21-23; key 2 (oldest) leaves for 1: 23-28; expert 28-29.
     assert waves == [[0, 2], [1]]
@@ -189,11 +193,8 @@ def test_compute_of_a_wave_counts_the_assignments_of_its_own_experts() -> None:
     # At 100 FLOP/s an assignment (2 x 50 FLOP) takes 1 s; reading weights costs nothing.
     hardware = make_hardware(peak_flops=100.0, memory_bytes_per_s=1e30)
     engine = make_engine(capacity=2, hardware=hardware)
-    record = engine.begin_pass(PREFILL, 3)
-    engine.enter(0, 3)
     # dense: 3 tokens x 200 FLOP / 100 FLOP/s = 6 s.
-    engine.run(prefill_event(record, engine.geometry, 0, [[0, 1], [0, 1], [0, 2]]))
-    engine.end_pass()
+    record = prefill(engine, [[0, 1], [0, 1], [0, 2]])
     # 0, 1 move 6-16; five assignments 16-21; 2 moves 21-26; one assignment 26-27.
     assert record.end_s == 27.0
     assert record.stall_s == 15.0
@@ -282,10 +283,7 @@ def test_a_proposal_that_is_resident_is_refreshed_and_not_moved() -> None:
 def test_token_misses_count_each_tokens_absent_experts() -> None:
     engine = make_engine()
     decode(engine, [0, 1])
-    record = engine.begin_pass(PREFILL, 3)
-    engine.enter(0, 3)
-    engine.run(prefill_event(record, engine.geometry, 0, [[0, 1], [2, 0], [2, 3]]))
-    engine.end_pass()
+    record = prefill(engine, [[0, 1], [2, 0], [2, 3]])
     # Unique: 0, 1 hit, 2, 3 miss. By token: 0, 1 and 2 absent experts of two each.
     assert (record.requests, record.misses) == (4, 2)
     assert (record.token_requests, record.token_misses) == (6, 3)
@@ -345,3 +343,135 @@ def test_the_time_of_loads_is_told_and_nothing_moves() -> None:
     assert engine.time_load(3) == 15.0
     record = decode(engine, [0, 1])
     assert (record.end_s, record.bytes_moved) == (14.0, 200)
+
+
+# --- cached-first execution ---
+
+
+def cached_first() -> ScriptedPolicy:
+    return ScriptedPolicy(miss=Always(FetchCachedFirst))
+
+
+def test_the_resident_expert_runs_while_the_absent_one_is_loaded() -> None:
+    engine = make_engine(cached_first())
+    decode(engine, [0])  # dense 0-2, key 0 2-7, expert 7-8
+    record = decode(engine, [0, 1])
+    # dense 8-10; key 1 moves 10-15 while expert 0 runs 10-11: stall 11-15; expert 1 15-16.
+    assert (record.end_s, record.stall_s, record.hits, record.misses) == (16.0, 4.0, 1, 1)
+
+
+def test_where_nothing_is_resident_or_nothing_absent_it_is_plain_fetch() -> None:
+    plain, reordered = make_engine(), make_engine(cached_first())
+    for keys in ([0, 1], [1, 0], [2, 3]):
+        assert decode(reordered, keys) == decode(plain, keys)
+
+
+def test_a_split_event_launches_its_kernels_twice_and_predicts_before_it_runs() -> None:
+    hardware = make_hardware(kernel_overhead_s=0.01)
+    ends = []
+    for policy in (ScriptedPolicy(), cached_first()):
+        engine = make_engine(policy, hardware=hardware)
+        decode(engine, [0])
+        start_s = engine.clock.now
+        ends.append(decode(engine, [0, 1], gates=1).end_s - start_s)
+    # Plainly: the load of 5 s hides the gate; then two experts. Cached first: the gate and one
+    # expert hide in it, and the other launches its kernels once more.
+    assert ends[0] - ends[1] == pytest.approx(1.0)
+    assert GATE_KERNELS * 0.01 + 1.0 + EXPERT_KERNELS * 0.01 < 5.0
+
+
+def test_an_event_larger_than_the_cache_still_runs_each_expert_once() -> None:
+    engine = make_engine(cached_first(), capacity=2)
+    decode(engine, [0, 1])
+    start_s = engine.clock.now
+    record = decode(engine, [0, 2, 3])
+    # dense 2 s; key 0 stays pinned: key 2 moves 5 s into the place of 1; no room for 3: both run
+    # 2 s in a wave; key 3 moves 5 s, nothing is left to run meanwhile; it runs 1 s.
+    assert record.end_s - start_s == 2 + 5 + 2 + 5 + 1
+
+
+@given(
+    events=st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True), min_size=1, max_size=8
+    ),
+    capacity=st.integers(1, 4),
+)
+def test_it_counts_and_moves_as_fetch_does_and_is_never_slower(
+    events: list[list[int]], capacity: int
+) -> None:
+    plain = make_engine(capacity=capacity)
+    reordered = make_engine(cached_first(), capacity=capacity)
+    for keys in events:
+        a, b = decode(plain, keys), decode(reordered, keys)
+        times = {"start_s": 0.0, "end_s": 0.0, "stall_s": 0.0}
+        assert dataclasses.replace(a, **times) == dataclasses.replace(b, **times)
+        assert b.duration_s <= a.duration_s + 1e-9
+
+
+# --- prefetching for a whole pass before it begins ---
+
+
+class Foreseeing(FixedPrefetch):
+    """Proposes what a script says for (pass, PASS_START); its network is 100 bytes, read in 1 s."""
+
+    foresees: ClassVar[bool] = True
+
+    def __init__(self, geometry: Geometry, script: Script) -> None:
+        super().__init__(geometry, script)
+        self.seen: list[tuple[int, int, int]] = []
+        self.artifact = Artifact(
+            kind=DATA_AWARE,
+            model=geometry.model,
+            num_layers=geometry.num_layers,
+            num_experts=geometry.num_experts,
+            top_k=geometry.top_k,
+            router_digest="",
+            made_from={},
+            arrays={"all": np.zeros(100, dtype=np.uint8)},
+        )
+
+    def propose(self, event: Event) -> Sequence[int]:
+        self.seen.append((event.pass_index, event.layer, event.num_tokens))
+        return super().propose(event)
+
+
+def foreseeing(script: Script) -> Engine:
+    return make_engine(
+        ScriptedPolicy(prefetch=Always(lambda geometry: Foreseeing(geometry, script))), capacity=6
+    )
+
+
+def test_a_pass_is_foreseen_before_its_first_layer() -> None:
+    engine = foreseeing({(0, PASS_START): (1, 5)})
+    record = decode(engine, [1], [5], [8])
+    # The tokens are read 0-1. Expert 1 moves 1-6, the first dense part runs 1-3 and waits 3 s;
+    # it runs 6-7, expert 5 moves 6-11, dense 7-9 waits 2 s, runs 11-12. Nobody foresaw expert 8:
+    # dense 12-14, transfer 14-19, run 19-20.
+    assert (record.start_s, record.end_s) == (0.0, 20.0)
+    assert (record.stall_s, record.late, record.misses) == (10.0, 2, 1)
+    assert (record.predicted, record.predicted_right, record.predictable) == (2, 2, 2)
+
+
+def test_without_foresight_all_three_are_loaded_on_demand() -> None:
+    record = decode(make_engine(capacity=6), [1], [5], [8])
+    assert record.end_s == 24.0
+
+
+def test_it_is_asked_once_a_pass_and_again_at_each_event_for_nothing() -> None:
+    engine = foreseeing({})
+    decode(engine, [1], [5], [8])
+    decode(engine, [1], [5], [8])
+    prefetch = engine.rules.prefetch
+    assert isinstance(prefetch, Foreseeing)
+    assert [seen for seen in prefetch.seen if seen[1] == PASS_START] == [
+        (0, PASS_START, 1),
+        (1, PASS_START, 1),
+    ]
+
+
+def test_a_key_foreseen_for_a_resident_expert_moves_nothing() -> None:
+    engine = foreseeing({(1, PASS_START): (1,)})
+    decode(engine, [1], [5], [8])
+    record = decode(engine, [1], [5], [8])
+    # 1 s to read the tokens, three times dense and an expert.
+    assert (record.end_s - record.start_s, record.bytes_moved) == (10.0, 0)

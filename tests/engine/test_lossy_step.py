@@ -12,16 +12,11 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.records.event import (
-    DECODE,
-    PREFILL,
-    Event,
-    Fetch,
-    token_miss_count,
-)
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch, token_miss_count
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 from tests.engine.scripted import (
+    TWO_LEVELS,
     Always,
     FixedPrefetch,
     ScriptedPolicy,
@@ -127,15 +122,7 @@ def test_lossy_algorithms_of_a_decode_only_policy_stand_aside_in_prefill() -> No
 
 
 def test_a_lower_level_moves_and_holds_fewer_bytes() -> None:
-    geometry = Geometry(
-        model="ladder",
-        num_layers=1,
-        num_experts=4,
-        top_k=2,
-        expert_bytes=((100, 25),),
-        dense_bytes=(200,),
-        precision=("bf16", "int4"),
-    )
+    geometry = make_geometry(1, **TWO_LEVELS)
     engine = make_engine(ScriptedPolicy(miss=Always(LowestLevel)), geometry=geometry)
     record = decode(engine, [0, 1])
     # dense 0-2; two transfers of 1 s + 25 bytes / 25 bytes/s: 2-6.

@@ -21,10 +21,10 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
+from tests.engine.scripted import make_geometry
 
 from . import traces
 
@@ -66,14 +66,7 @@ def test_a_capacity_in_bytes_counts_emulated_experts() -> None:
 
 
 def test_the_numbers_of_a_regime_by_hand() -> None:
-    geometry = Geometry(
-        model="hand",
-        num_layers=2,
-        num_experts=8,
-        top_k=2,
-        expert_bytes=((1000,), (1000,)),
-        dense_bytes=(3000, 5000),
-    )
+    geometry = make_geometry(2, 8, expert_bytes=((1000,), (1000,)), dense_bytes=(3000, 5000))
     hardware = Hardware(
         name="hand",
         peak_flops=1e12,

@@ -15,7 +15,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.eviction.score import Score
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine, Setting
@@ -32,10 +32,7 @@ from lm_eval_moecache.trace.trace import Trace
 from . import traces
 
 EVICTIONS = [
-    name
-    for name in algorithm_names("eviction")
-    for found in [find_algorithm("eviction", name)]
-    if not found.is_offline and "fetch" in found.pairs_with.get("miss", ["fetch"])
+    name for name in traces.ON_DEMAND_EVICTIONS if not find_algorithm("eviction", name).is_offline
 ]
 
 
@@ -43,8 +40,9 @@ def metrics_of(engine: Engine) -> dict[str, Any]:
     return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
 
 
-@pytest.mark.parametrize("capacity", ["25%", "5", "3/layer"])
-@pytest.mark.parametrize("prefetch", ["none", "next_gate", "score"])
+@pytest.mark.parametrize(
+    ("capacity", "prefetch"), [("25%", "none"), ("5", "next_gate"), ("3/layer", "score")]
+)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_run_and_the_replay_of_its_own_trace_are_equal(
     tmp_path: Path, capacity: str, prefetch: str, eviction: str
@@ -168,11 +166,7 @@ def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(tmp_path: Pat
 
 
 def hit_rates(trace: Trace, future: Future, eviction: str, capacity: str) -> dict[str, Any]:
-    setting = Setting(
-        policy=load_policy("on_demand", {"eviction": eviction}),
-        capacity=parse_capacity(capacity, trace.geometry),
-        hardware=traces.HARDWARE,
-    )
+    setting = traces.setting_for(trace, capacity, {"eviction": eviction})
     return metrics_of(replay(trace, setting, future=future))
 
 
@@ -214,12 +208,8 @@ def test_the_olmoe_figures_are_reproduced(capacity: str, lru: float, belady: flo
 def test_what_the_olmoe_trace_would_hit_if_experts_were_turned_away() -> None:
     """Published beside the 32.0% of Belady at 51 slots: what was just used may be dropped."""
     trace = load_trace(str(traces.published("trace_olmoe_299.jsonl")))
-    run = Setting(
-        policy=load_policy("on_demand"),
-        capacity=parse_capacity("51", trace.geometry),
-        hardware=traces.HARDWARE,
-    )
-    missed, requests = fewest_misses(trace, run, turns_away=True)
+    setting = traces.setting_for(trace, "51")
+    missed, requests = fewest_misses(trace, setting, turns_away=True)
     assert round(100 - 100 * missed / requests, 1) == 35.2
 
 

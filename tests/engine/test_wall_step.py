@@ -24,6 +24,7 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from tests.engine.scripted import (
     Always,
     ScriptedPolicy,
+    StillMover,
     decode,
     make_engine,
     make_geometry,
@@ -32,21 +33,13 @@ from tests.engine.scripted import (
 )
 
 
-class Slots:
+class Slots(StillMover):
     """A mover that writes keys into a list of slots, sometimes late."""
-
-    depth = 1
 
     def __init__(self, num_slots: int, seed: int | None = None) -> None:
         self.slots: list[int | None] = [None] * num_slots
         self.executing: set[int] = set()
         self._random = None if seed is None else random.Random(seed)
-
-    def fence(self) -> object:
-        return None
-
-    def place(self, transfer: Transfer) -> None:
-        return
 
     def begin(self, transfer: Transfer) -> object:
         assert transfer.slot not in self.executing, "a slot in use was written"
@@ -55,12 +48,6 @@ class Slots:
             time.sleep(self._random.choice((0.0, 0.0, 0.0005, 0.001)))
         self.slots[transfer.slot] = transfer.key
         return None
-
-    def finish(self, token: object) -> float | None:
-        return None
-
-    def synchronize(self) -> None:
-        return
 
 
 def wall_engine(
@@ -207,15 +194,7 @@ def test_a_pass_that_broke_off_does_not_harm_the_next() -> None:
 
 
 def test_layers_of_different_sizes_cannot_share_slots() -> None:
-    geometry = make_geometry()
-    uneven = type(geometry)(
-        model="uneven",
-        num_layers=3,
-        num_experts=4,
-        top_k=2,
-        expert_bytes=((100,), (100,), (200,)),
-        dense_bytes=(1, 1, 1),
-    )
+    uneven = make_geometry(expert_bytes=((100,), (100,), (200,)))
     setting = Setting(
         policy=ScriptedPolicy(), capacity=parse_capacity(4, uneven), hardware=make_hardware()
     )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
@@ -80,13 +80,7 @@ def test_the_least_used_is_the_first_to_leave_under_lru() -> None:
     assert engine.pools[0].eviction.victim(frozenset(), 0) == 2
 
 
-def on_demand_evictions() -> list[str]:
-    names = algorithm_names("eviction")
-    pairs = {name: find_algorithm("eviction", name).pairs_with for name in names}
-    return [name for name in names if "fetch" in pairs[name].get("miss", ["fetch"])]
-
-
-@pytest.mark.parametrize("name", on_demand_evictions())
+@pytest.mark.parametrize("name", traces.ON_DEMAND_EVICTIONS)
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
 def test_every_eviction_copes_and_the_books_balance(
     tmp_path: Path, name: str, cache_reset: str

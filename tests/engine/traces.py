@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.writer import TraceWriter
 
 GEOMETRY = Geometry(
@@ -47,6 +50,29 @@ def setting(policy: str, capacity: str, seed: int = 0, **overrides: object) -> S
         hardware=HARDWARE,
         seed=seed,
     )
+
+
+def setting_for(
+    trace: Trace,
+    capacity: object,
+    axes: Mapping[str, object] | None = None,
+    policy: str = "on_demand",
+    **rest: Any,
+) -> Setting:
+    """Return the setting of a replay of this trace."""
+    return Setting(
+        policy=load_policy(policy, axes),
+        capacity=parse_capacity(capacity, trace.geometry),
+        **{"hardware": HARDWARE, **rest},
+    )
+
+
+ON_DEMAND_EVICTIONS = [
+    name
+    for name in algorithm_names("eviction")
+    if "fetch" in find_algorithm("eviction", name).pairs_with.get("miss", ["fetch"])
+]
+"""The evictions that go with `miss=fetch`."""
 
 
 def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[tuple[Event, int]]:

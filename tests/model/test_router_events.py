@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine import live
+from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.compiled import PassLoop
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.gate import Gate
@@ -45,7 +45,7 @@ def ledger(
     layers = find_moe_layers(model)
     engine = make_engine(policy, "40%", describe(model, layers, "x"), **changes)
     if is_compiled:
-        engine = live.live_engine(engine.geometry, engine.setting)
+        engine = compiled.live_engine(engine.geometry, engine.setting)
         assert engine.uncompiled == ""
     wrapped = WrappedModel(model, layers, engine)
     decode(model)
@@ -63,10 +63,10 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 ) -> None:
     model = random_model(family)
     waiting = [ledger(model, *policy) for policy in POLICIES]
-    monkeypatch.setattr(live, "is_compiled", lambda: True)
+    monkeypatch.setattr(compiled, "is_compiled", lambda: True)
     monkeypatch.setattr(PassLoop, "compile", lambda self: None)  # as plain Python
     assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == waiting
-    monkeypatch.setattr(Engine, "only_counts", False)
+    monkeypatch.setattr(Engine, "can_defer", False)
 
     def never(*_: Any) -> None:
         raise AssertionError("an event waited")
@@ -79,10 +79,10 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
 def test_what_changes_outputs_does_not_wait() -> None:
     model = random_model("olmoe")
     geometry = describe(model, find_moe_layers(model), "x")
-    waits = {name: make_engine(name, "40%", geometry).only_counts for name in ("fiddler", "specmd")}
+    waits = {name: make_engine(name, "40%", geometry).can_defer for name in ("fiddler", "specmd")}
     assert waits == {"fiddler": True, "specmd": True}
     for name in ("mixture_cache", "importance_scheduling", "pre_gated"):
-        assert not make_engine(name, "40%", geometry).only_counts
+        assert not make_engine(name, "40%", geometry).can_defer
 
 
 def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from lm_eval_moecache.report.tables import distinct, leaderboard
 from lm_eval_moecache.sweep.replaying import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
 from lm_eval_moecache.sweep.validation import check_cell
-from lm_eval_moecache.testing.base import GEOMETRY
+from lm_eval_moecache.testing.contracts import GEOMETRY
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use
 from lm_eval_moecache.tune.measure import Objective

@@ -6,23 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.decide import Plan, Rules
+from lm_eval_moecache.engine.draft_stage import VirtualDraftStage
 from lm_eval_moecache.engine.executor import Executor
+from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, CONTEXT, FIFO, Setting
-from lm_eval_moecache.engine.virtual.attention import attention_s
-from lm_eval_moecache.engine.virtual.clock import VirtualClock
-from lm_eval_moecache.engine.virtual.draft_stage import VirtualDraftStage
-from lm_eval_moecache.engine.virtual.host import HostStage
-from lm_eval_moecache.engine.virtual.lanes import read_shares
-from lm_eval_moecache.engine.virtual.levels import execute_by_level, release_worse
-from lm_eval_moecache.engine.virtual.link import VirtualLink
-from lm_eval_moecache.engine.virtual.traffic import Traffic
+from lm_eval_moecache.engine.virtual.clock import VirtualClock, attention_s
+from lm_eval_moecache.engine.virtual.link import Traffic, VirtualLink, read_shares
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.data_aware import cost_of
-from lm_eval_moecache.records.draft import Draft
-from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs
 
 _NOTHING: frozenset[int] = frozenset()
@@ -51,17 +44,14 @@ class VirtualExecutor(Executor):
         self._shares = read_shares(setting.reads_per_expert)
         self._arrivals: dict[int, Sequence[float]] = {}
         """Demands of the event in progress -> when each of their reads is there."""
-        if self._as_they_arrive and self.rules.ladder:
+        if self._as_they_arrive and rules.ladder:
             raise ValueError(
                 f"execute={setting.execute!r} is for a store of one precision, and this one has "
                 f"{':'.join(geometry.precision)}. Allowed: execute='together'."
             )
         self.clock = VirtualClock(setting.hardware, geometry)
-        self._attends_to: tuple[RealModel, Hardware] | None = None
-        if setting.attention == CONTEXT and setting.emulate is not None:
-            self._attends_to = setting.emulate, setting.hardware
-        self._geometry = geometry
-        self._prefetching, self._ladder = self.rules.prefetches, self.rules.ladder
+        self._geometry, self._setting = geometry, setting
+        self._prefetching, self._ladder = rules.prefetches, rules.ladder
         self._num_layers, self._num_experts = geometry.num_layers, geometry.num_experts
         self._cached_first = rules.miss.cached_first
         self._after_layer = self._prefetching and rules.prefetch.after_layer
@@ -76,11 +66,19 @@ class VirtualExecutor(Executor):
             self._foreseeing = FREE if artifact is None else cost_of(artifact)
         self.traffic = Traffic(self.caches, self.link, self.prefetches, geometry.num_experts)
         self._host: HostStage | None = None
-        if rules.miss.host_rule:
-            rule, hardware = rules.miss.host_rule, setting.hardware
-            self._host = HostStage(rule, hardware, geometry, self.link, self.clock)
+        if rule := rules.miss.host_rule:
+            self._host = HostStage(rule, setting.hardware, geometry, self.link, self.clock)
         if setting.draft is not None:
-            self.draft_stage = self._make_draft_stage(setting, setting.draft)
+            self.draft_stage = VirtualDraftStage(
+                setting.draft,
+                setting.hardware,
+                self.link,
+                self.clock,
+                self.traffic,
+                self.prefetches,
+                rules.prefetch.draft_stage,
+            )
+            self.draft_stage.plan(geometry, setting.capacity.bytes_by_partition)
         self._uploads = rules.miss.uploads
         self._uploading: dict[int, float] = {}
         """Residents that nobody has waited for -> when they are there."""
@@ -89,24 +87,11 @@ class VirtualExecutor(Executor):
         self.on_wave: Callable[[Sequence[int]], None] | None = None
         """Shown the keys of each wave once they are all resident."""
 
-    def _make_draft_stage(self, setting: Setting, draft: Draft) -> VirtualDraftStage:
-        prefetch = self.rules.prefetch.draft_stage
-        stage = VirtualDraftStage(
-            draft,
-            setting.hardware,
-            self.link,
-            self.clock,
-            self.traffic,
-            self.prefetches,
-            prefetch,
-        )
-        stage.plan(self._geometry, setting.capacity.bytes_by_partition)
-        return stage
-
     def attend(self, positions: IntArray) -> None:
-        if self._attends_to is not None:
-            model, hardware = self._attends_to
-            self.clock.attention_s = attention_s(model, hardware, self.record.phase, positions)
+        setting, phase = self._setting, self.record.phase
+        if setting.attention == CONTEXT and setting.emulate is not None:
+            seconds = attention_s(setting.emulate, setting.hardware, phase, positions)
+            self.clock.attention_s = seconds
 
     def foresee(self, event: Event) -> None:
         cost = self._foreseeing
@@ -131,11 +116,9 @@ class VirtualExecutor(Executor):
             self._carry_out(plan, cache)
             cache.eviction.on_event(plan.event)
             return plan
-        levels: dict[int, int] = {}
-        self._levels = levels
+        plan.levels = self._levels = {}
         self._carry_out(plan, cache)
-        cache.eviction.on_levels(plan.event, levels)
-        plan.levels = levels
+        cache.eviction.on_levels(plan.event, plan.levels)
         return plan
 
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
@@ -155,24 +138,28 @@ class VirtualExecutor(Executor):
     def _carry_out(self, plan: Plan, cache: ExpertCache) -> None:
         """Load what is demanded, execute the event, and let prefetches go on."""
         event, demands, link, clock = plan.event, plan.demands, self.link, self.clock
-        prefetches = self._prefetching
+        prefetches, layer = self._prefetching, event.layer
         gate_s = ready_s = clock.now
         on_device, remaining = event, event.keys
         pinned = set(event.keys) if demands or prefetches else _NOTHING
         if demands:
             ready_s, on_device, remaining = self._load(plan, cache, pinned)
             if self._cached_first:
-                remaining = self._execute_cached(on_device, demands, remaining)
+                # The compute is busy from here on: predicting does not hide behind the wait.
+                predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
+                clock.wait_until(clock.now + predict_s)
+                awaited = {fetch.key for fetch in demands}
+                self._execute(on_device, [key for key in remaining if key not in awaited])
+                remaining = [key for key in remaining if key in awaited]
         if self._uploading:
-            self._await_uploads(event, cache)
+            found = [self._uploading.pop(key, 0.0) for key in event.keys if key in cache.resident]
+            self.record.stall_s += clock.await_link(max(found, default=0.0))
         if prefetches and link.active:
-            link.cancel_due(event.pass_index * self._num_layers + event.layer)
+            link.cancel_due(event.pass_index * self._num_layers + layer)
         if demands and not self._as_they_arrive:
             self.record.stall_s += clock.await_link(ready_s)
         if prefetches:
-            ready_s = gate_s + self.predicting_s(
-                event.layer, len(event.predicted), event.num_tokens
-            )
+            ready_s = gate_s + self.predicting_s(layer, len(event.predicted), event.num_tokens)
             if not self._after_layer:
                 self.prefetches.submit(event, ready_s)
             clock.wait_until(ready_s)
@@ -181,38 +168,11 @@ class VirtualExecutor(Executor):
         else:
             self._execute(on_device, remaining)
         if self._host is not None and self._host.is_open:
-            self._await_host(self._host, pinned, event.layer)
-            if self._uploads:
-                self._upload(plan, cache, pinned)
+            self._end_host(self._host, plan, cache, pinned)
         if self._after_layer:
             self.prefetches.submit(event, clock.now)
         if prefetches and link.active:
-            self.traffic.drain(clock.now, pinned, event.layer)
-
-    def _await_host(self, host: HostStage, pinned: Set[int], layer: int) -> None:
-        """Let prefetches use the link until the host is done, then bring its outputs back."""
-        if self._prefetching and self.link.active:
-            self.traffic.drain(host.busy_until, pinned, layer)
-            if self.link.inflight is not None:
-                # It is not interrupted: the outputs follow it.
-                self.traffic.land()
-        host.end(self.record)
-
-    def _upload(self, plan: Plan, cache: ExpertCache, pinned: Set[int]) -> None:
-        """Load a few of what the host executed, without waiting for them."""
-        for key, _ in plan.demands[: self._uploads]:
-            if key in cache.resident or key in cache.arriving:
-                continue  # A prefetch brought it while the host computed.
-            nbytes = cache.size_of(key)
-            if not cache.make_room(nbytes, pinned, plan.event.layer, key):
-                return
-            self._uploading[key] = self.link.transfer(nbytes, self.clock.now)
-            cache.insert(key)
-
-    def _await_uploads(self, event: Event, cache: ExpertCache) -> None:
-        """Wait for what the event needs and has not arrived."""
-        found = [self._uploading.pop(key, 0.0) for key in event.keys if key in cache.resident]
-        self.record.stall_s += self.clock.await_link(max(found, default=0.0))
+            self.traffic.drain(clock.now, pinned, layer)
 
     def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float:
         """Return the seconds that a layer's predictions take: of gates, or of a predictor."""
@@ -226,96 +186,34 @@ class VirtualExecutor(Executor):
     ) -> tuple[float, Event, Sequence[int]]:
         """Load the demands that the host does not take, in waves where they do not fit together.
 
-        Returns when the last one is there, the event without the host's part, and its keys still
-        to be executed then.
+        What finds room together moves together. Returns when the last one is there, the event
+        without the host's part, and its keys still to be executed then.
         """
+        clock = self.clock
         if self._in_batches:
-            return self._load_in_batches(plan, cache, pinned)
+            clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
         ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
+        if self._in_batches:
+            under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
+            self._arrivals = {key: [ready_s] * len(self._shares) for key in under_way}
         event, fetches = self._share_out(plan, cache, fetches)
-        remaining = event.keys
-        for key, level in fetches:
-            nbytes = cache.size_of(key, level)
-            if not cache.make_room(nbytes, pinned, event.layer, key):
-                wave = [k for k in remaining if k in cache.resident]
-                remaining = [k for k in remaining if k not in cache.resident]
-                self.record.stall_s += self.clock.await_link(ready_s)
-                self._execute(event, wave)
-                cache.eviction.on_executed(event.layer, wave)
-                ready_s, pinned = self.clock.now, set(remaining)
-                fits = cache.make_room(nbytes, pinned, event.layer, key)
-                assert fits, f"no room for one expert of {nbytes} bytes after its wave"
-            ready_s = self.link.transfer(nbytes, ready_s)
-            cache.insert(key, level)
-        return ready_s, event, remaining
-
-    def _load_in_batches(
-        self, plan: Plan, cache: ExpertCache, pinned: Set[int]
-    ) -> tuple[float, Event, Sequence[int]]:
-        """As `_load`, over a link of lanes: what finds room together moves together."""
-        self.clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
-        ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
-        under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
-        self._arrivals = {key: [ready_s] * len(self._shares) for key in under_way}
-        event, fetches = self._share_out(plan, cache, fetches)
-        remaining = event.keys
-        wave: list[tuple[int, int]] = []
+        remaining, wave = event.keys, list[tuple[int, int]]()
         for key, level in fetches:
             nbytes = cache.size_of(key, level)
             if not cache.make_room(nbytes, pinned, event.layer, key):
                 ready_s = self._move(wave, ready_s)
                 wave, done = [], [k for k in remaining if k in cache.resident]
                 remaining = [k for k in remaining if k not in cache.resident]
-                self.record.stall_s += self.clock.await_link(ready_s)
+                self.record.stall_s += clock.await_link(ready_s)
                 self._execute(event, done)
                 cache.eviction.on_executed(event.layer, done)
                 self._arrivals = {}
-                ready_s, pinned = self.clock.now, set(remaining)
+                ready_s, pinned = clock.now, set(remaining)
                 fits = cache.make_room(nbytes, pinned, event.layer, key)
                 assert fits, f"no room for one expert of {nbytes} bytes after its wave"
             wave.append((key, nbytes))
             cache.insert(key, level)
         return self._move(wave, ready_s), event, remaining
-
-    def _share_out(
-        self, plan: Plan, cache: ExpertCache, fetches: Sequence[Fetch]
-    ) -> tuple[Event, Sequence[Fetch]]:
-        """Give the host its part; return the event without it, and what the link has to bring."""
-        event, link = plan.event, self.link
-        if self._host is not None and fetches:
-            event, fetches = self._host.begin(event, fetches, self.record)
-            self._show_on_host(plan.event, event)
-        if self._ladder:
-            release_worse(cache, fetches)
-        if (plan.late or self._ladder) and link.active and not link.fifo:
-            link.withdraw_queued([key for key, _ in fetches])
-        return event, fetches
-
-    def _move(self, wave: Sequence[tuple[int, int]], ready_s: float) -> float:
-        """Move loads together; note when each is there, and return when the last one is."""
-        if not wave:
-            return ready_s
-        landed = self.link.batch([nbytes for _, nbytes in wave], ready_s)
-        self._arrivals |= {key: times for (key, _), times in zip(wave, landed, strict=True)}
-        return max(ready_s, self.link.busy_until)
-
-    def _execute_arriving(self, event: Event, keys: Sequence[int]) -> None:
-        """Execute projection by projection: resident experts first, others as theirs is there."""
-        arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
-        present = [key for key in keys if key not in arriving]
-        if self.on_wave is not None:
-            self.on_wave(keys)
-        launched = False
-        for part, share in enumerate(self._shares):
-            order = [(0.0, present)] if present else []
-            order += sorted((times[part], [key]) for key, times in arriving.items())
-            for at_s, now in order:
-                self.record.stall_s += self.clock.await_link(at_s)
-                assignments = len(now)
-                if len(event.experts):
-                    assignments = num_assignments(event, now, self._num_experts)
-                self.clock.experts(event.layer, len(now), assignments, 0, launched, share)
-                launched = True
 
     def _what_is_under_way(
         self, plan: Plan, cache: ExpertCache, pinned: Set[int]
@@ -337,36 +235,91 @@ class VirtualExecutor(Executor):
             cache.unused_prefetches -= pinned
         return ready_s, fetches
 
-    def _show_on_host(self, whole: Event, on_device: Event) -> None:
-        """Note what the host executes, at the best level, as any wave."""
-        elsewhere = [key for key in whole.keys if key not in on_device.keys]
-        if self.on_wave is not None and elsewhere:
-            self.on_wave(elsewhere)
+    def _share_out(
+        self, plan: Plan, cache: ExpertCache, fetches: Sequence[Fetch]
+    ) -> tuple[Event, Sequence[Fetch]]:
+        """Give the host its part; return the event without it, and what the link has to bring."""
+        event, link = plan.event, self.link
+        if self._host is not None and fetches:
+            event, fetches = self._host.begin(event, fetches, self.record)
+            elsewhere = [key for key in plan.event.keys if key not in event.keys]
+            if self.on_wave is not None and elsewhere:
+                self.on_wave(elsewhere)
+            if self._ladder:
+                self._levels.update(dict.fromkeys(elsewhere, 0))
         if self._ladder:
-            self._levels.update(dict.fromkeys(elsewhere, 0))
+            # Copies that are about to be loaded again: to this event they are of no use.
+            for key, level in fetches:
+                if key in cache.resident:
+                    assert cache.resident[key] > level, f"key {key} is resident at {level} already"
+                    cache.release_for_upgrade(key)
+        if (plan.late or self._ladder) and link.active and not link.fifo:
+            link.withdraw_queued([key for key, _ in fetches])
+        return event, fetches
 
-    def _execute_cached(
-        self, event: Event, demands: Sequence[Fetch], keys: Sequence[int]
-    ) -> list[int]:
-        """Execute what was resident all along, before the wait; return what has to wait."""
-        # The compute is busy from here on: predicting does not hide behind the wait.
-        self.clock.wait_until(
-            self.clock.now + self.predicting_s(event.layer, len(event.predicted), event.num_tokens)
-        )
-        awaited = {fetch.key for fetch in demands}
-        self._execute(event, [key for key in keys if key not in awaited])
-        return [key for key in keys if key in awaited]
+    def _move(self, wave: Sequence[tuple[int, int]], ready_s: float) -> float:
+        """Move these (key, bytes) from `ready_s` on; return when the last one is there."""
+        if not self._in_batches:
+            for _, nbytes in wave:
+                ready_s = self.link.transfer(nbytes, ready_s)
+            return ready_s
+        if not wave:
+            return ready_s
+        landed = self.link.batch([nbytes for _, nbytes in wave], ready_s)
+        self._arrivals |= {key: times for (key, _), times in zip(wave, landed, strict=True)}
+        return max(ready_s, self.link.busy_until)
 
-    def _execute(self, event: Event, keys: Sequence[int]) -> None:
+    def _execute_arriving(self, event: Event, keys: Sequence[int]) -> None:
+        """Execute projection by projection: resident experts first, others as theirs is there."""
+        arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
+        present = [key for key in keys if key not in arriving]
         if self.on_wave is not None:
             self.on_wave(keys)
-        if self._ladder:
-            num_experts, resident = self._num_experts, self.caches[event.layer].resident
-            levels = {key: resident[key] for key in keys}
-            self._levels.update(levels)
-            self.record.low_precision += execute_by_level(self.clock, event, levels, num_experts)
-        else:
-            assignments = len(keys)
-            if len(event.experts):
-                assignments = num_assignments(event, keys, self._num_experts)
+        launched = False
+        for part, share in enumerate(self._shares):
+            order = [(0.0, present)] if present else []
+            order += sorted((times[part], [key]) for key, times in arriving.items())
+            for at_s, now in order:
+                self.record.stall_s += self.clock.await_link(at_s)
+                assignments = num_assignments(event, now, self._num_experts)
+                self.clock.experts(event.layer, len(now), assignments, 0, launched, share)
+                launched = True
+
+    def _execute(self, event: Event, keys: Sequence[int]) -> None:
+        """Account for keys that are resident; of several levels, each has kernels of its own."""
+        if self.on_wave is not None:
+            self.on_wave(keys)
+        if not self._ladder:
+            assignments = num_assignments(event, keys, self._num_experts)
             self.clock.experts(event.layer, len(keys), assignments)
+            return
+        resident = self.caches[event.layer].resident
+        by_level: dict[int, list[int]] = {}
+        for key in keys:
+            level = self._levels[key] = resident[key]
+            by_level.setdefault(level, []).append(key)
+        for level, own in sorted(by_level.items()):
+            assignments = num_assignments(event, own, self._num_experts)
+            self.clock.experts(event.layer, len(own), assignments, level)
+            self.record.low_precision += assignments if level else 0
+
+    def _end_host(self, host: HostStage, plan: Plan, cache: ExpertCache, pinned: Set[int]) -> None:
+        """Let prefetches use the link until the host is done, and bring its outputs back.
+
+        A few of what it executed are loaded then, without waiting for them.
+        """
+        link, layer = self.link, plan.event.layer
+        if self._prefetching and link.active:
+            self.traffic.drain(host.busy_until, pinned, layer)
+            if link.inflight is not None:
+                # It is not interrupted: the outputs follow it.
+                self.traffic.land()
+        host.end(self.record)
+        for key, _ in plan.demands[: self._uploads]:
+            if key in cache.resident or key in cache.arriving:
+                continue  # A prefetch brought it while the host computed.
+            nbytes = cache.size_of(key)
+            if not cache.make_room(nbytes, pinned, layer, key):
+                return
+            self._uploading[key] = link.transfer(nbytes, self.clock.now)
+            cache.insert(key)

@@ -1,11 +1,13 @@
-"""The virtual link: one server of the hardware profile's latency and bandwidth."""
+"""The virtual link: one server of the hardware profile's latency and bandwidth, and its traffic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import lru_cache
 
+from lm_eval_moecache.engine.cache import ExpertCache
 from lm_eval_moecache.engine.link import Link
-from lm_eval_moecache.engine.virtual.lanes import arrivals, read_shares
+from lm_eval_moecache.engine.prefetches import Prefetches
 from lm_eval_moecache.records.hardware import Hardware
 
 
@@ -131,3 +133,122 @@ class VirtualLink(Link):
         assert self.inflight is not None, "nothing is in flight"
         key, self.inflight = self.inflight, None
         return key
+
+
+class Traffic:
+    """Moves queued prefetches over the link, as far as time and the caches allow."""
+
+    def __init__(
+        self,
+        caches: Sequence[ExpertCache],
+        link: VirtualLink,
+        prefetches: Prefetches,
+        num_experts: int,
+    ) -> None:
+        self._caches, self._num_experts = caches, num_experts
+        self._link, self._prefetches = link, prefetches
+
+    def drain(self, now: float, pinned: Set[int], layer: int) -> None:
+        """Let the link work through its prefetches up to `now`.
+
+        A transfer that could start at `now` itself is left: a demand at this instant goes first.
+        """
+        link = self._link
+        while True:
+            if link.inflight is not None:
+                if link.busy_until > now:
+                    return
+                self.land()
+            # Nothing starts before the link is free, whatever waits.
+            head = link.peek() if link.busy_until < now else None
+            if head is None or head[1] >= now:
+                return
+            if not self._begin(*head, pinned, layer):
+                # Everything else is in use until `now`.
+                link.postpone(head[0], now)
+                return
+
+    def work_off(self, keys: Set[int], pinned: Set[int], layer: int) -> float:
+        """Move what was asked for before a demand of these keys, which a fifo link does first.
+
+        Where every key is pending that is up to the last of them, else all that waits. What finds
+        no room, as all else is pinned, is dropped. Returns when the last of the keys that were
+        pending is there, or 0.
+        """
+        link, ready_s = self._link, 0.0
+        absent = any(not link.is_pending(key) for key in keys)
+        while link.active and (absent or any(link.is_pending(key) for key in keys)):
+            if link.inflight is not None:
+                if link.inflight in keys:
+                    ready_s = link.busy_until
+                self.land()
+                continue
+            head = link.peek()
+            assert head is not None, "an active link without a transfer"
+            if not self._begin(*head, pinned, layer):
+                link.withdraw(head[0])
+        return ready_s
+
+    def _begin(self, key: int, start_s: float, pinned: Set[int], layer: int) -> bool:
+        """Begin a queued prefetch, or withdraw one that is resident; False where nothing fits."""
+        cache = self._caches[key // self._num_experts]
+        level = self._prefetches.level_of(key)
+        nbytes = cache.size_of(key, level)
+        if key in cache.resident:
+            self._link.withdraw(key)
+        elif cache.make_room(nbytes, pinned, layer, key):
+            cache.reserve(key, level)
+            self._link.start(key, nbytes, start_s)
+        else:
+            return False
+        return True
+
+    def land(self) -> None:
+        """Make the prefetch in flight resident."""
+        key = self._link.land()
+        self._caches[key // self._num_experts].land(key)
+
+
+def read_shares(reads: int) -> tuple[float, ...]:
+    """Return which part of an expert each of its reads brings, in their order.
+
+    An expert is three projections of as many weights each: gate, up, down. Read by two, as engines
+    do that keep gate and up in one tensor, the first read brings two of the three.
+    """
+    return (2 / 3, 1 / 3) if reads == 2 else (1 / reads,) * reads
+
+
+@lru_cache(maxsize=4096)
+def arrivals(
+    sizes: tuple[float, ...], *, lanes: int, lane_rate: float, link_rate: float, latency_s: float
+) -> tuple[float, ...]:
+    """Return when each request has arrived, in seconds from the first one's start.
+
+    Requests are served in their order, as many at once as there are `lanes`. Each waits its
+    latency and then moves at `lane_rate`, or at its share of `link_rate` where too many move
+    (bytes/s). Cost: O(requests x lanes).
+    """
+    times = [0.0] * len(sizes)
+    waiting: dict[int, float] = {}
+    """Request in a lane -> seconds until it moves."""
+    moving: dict[int, float] = {}
+    """Request in a lane -> bytes that are left."""
+    now, begun = 0.0, 0
+    while begun < len(sizes) or waiting or moving:
+        while begun < len(sizes) and len(waiting) + len(moving) < lanes:
+            waiting[begun] = latency_s
+            begun += 1
+        rate = min(lane_rate, link_rate / max(len(moving), 1))
+        steps = [(wait_s, request) for request, wait_s in waiting.items()]
+        steps += [(left / rate, request) for request, left in moving.items()]
+        step_s, first = min(steps)
+        now += step_s
+        waiting = {request: wait_s - step_s for request, wait_s in waiting.items()}
+        moving = {request: left - rate * step_s for request, left in moving.items()}
+        if first in waiting:
+            del waiting[first]
+            moving[first] = float(sizes[first])
+        else:
+            del moving[first]
+            times[first] = now
+    return tuple(times)

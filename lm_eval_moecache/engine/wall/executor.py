@@ -7,21 +7,19 @@ model calls the experts. All decisions are the calling thread's: only bytes move
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from lm_eval_moecache.engine.decide import Plan, Rules
+from lm_eval_moecache.engine.draft_stage import WallDraftStage
 from lm_eval_moecache.engine.executor import Executor
+from lm_eval_moecache.engine.host import HOST, HostShare
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.wall.clock import WallClock
-from lm_eval_moecache.engine.wall.draft_stage import WallDraftStage
-from lm_eval_moecache.engine.wall.host import HOST, HostShare
-from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.scan import ScanScript, share_rest
+from lm_eval_moecache.engine.wall.link import WallClock, WallLink
 from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
-from lm_eval_moecache.engine.wall.traffic import Traffic, transfer_of
-from lm_eval_moecache.engine.wall.trial import bring, time_load
-from lm_eval_moecache.engine.wall.worker import Mover
+from lm_eval_moecache.engine.wall.transfers import Traffic, bring, time_load, transfer_of
+from lm_eval_moecache.engine.wall.worker import Mover, Transfer
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -111,7 +109,11 @@ class WallExecutor(Executor):
         event = pending.event
         eviction = self._placed[event.layer].eviction
         if pending.on_host:
-            yield self._execute_on_host(pending), False
+            if pending.levels is not None:
+                pending.levels.update(dict.fromkeys(pending.on_host, 0))
+            assignments = num_assignments(event, pending.on_host, self._geometry.num_experts)
+            self.record.host_executed += assignments
+            yield dict.fromkeys(pending.on_host, HOST), False
         while True:
             yield from self._wave(pending)
             if not pending.demands:
@@ -147,7 +149,12 @@ class WallExecutor(Executor):
         self._script = ScanScript(self.link)
 
     def end_scan(self, records: Sequence[PassRecord]) -> None:
-        share_rest(records, self.clock)
+        # What the text took beside its tokens' own experts is shared among these.
+        self.clock.synchronize()
+        spent_s = sum(record.duration_s for record in records)
+        rest_s = self.clock.now - records[0].start_s - spent_s
+        for record in records:
+            record.end_s += rest_s / len(records)
 
     def fill(self) -> None:
         for cache in self.pools:
@@ -182,28 +189,16 @@ class WallExecutor(Executor):
             self.traffic.cancel(due, wanted)
             cache.unused_prefetches -= wanted
         if self.host is not None and pending.demands:
-            self._share_with_host(self.host, pending)
+            chosen = self.host.choose(event, pending.demands)
+            pending.on_host = [fetch.key for fetch in pending.demands if fetch.key in chosen]
+            pending.demands = [fetch for fetch in pending.demands if fetch.key not in chosen]
+            pending.remaining = [key for key in pending.remaining if key not in chosen]
         if self.rules.ladder:
             for fetch in pending.demands:
                 if fetch.key in cache.resident:
                     # At a worse level, which is of no use to this event.
                     cache.release_for_upgrade(fetch.key)
         self._demand(pending, wanted)
-
-    def _share_with_host(self, host: HostShare, pending: _Pending) -> None:
-        chosen = host.choose(pending.event, pending.demands)
-        pending.on_host = [fetch.key for fetch in pending.demands if fetch.key in chosen]
-        pending.demands = [fetch for fetch in pending.demands if fetch.key not in chosen]
-        pending.remaining = [key for key in pending.remaining if key not in chosen]
-
-    def _execute_on_host(self, pending: _Pending) -> Mapping[int, int]:
-        """Note what the host executes, at the best level."""
-        keys, event = pending.on_host, pending.event
-        if pending.levels is not None:
-            pending.levels.update(dict.fromkeys(keys, 0))
-        count = num_assignments(event, keys, self._geometry.num_experts)
-        self.record.host_executed += count
-        return dict.fromkeys(keys, HOST)
 
     def note_host(self, busy_s: float, wait_s: float) -> None:
         """Note what the host's part of an event took, and how long the device's waited for it."""
@@ -295,3 +290,84 @@ class WallExecutor(Executor):
         waited_s = time.perf_counter() - start_s
         self.record.stall_s += waited_s
         self.traffic.stood_still(waited_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What moves before a part of one token's experts, and where these lie then."""
+
+    transfers: Sequence[Transfer]
+    slots: Mapping[int, int]
+    record: PassRecord
+
+
+class ScanScript:
+    """A layer's tokens: what each of them asks of the link, and where its experts lie then.
+
+    The router decides for the whole text before any expert runs. Without prefetches nothing that a
+    cache decides depends on time, so all tokens are decided first, and their bytes follow in that
+    order, each token's awaited before the next one's may take their slots. An expert runs once, for
+    all of its tokens, when it first is there: the same products as without a cache.
+    """
+
+    def __init__(self, link: WallLink) -> None:
+        self._link = link
+        self._steps: deque[_Step] = deque()
+
+    def add(self, plan: Plan, cache: PlacedCache, record: PassRecord) -> None:
+        """Decide one token's event to its end, waves included; what it moves is counted now."""
+        event, demands = plan.event, list(plan.demands)
+        remaining: Sequence[int] = event.keys
+        while True:
+            transfers, demands = self._take_in(cache, event.layer, demands, set(remaining))
+            here = {key: cache.slots[key] for key in remaining if key in cache.slots}
+            remaining = [key for key in remaining if key not in cache.slots]
+            self._steps.append(_Step(transfers, here, record))
+            if not demands:
+                break
+            assert transfers or here, "no room for one expert after its wave"
+        cache.eviction.on_event(event)
+
+    def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
+        """Carry everything out; yield what is there for the first time, as it comes."""
+        link, done = self._link, set[int]()
+        while self._steps:
+            step = self._steps[0]
+            start_s, busy_s = clock.now, link.busy_s
+            self._move(step)
+            fresh = {key: slot for key, slot in step.slots.items() if key not in done}
+            done.update(fresh)
+            self._steps.popleft()
+            if fresh:
+                yield fresh, False
+            step.record.link_busy_s += link.busy_s - busy_s
+            step.record.end_s += clock.now - start_s
+
+    def catch_up(self) -> None:
+        """Move what is left of a text that broke off: the cache says already that it is there."""
+        while self._steps:
+            self._move(self._steps.popleft())
+
+    def _move(self, step: _Step) -> None:
+        link = self._link
+        if not step.transfers:
+            return
+        link.launched()
+        for transfer in step.transfers:
+            link.move(transfer)
+        begun_s = time.perf_counter()
+        link.wait_for({transfer.key for transfer in step.transfers}, len(step.transfers))
+        step.record.stall_s += time.perf_counter() - begun_s
+
+    def _take_in(
+        self, cache: PlacedCache, layer: int, demands: list[Fetch], pinned: set[int]
+    ) -> tuple[list[Transfer], list[Fetch]]:
+        """Give demands their slots as far as they fit; return their transfers, and the rest."""
+        transfers: list[Transfer] = []
+        for done, (key, level) in enumerate(demands):
+            if not cache.make_room(cache.size_of(key, level), pinned, layer, key):
+                return transfers, demands[done:]
+            cache.insert(key, level)
+            transfers.append(transfer_of(cache, key, level))
+            self._link.count(transfers[-1])
+        return transfers, []

@@ -1,17 +1,29 @@
-"""The link of the wall clock: the same queue of prefetches, and a thread that really moves."""
+"""The machine's clock, and its link: the same queue of prefetches, and a thread that moves."""
 
 from __future__ import annotations
 
 import math
 import time
 import weakref
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from lm_eval_moecache.engine.link import Link
 from lm_eval_moecache.engine.wall.worker import DONE, Mover, Transfer, Worker
 
 WEIGHT = 0.25
 """Of the newest in what is learned of times: one that stands out is soon forgotten."""
+
+
+class WallClock:
+    """Work takes as long as it takes, so there is nothing to account."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.synchronize = synchronize
+        self._origin_s = time.perf_counter()
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._origin_s
 
 
 class WallLink(Link):
@@ -120,20 +132,20 @@ class WallLink(Link):
 
         Those in `wanted` stay. Returns the keys taken back, whose slots are free again.
         """
-        candidates = [t for k, t in self._issued.items() if t.due <= due and k not in wanted]
-        return [t.key for t in candidates if self._take_back(t)]
+        candidates = [k for k, t in self._issued.items() if t.due <= due and k not in wanted]
+        return [key for key in candidates if self.take_back(key)]
 
     def withdraw_last(self, keys: Container[int], wanted: Container[int]) -> int | None:
         """Take back the issued prefetch among `keys` that is due last, to free its slot."""
-        candidates = [t for k, t in self._issued.items() if k in keys and k not in wanted]
-        for transfer in sorted(candidates, key=lambda t: (-t.due, t.key)):
-            if self._take_back(transfer):
-                return transfer.key
-        return None
+        candidates = [(-t.due, k) for k, t in self._issued.items() if k in keys and k not in wanted]
+        return next((key for _, key in sorted(candidates) if self.take_back(key)), None)
 
     def take_back(self, key: int) -> bool:
         """Take back one issued prefetch; False where it moves already."""
-        return self._take_back(self._issued[key])
+        if not self._worker.withdraw(self._issued[key]):
+            return False
+        del self._flying[key], self._issued[key]
+        return True
 
     def arrivals(self) -> list[int]:
         """Return the keys of prefetches that have arrived since the last call."""
@@ -141,7 +153,10 @@ class WallLink(Link):
         for transfer in self._worker.collect():
             assert transfer.state == DONE
             del self._flying[transfer.key]
-            self._learn(transfer)
+            self._ended_s = max(self._ended_s, transfer.ended_s)
+            rate = transfer.moved_s / transfer.nbytes
+            known = rate if self._s_per_byte is None else self._s_per_byte
+            self._s_per_byte = known + (rate - known) * WEIGHT
             if self._issued.pop(transfer.key, None) is not None:
                 self.bytes_moved += transfer.nbytes
                 self.transfers += 1
@@ -169,15 +184,3 @@ class WallLink(Link):
         transfer.submitted_s = time.perf_counter()
         self._flying[transfer.key] = transfer
         self._worker.put(transfer, demanded)
-
-    def _learn(self, transfer: Transfer) -> None:
-        self._ended_s = max(self._ended_s, transfer.ended_s)
-        rate = transfer.moved_s / transfer.nbytes
-        known = rate if self._s_per_byte is None else self._s_per_byte
-        self._s_per_byte = known + (rate - known) * WEIGHT
-
-    def _take_back(self, transfer: Transfer) -> bool:
-        if not self._worker.withdraw(transfer):
-            return False
-        del self._flying[transfer.key], self._issued[transfer.key]
-        return True

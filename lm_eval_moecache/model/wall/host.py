@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.wall.host import HostCosts
+from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.model.device import synchronize
 from lm_eval_moecache.model.grouped import GroupedCall, up_name
 from lm_eval_moecache.model.wall.kernels import Layer

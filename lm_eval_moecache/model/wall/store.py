@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine.wall.host import HOST
+from lm_eval_moecache.engine.host import HOST
 from lm_eval_moecache.model.grouped import Matrices
 from lm_eval_moecache.model.store import Waves
 from lm_eval_moecache.model.wall.host import Host

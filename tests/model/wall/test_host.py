@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.engine.wall.executor import WallExecutor
-from lm_eval_moecache.engine.wall.host import HostCosts
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.grouped import GroupedCall

@@ -1,4 +1,4 @@
-"""The host as a second server of the virtual clock: experts computed where their weights lie.
+"""The host as a second server: experts computed where their weights lie, in either kind of time.
 
 It is busy and idle as the link is, with one expert at a time on all its cores. What it works on
 does not become resident; the activations cross the link on their way there and back.
@@ -14,12 +14,15 @@ import numpy as np
 from lm_eval_moecache.engine.setting import check_host
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
 
 ALWAYS, FIRST, BALANCED = RULES = ("always", "first", "balanced")
+HOST = -1
+"""Stands in a wave for a slot: the expert is executed on the host, where it is stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +65,7 @@ def share_out(
     if rule == FIRST:
         ahead = out_s + back_s
         return {w.key for w in works if ahead + w.host_s < w.load_s + w.device_s}
-    link_s, host_s = max(now, link_free), max(now + out_s, host_free)
-    return _from_both_ends(works, now, link_s, host_s, back_s)
-
-
-def _from_both_ends(
-    works: Sequence[Work], device_s: float, link_s: float, host_s: float, back_s: float
-) -> set[int]:
-    """Share out by who would end its next one first; the times are when each is free."""
+    device_s, link_s, host_s = now, max(now, link_free), max(now + out_s, host_free)
     queue = sorted(works, key=lambda work: (work.host_s, work.key))
     chosen: set[int] = set()
     low, high = 0, len(queue) - 1
@@ -87,8 +83,20 @@ def _from_both_ends(
     return chosen
 
 
+def _tokens_by_expert(event: Event, num_experts: int) -> Sequence[int]:
+    """Return how many tokens each expert of the event's layer serves."""
+    if not len(event.experts):
+        return [1] * num_experts
+    live = event.experts[event.experts != DROPPED]
+    counts: list[int] = np.bincount(live, minlength=num_experts).tolist()
+    return counts
+
+
 class HostStage:
-    """The host's part of each event: begun before its loads, ended after its last device kernel."""
+    """The host's part of each event in virtual time.
+
+    It begins before the event's loads, and ends after its last device kernel.
+    """
 
     def __init__(
         self,
@@ -127,14 +135,23 @@ class HostStage:
         self, event: Event, fetches: Sequence[Fetch], record: PassRecord
     ) -> tuple[Event, Sequence[Fetch]]:
         """Give the host its share; return the event as the device executes it, and its loads."""
-        base, now = event.layer * self._geometry.num_experts, self._clock.now
-        tokens_of = self._tokens_of(event)
-        works = [self._work(event.layer, key, tokens_of[key - base]) for key, _ in fetches]
+        geometry, layer, experts = self._geometry, event.layer, event.experts
+        base, load_bytes = layer * geometry.num_experts, geometry.expert_bytes[layer][0]
+        tokens_of = _tokens_by_expert(event, geometry.num_experts)
+        works = [
+            Work(
+                key=key,
+                load_s=self._latency_s + load_bytes / self._link_bytes_per_s,
+                device_s=self._clock.expert_s(layer, tokens_of[key - base]),
+                host_s=self.seconds(layer, tokens_of[key - base]),
+            )
+            for key, _ in fetches
+        ]
         most_s = self._latency_s + self._nbytes(event.num_tokens) / self._link_bytes_per_s
         chosen = share_out(
             self._rule,
             works,
-            now=now,
+            now=self._clock.now,
             link_free=self._link.busy_until,
             host_free=self.busy_until,
             out_s=most_s,
@@ -142,12 +159,19 @@ class HostStage:
         )
         if not chosen:
             return event, fetches
-        self._send(event, works, chosen, record)
-        record.host_executed += sum(int(tokens_of[key - base]) for key in chosen)
-        experts = event.experts
+        num_tokens = 1
         if len(experts):
-            mine = np.isin(experts + base, list(chosen)) & (experts != DROPPED)
-            experts = np.where(mine, DROPPED, experts)
+            own = np.isin(experts + base, list(chosen)) & (experts != DROPPED)
+            num_tokens = int(own.any(axis=-1).sum())
+            experts = np.where(own, DROPPED, experts)
+        # The activations are sent, and the host begins on their arrival, in order of need.
+        self._activation_bytes = self._nbytes(num_tokens)
+        arrival_s = self._link.carry(self._activation_bytes, self._clock.now)
+        seconds = sum(work.host_s for work in works if work.key in chosen)
+        self.busy_until = max(arrival_s, self.busy_until) + seconds
+        self.is_open = True
+        record.host_s += seconds
+        record.host_executed += sum(int(tokens_of[key - base]) for key in chosen)
         keys = [key for key in event.keys if key not in chosen]
         left = [fetch for fetch in fetches if fetch.key not in chosen]
         return event._replace(keys=keys, experts=experts), left
@@ -158,41 +182,64 @@ class HostStage:
         record.host_wait_s += self._clock.wait_until(arrival_s)
         self.is_open = False
 
-    def _send(
-        self, event: Event, works: Sequence[Work], chosen: set[int], record: PassRecord
-    ) -> None:
-        """Send the activations, and let the host begin on their arrival, in order of need."""
-        self._activation_bytes = self._nbytes(self._num_tokens(event, chosen))
-        arrival_s = self._link.carry(self._activation_bytes, self._clock.now)
-        seconds = sum(work.host_s for work in works if work.key in chosen)
-        self.busy_until = max(arrival_s, self.busy_until) + seconds
-        record.host_s += seconds
-        self.is_open = True
-
-    def _work(self, layer: int, key: int, tokens: int) -> Work:
-        nbytes = self._geometry.expert_bytes[layer][0]
-        return Work(
-            key=key,
-            load_s=self._latency_s + nbytes / self._link_bytes_per_s,
-            device_s=self._clock.expert_s(layer, tokens),
-            host_s=self.seconds(layer, tokens),
-        )
-
-    def _tokens_of(self, event: Event) -> Sequence[int]:
-        """Return how many tokens each expert of the layer serves."""
-        num_experts = self._geometry.num_experts
-        if not len(event.experts):
-            return [1] * num_experts
-        counts: list[int] = np.bincount(
-            event.experts[event.experts != DROPPED], minlength=num_experts
-        ).tolist()
-        return counts
-
-    def _num_tokens(self, event: Event, chosen: set[int]) -> int:
-        if not len(event.experts):
-            return 1
-        own = np.isin(event.experts + event.layer * self._geometry.num_experts, list(chosen))
-        return int((own & (event.experts != DROPPED)).any(axis=-1).sum())
-
     def _nbytes(self, num_tokens: int) -> int:
         return int(num_tokens * self._geometry.hidden_size * self._geometry.element_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCosts:
+    """Seconds, measured before the first request (what Fiddler profiles offline, section 3.3).
+
+    Executing one expert of the first layer takes `fixed + each * tokens`; other layers' go by
+    their bytes.
+    """
+
+    host_fixed_s: float
+    host_each_s: float
+    device_fixed_s: float
+    device_each_s: float
+    load_s: float
+    """Loading it over the real link."""
+    way_s: float
+    """Bringing activations to the host, or back."""
+
+
+class HostShare:
+    """Divides an event's absent experts between host and real link, by times that were measured."""
+
+    def __init__(self, rule: str, geometry: Geometry, link: WallLink) -> None:
+        self._rule, self._geometry, self._link = rule, geometry, link
+        self.costs: HostCosts | None = None
+        """Given before the first event, unless the rule asks for no times."""
+
+    @property
+    def asks_for_costs(self) -> bool:
+        return self._rule != ALWAYS
+
+    def choose(self, event: Event, fetches: Sequence[Fetch]) -> set[int]:
+        """Return the keys, of those to be loaded, that the host executes instead."""
+        if not self.asks_for_costs:
+            return {fetch.key for fetch in fetches}
+        costs = self.costs
+        assert costs is not None, "no times were measured"
+        sizes, num_experts = self._geometry.expert_bytes, self._geometry.num_experts
+        scale = sizes[event.layer][0] / sizes[0][0]
+        tokens, base = _tokens_by_expert(event, num_experts), event.layer * num_experts
+        works = [
+            Work(
+                key=key,
+                load_s=costs.load_s * scale,
+                device_s=scale * (costs.device_fixed_s + costs.device_each_s * tokens[key - base]),
+                host_s=scale * (costs.host_fixed_s + costs.host_each_s * tokens[key - base]),
+            )
+            for key, _ in fetches
+        ]
+        return share_out(
+            self._rule,
+            works,
+            now=0.0,
+            link_free=len(self._link.demanded()) * costs.load_s * scale,
+            host_free=0.0,
+            out_s=costs.way_s,
+            back_s=costs.way_s,
+        )

@@ -1,7 +1,11 @@
-"""Prefetches on the real link: when each is issued, withdrawn and settled."""
+"""What moves on the real link: prefetches, when each is issued, withdrawn and settled; and trials.
+
+A trial is a transfer that no pass counts: of a cache that is warmed, or one that is only timed.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Hashable, Sequence, Set
 
@@ -9,6 +13,8 @@ from lm_eval_moecache.engine.prefetches import Prefetches
 from lm_eval_moecache.engine.wall.link import WEIGHT, WallLink
 from lm_eval_moecache.engine.wall.slots import PlacedCache
 from lm_eval_moecache.engine.wall.worker import Transfer
+
+TRIALS = 3
 
 
 def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
@@ -50,7 +56,11 @@ class Traffic:
         link = self._link
         self.settle(link.arrivals())
         now = time.perf_counter()
-        self._learn(visit, now)
+        if self._last is not None:
+            before, since_s = self._last
+            known = self._gaps.get(before, now - since_s)
+            self._gaps[before] = known + (now - since_s - known) * WEIGHT
+        self._last = (visit, now)
         begins_s = link.free_s(now) if awaited else now
         self._issue(pinned, layer, now, begins_s + self._gaps.get(visit, 0.0))
 
@@ -58,13 +68,6 @@ class Traffic:
         """Note that the compute waited since the last visit."""
         if self._last is not None:
             self._last = (self._last[0], self._last[1] + seconds)
-
-    def _learn(self, visit: Hashable, now: float) -> None:
-        if self._last is not None:
-            before, since_s = self._last
-            known = self._gaps.get(before, now - since_s)
-            self._gaps[before] = known + (now - since_s - known) * WEIGHT
-        self._last = (visit, now)
 
     def _issue(self, pinned: Set[int], layer: int, now: float, until_s: float) -> None:
         """Issue what begins until then; of a batch, all that is left of it."""
@@ -96,3 +99,34 @@ class Traffic:
         self._link.cancel_due(due)
         for key in self._link.withdraw_issued(due, wanted):
             self._caches[key // self._num_experts].withdraw(key)
+
+
+def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:
+    """Move keys into their slots, at the best level, and wait for all of them."""
+    # A pass that broke off may have left kernels behind that read these slots.
+    link.launched()
+    for key, slot in places:
+        drops = cache.take_dropped() if cache.slots else ()
+        link.move(Transfer(key, slot, cache.size_of(key), drops=drops))
+    if places:
+        link.wait_for({key for key, _ in places}, len(places))
+
+
+def time_load(cache: PlacedCache, link: WallLink, count: int) -> float:
+    """Return the median seconds of loading `count` experts of the first layer together.
+
+    Where fewer fit into the cache, as many as do, and their time for each. What is resident is
+    loaded once more to where it lies.
+    """
+    size = cache.size_of(0)
+    fits = max(1, min(count, len(cache.slots) or cache.capacity_bytes // size))
+    seconds, moved = [], 0
+    for _ in range(TRIALS):
+        places = list(cache.slots.items())[:fits]
+        if not places:
+            places = list(enumerate(cache.trial_slots(fits)))
+        moved = sum(cache.size_of(key) for key, _ in places)
+        start_s = time.perf_counter()
+        bring(cache, link, places)
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds) * count * size / moved
