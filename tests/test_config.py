@@ -53,10 +53,7 @@ def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
             {"prefetch": "score", "prefetch.percentile": 101},
             ["prefetch.percentile=101", "between 0 and 100"],
         ),
-        (
-            {"prefetch": "next_gate", "prefetch.overfetch": 0},
-            ["prefetch.overfetch=0", "above 0"],
-        ),
+        ({"prefetch": "next_gate", "prefetch.overfetch": 0}, ["prefetch.overfetch=0", "above 0"]),
         ({"prefetch": "next_gate", "prefetch.depth": 0}, ["prefetch.depth=0", "1 or more"]),
         (
             {"prefetch": "next_gate", "prefetch.depth": 99},
@@ -179,13 +176,7 @@ class Sized(OldestFirst):
     """An outside algorithm with a parameter that has no default, and one that has no type."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        size: int,
-        slack=0,
-        seed: int = 0,
-        **more: Any,
+        self, geometry: Geometry, *, size: int, slack=0, seed: int = 0, **more: Any
     ) -> None:
         super().__init__(geometry)
         self.size, self.slack = size, slack

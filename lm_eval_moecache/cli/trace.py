@@ -59,9 +59,9 @@ def _formats(arguments: Namespace) -> int:
         {
             "format": name,
             "suffixes": list(kind.suffixes),
-            "about": (sys.modules[kind.__module__].__doc__ or "").strip().split("\n")[0],
+            "about": (kind.__doc__ or "").split("\n")[0],
             "holds": kind.holds,
-            "written": kind.is_written(),
+            "written": kind.written,
         }
         for name, kind in trace_formats().items()
     ]
@@ -148,10 +148,10 @@ def _convert(arguments: Namespace) -> int:
     kinds = [
         kind
         for kind in trace_formats().values()
-        if kind.is_written() and kind.suffixes[0] == out.suffix
+        if kind.written and kind.suffixes[0] == out.suffix
     ]
     if not kinds:
-        known = ", ".join(k.suffixes[0] for k in trace_formats().values() if k.is_written())
+        known = ", ".join(k.suffixes[0] for k in trace_formats().values() if k.written)
         raise ValueError(
             f"out={arguments.out!r}: no format of that suffix is written. Allowed: {known}."
         )

@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_eval_moecache.records.arrays import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    Weigh,
-    softmax_weights,
-)
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh, softmax_weights
 
 PREFILL, DECODE, VERIFY = "prefill", "decode", "verify"
 PHASES = (PREFILL, DECODE, VERIFY)

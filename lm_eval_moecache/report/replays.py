@@ -34,9 +34,9 @@ from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
 from lm_eval_moecache.report.mpl_style import new_figure, plain, save
 from lm_eval_moecache.report.render import padded
+from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.stream import StreamedTrace, open_any
+from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import placement
 

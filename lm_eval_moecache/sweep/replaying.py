@@ -28,10 +28,9 @@ from lm_eval_moecache.sweep.evaluation import KEPT_SPEED, loadable, six_digits
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.spec import Cell
-from lm_eval_moecache.trace.file import read_trace
+from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.stream import StreamedTrace, open_any, open_trace
+from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.trace import Trace
 
 KEYS = (

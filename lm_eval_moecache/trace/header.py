@@ -141,7 +141,7 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     if metadata is None or HEADER_KEY not in metadata:
         raise ValueError(f"trace {name}: the file has no metadata key 'moecache'.")
     what = f"trace {name}: metadata 'moecache'"
-    fields = check(TraceHeader, _parse(name, metadata[HEADER_KEY], "moecache"), what)
+    fields = check(TraceHeader, parse_json(metadata[HEADER_KEY], what), what)
     depth, by = fields.predicted_depth, fields.predicted_by
     if depth >= fields.num_layers:
         raise _bad(name, "predicted_depth", depth, "must lie below num_layers")
@@ -162,18 +162,13 @@ def _draft(name: str, fields: DraftSizes, num_layers: int) -> Draft:
     geometry, targets = _geometry(name, fields), tuple(fields.targets)
     if targets and len(targets) != geometry.num_layers:
         rule = f"must hold one layer of the model for each of the draft's {geometry.num_layers}"
-        raise _bad(name, "draft.targets", list(targets), rule)
+        raise _bad(name, "draft.targets", fields.targets, rule)
     if max(targets, default=-1) >= num_layers:
-        raise _bad(name, "draft.targets", list(targets), f"must lie below num_layers={num_layers}")
+        raise _bad(name, "draft.targets", fields.targets, f"must lie below num_layers={num_layers}")
     if fields.level >= len(geometry.precision):
         raise _bad(name, "draft.level", fields.level, "must be one of its precisions")
-    return Draft(
-        geometry=geometry,
-        level=fields.level,
-        nbytes=fields.nbytes,
-        tokens=fields.tokens,
-        targets=targets,
-    )
+    kept = {"level": fields.level, "nbytes": fields.nbytes, "tokens": fields.tokens}
+    return Draft(geometry=geometry, targets=targets, **kept)
 
 
 def _geometry(name: str, fields: ModelSizes) -> Geometry:
@@ -189,7 +184,7 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
     levels = fields.levels or [[size] for size in fields.expert_bytes]
     if any(len(sizes) != len(precision) for sizes in levels):
         raise _bad(name, "levels", levels, "must hold one size per precision for each layer")
-    if fields.levels and [sizes[0] for sizes in levels] != fields.expert_bytes:
+    if [sizes[0] for sizes in levels] != fields.expert_bytes:
         raise _bad(name, "levels", levels, "must begin with the sizes of expert_bytes")
     try:
         return Geometry(
@@ -197,7 +192,7 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
             num_layers=fields.num_layers,
             num_experts=fields.num_experts,
             top_k=fields.top_k,
-            expert_bytes=tuple(tuple(sizes) for sizes in levels),
+            expert_bytes=tuple(map(tuple, levels)),
             dense_bytes=tuple(fields.dense_bytes),
             precision=precision,
             element_bytes=float(element_bytes),
@@ -208,33 +203,33 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
         raise ValueError(f"trace {name}: metadata 'moecache': {error}") from error
 
 
+def _bad(name: str, field: str, value: object, rule: str) -> ValueError:
+    return ValueError(f"trace {name}: metadata 'moecache': {field}={shown(value)} {rule}.")
+
+
 def write_requests(requests: Sequence[RequestRecord]) -> bytes:
     """Return the JSON of the metadata key `moecache_requests`."""
-    rows = [
-        [
-            *(r.task, r.kind, r.prompt_tokens, r.output_tokens, [p.index for p in r.passes]),
-            *([] if r.document is None else [r.document, r.place]),
-        ]
-        for r in requests
-    ]
-    return json.dumps(rows, separators=(",", ":")).encode()
+    rows: list[tuple[Any, ...]] = []
+    for r in requests:
+        document = () if r.document is None else (r.document, r.place)
+        passes = [p.index for p in r.passes]
+        rows.append((r.task, r.kind, r.prompt_tokens, r.output_tokens, passes, *document))
+    return write_rows(rows)
 
 
-def write_rows(rows: Sequence[tuple[int, ...]]) -> bytes:
+def write_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
     """Return the JSON of the metadata keys `moecache_scans` and `moecache_drafts`."""
     return json.dumps(list(rows), separators=(",", ":")).encode()
 
 
 def read_scans(
-    name: str, metadata: Mapping[bytes, bytes] | None, num_passes: int
+    name: str, metadata: Mapping[bytes, bytes], num_passes: int
 ) -> tuple[tuple[int, int], ...]:
     """Read the metadata key `moecache_scans`; none where the file has none."""
-    if metadata is None or SCANS_KEY not in metadata:
-        return ()
     found: list[tuple[int, int]] = []
     before = 0
-    for scan in _parse(name, metadata[SCANS_KEY], "moecache_scans"):
-        match scan:
+    for row in _rows(name, metadata, SCANS_KEY) or ():
+        match row:
             case [int(first), int(count)] if (
                 before <= first and count > 0 and first + count <= num_passes
             ):
@@ -242,22 +237,19 @@ def read_scans(
                 before = first + count
             case _:
                 raise ValueError(
-                    f"trace {name}: metadata 'moecache_scans': {scan!r} must be [first pass, "
+                    f"trace {name}: metadata 'moecache_scans': {row!r} must be [first pass, "
                     f"passes], in order and below {num_passes}."
                 )
     return tuple(found)
 
 
 def read_drafts(
-    name: str, metadata: Mapping[bytes, bytes] | None, num_passes: int
+    name: str, metadata: Mapping[bytes, bytes], num_passes: int
 ) -> dict[int, tuple[int, int]]:
     """Read the metadata key `moecache_drafts`: pass -> drafted, accepted."""
     found: dict[int, tuple[int, int]] = {}
-    if metadata is None or DRAFTS_KEY not in metadata:
-        return found
-    rows = _parse(name, metadata[DRAFTS_KEY], "moecache_drafts")
     before = -1
-    for row in rows if isinstance(rows, list) else [rows]:
+    for row in _rows(name, metadata, DRAFTS_KEY) or ():
         match row:
             case [int(index), int(drafted), int(accepted)] if (
                 before < index < num_passes and 0 <= accepted <= drafted <= MOST_DRAFTED
@@ -274,52 +266,48 @@ def read_drafts(
 
 
 def read_requests(
-    name: str, metadata: Mapping[bytes, bytes] | None, num_passes: int
+    name: str, metadata: Mapping[bytes, bytes], num_passes: int
 ) -> tuple[TracedRequest, ...] | None:
     """Read the metadata key `moecache_requests`, or return None where the file has none."""
-    if metadata is None or REQUESTS_KEY not in metadata:
+    rows = _rows(name, metadata, REQUESTS_KEY)
+    if rows is None:
         return None
-    rows = _parse(name, metadata[REQUESTS_KEY], "moecache_requests")
-    if not isinstance(rows, list):
-        raise ValueError(f"trace {name}: metadata 'moecache_requests' must hold a list.")
     found = []
     for index, row in enumerate(rows):
-        request = _read_request(row, num_passes)
-        if request is None:
-            raise ValueError(
-                f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
-                f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}], "
-                "with the document and the place in it after them or not."
-            )
-        found.append(request)
+        match row:
+            case [str(task), str(kind), int(prompt), int() | None as output, [*passes], *rest] if (
+                prompt >= 0
+                and (output is None or output >= 0)
+                and all(type(p) is int and 0 <= p < num_passes for p in passes)
+                and len(rest) in (0, 2)
+                and all(type(n) is int for n in rest)
+            ):
+                document, place = rest or (None, 0)
+                request = TracedRequest(
+                    task=task,
+                    kind=kind,
+                    prompt_tokens=prompt,
+                    output_tokens=output,
+                    passes=tuple(passes),
+                    document=document,
+                    place=place,
+                )
+                found.append(request)
+            case _:
+                raise ValueError(
+                    f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
+                    f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}], "
+                    "with the document and the place in it after them or not."
+                )
     return tuple(found)
 
 
-def _read_request(row: Any, num_passes: int) -> TracedRequest | None:
-    match row:
-        case [str(task), str(kind), int(prompt), int() | None as output, list(passes), *rest]:
-            document, place = rest if len(rest) == 2 else (None, 0)
-        case _:
-            return None
-    whole = all(type(p) is int and 0 <= p < num_passes for p in passes)
-    if not whole or len(rest) not in (0, 2) or not all(type(n) is int for n in rest):
+def _rows(name: str, metadata: Mapping[bytes, bytes], key: bytes) -> list[Any] | None:
+    """Return the list under a metadata key, None where there is none."""
+    if key not in metadata:
         return None
-    if prompt < 0 or (output is not None and output < 0):
-        return None
-    return TracedRequest(
-        task=task,
-        kind=kind,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        passes=tuple(passes),
-        document=document,
-        place=place,
-    )
-
-
-def _parse(name: str, text: bytes, key: str) -> Any:
-    return parse_json(text, f"trace {name}: metadata {key!r}")
-
-
-def _bad(name: str, field: str, value: object, rule: str) -> ValueError:
-    return ValueError(f"trace {name}: metadata 'moecache': {field}={shown(value)} {rule}.")
+    what = f"trace {name}: metadata {key.decode()!r}"
+    rows = parse_json(metadata[key], what)
+    if not isinstance(rows, list):
+        raise ValueError(f"{what} must hold a list.")
+    return rows

@@ -1,17 +1,18 @@
-"""Finds the format of a trace by its content: the folder `formats` is the registry."""
+"""Finds the format of a trace by its content, and reads it."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lm_eval_moecache.records.files import check_file, open_file
-from lm_eval_moecache.trace import formats
+from lm_eval_moecache.records.files import check_file, is_file, open_file
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat
 from lm_eval_moecache.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.trace.file import StreamedTrace
 
 MOST_BYTES = 1 << 40
 HEAD_BYTES = 1 << 20
@@ -24,19 +25,16 @@ SUFFIXES = (
 
 @cache
 def trace_formats() -> dict[str, type[TraceFormat]]:
-    """Return every format by the name of its file."""
-    found = {}
-    for module_info in pkgutil.iter_modules(formats.__path__):
-        if module_info.name != "base":
-            module = importlib.import_module(f"{formats.__name__}.{module_info.name}")
-            [found[module_info.name]] = [
-                value
-                for value in vars(module).values()
-                if isinstance(value, type)
-                and issubclass(value, TraceFormat)
-                and value.__module__ == module.__name__
-            ]
-    return found
+    """Return every format by its name."""
+    # Imported late: pyarrow takes its time, and most runs read no trace.
+    from lm_eval_moecache.trace.formats import arrays, lines, parquet, route_trace
+
+    kinds: tuple[type[TraceFormat], ...] = (
+        *(lines.Activations, arrays.Array, lines.CacheLab, lines.Colibri, lines.Lattice),
+        *(lines.Megatron, parquet.Parquet, route_trace.RouteTrace, arrays.SGLang),
+        *(lines.TokenJsonl, arrays.VLLM),
+    )
+    return {kind.name: kind for kind in kinds}
 
 
 def find_format(file: str) -> str:
@@ -45,25 +43,23 @@ def find_format(file: str) -> str:
     Its content tells it. A file that looks like none has to fit the only format of its suffix,
     whose reader then says what is wrong. ValueError where there is none.
     """
-    path = Path(file)
-    is_folder = os.path.isdir(file)
-    if not is_folder and path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"trace {file!r}: the suffix {path.suffix!r} is not known. Allowed: "
-            f"{', '.join(SUFFIXES)}."
-        )
+    path = head_of = Path(file)
+    is_folder = os.path.isdir(file)  # False for a name that no file can have
     if is_folder:
         files = sorted(path.glob("*.json"))
         if not files:
             raise ValueError(f"trace {file!r}: a folder of responses has .json files in it.")
         head_of = files[0]
-    else:
-        head_of = path
+    elif path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"trace {file!r}: the suffix {path.suffix!r} is not known. Allowed: "
+            f"{', '.join(SUFFIXES)}."
+        )
     with open_file(head_of, f"trace {file!r}", MOST_BYTES) as opened:
         head = opened.read(HEAD_BYTES)
     known = trace_formats()
     for name, kind in known.items():
-        if (kind.reads_folders or not is_folder) and kind.sniff(head, head_of):
+        if (kind.reads_folders or not is_folder) and kind.sniff(head):
             return name
     by_suffix = [name for name, kind in known.items() if head_of.suffix in kind.suffixes]
     if len(by_suffix) == 1 and not is_folder:
@@ -100,3 +96,15 @@ def load_trace(
         check_file(path, f"trace {file!r}", MOST_BYTES)
     options = Options(expert_bytes=expert_bytes, top_k=top_k, logits=logits, predicted=predicted)
     return kind.read(path, options)
+
+
+def open_any(
+    file: str, *, logits: bool = False, predicted: bool = False, expert_bytes: int | None = None
+) -> Trace | StreamedTrace:
+    """As `load_trace`; a large file of our own is opened, to be read while it is replayed."""
+    from lm_eval_moecache.trace.file import open_trace
+
+    path = Path(file)
+    if path.suffix == ".parquet" and is_file(path) and expert_bytes is None:
+        return open_trace(path, logits=logits, predicted=predicted)
+    return load_trace(file, logits=logits, predicted=predicted, expert_bytes=expert_bytes)

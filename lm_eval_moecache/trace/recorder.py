@@ -134,12 +134,7 @@ class Recorder:
         self._writer.begin_scan()
 
     def add(
-        self,
-        event: Event,
-        hidden: Tensor,
-        logits: Tensor,
-        rows: Rows,
-        predict: Predict,
+        self, event: Event, hidden: Tensor, logits: Tensor, rows: Rows, predict: Predict
     ) -> None:
         """Record one event before the policy sees it; `rows` picks the valid tokens."""
         ahead = range(event.layer + 1, event.layer + 1 + self.depth)

@@ -15,8 +15,7 @@ import numpy as np
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.trace.checks import check_rows
-from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints
+from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints, check_rows
 from lm_eval_moecache.trace.detail import Proposed
 from lm_eval_moecache.trace.drafting import Drafted
 

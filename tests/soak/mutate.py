@@ -23,16 +23,7 @@ from lm_eval_moecache.tune.study import open_study
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
-from tests.soak.corpus import (
-    BOARD,
-    CLAIMS,
-    EMULATED,
-    HARDWARE,
-    POLICY,
-    SPACE,
-    SWEEP,
-    arrays_of,
-)
+from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
 from tests.soak.judge import OBJECTIVE, READERS
 from tests.trace.test_trace import CSV, JSONL, ROUTED, forget, half_a_recording
 

@@ -50,8 +50,7 @@ def test_draft_is_dense_and_of_the_models_layers_width_and_vocabulary(
 
 
 @pytest.mark.parametrize(
-    "folder, module, first",
-    [(MODEL_DIR, "train", 0), (DRAFT_DIR, "draft", FIRST_STEP)],
+    "folder, module, first", [(MODEL_DIR, "train", 0), (DRAFT_DIR, "draft", FIRST_STEP)]
 )
 def test_training_record_names_the_command_and_has_every_step(
     folder: Path, module: str, first: int

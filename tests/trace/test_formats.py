@@ -21,13 +21,7 @@ from tests.engine import traces
 
 FOLDER = Path(__file__).parent / "formats"
 IDS = np.array(
-    [
-        [[1, 5], [0, 2]],
-        [[3, 1], [2, 7]],
-        [[5, 4], [7, 0]],
-        [[1, 2], [6, 0]],
-        [[2, 3], [0, 7]],
-    ]
+    [[[1, 5], [0, 2]], [[3, 1], [2, 7]], [[5, 4], [7, 0]], [[1, 2], [6, 0]], [[2, 3], [0, 7]]]
 )
 """[token, layer, expert] of every file: a prompt of three tokens, then two decode steps."""
 PHASED = ("route_trace.csv", "array.npz", "cache_lab.jsonl", "colibri.txt", "activations.csv")

@@ -19,9 +19,8 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.trace import stream
-from lm_eval_moecache.trace.file import read_trace
-from lm_eval_moecache.trace.stream import StreamedTrace, open_trace
+from lm_eval_moecache.trace import file
+from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
 from tests.conftest import Checkpoint
 from tests.engine import traces
 from tests.harness import make_instance
@@ -30,8 +29,8 @@ from tests.harness import make_instance
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Stream every trace, some rows at a time."""
-    monkeypatch.setattr(stream, "WHOLE_ROWS", 0)
-    monkeypatch.setattr(stream, "PART_ROWS", 17)
+    monkeypatch.setattr(file, "WHOLE_ROWS", 0)
+    monkeypatch.setattr(file, "PART_ROWS", 17)
     return monkeypatch
 
 
@@ -45,8 +44,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(rows=st.integers(1, 120))
 def test_parts_are_whole_passes_and_together_the_trace(recorded: Path, rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "WHOLE_ROWS", 0)
-        patch.setattr(stream, "PART_ROWS", rows)
+        patch.setattr(file, "WHOLE_ROWS", 0)
+        patch.setattr(file, "PART_ROWS", rows)
         opened = open_trace(recorded, logits=True, predicted=True)
         assert isinstance(opened, StreamedTrace)
         parts = list(opened.parts())
@@ -156,6 +155,6 @@ def test_the_command_streams_what_needs_no_future(
     words = ["replay", str(recorded), "--policy=specmd", "--capacity=50%", "--json"]
     assert main([*words, "--bound=false"]) == 0
     streamed = capsys.readouterr().out
-    in_parts.setattr(stream, "WHOLE_ROWS", 1 << 18)
+    in_parts.setattr(file, "WHOLE_ROWS", 1 << 18)
     assert main([*words, "--bound=false"]) == 0
     assert capsys.readouterr().out == streamed

@@ -25,9 +25,7 @@ from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 from tests.engine import traces
 
 FAST = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -80,12 +80,7 @@ def _figure_or_infinite(value: object) -> float:
 def hardware_schema(record: type[Any]) -> type[BaseModel]:
     """Return the schema of the profile's record: its fields are the file's, named once."""
     figure = Annotated[float, BeforeValidator(_figure)]
-    kinds: dict[str, Any] = {
-        "float": figure,
-        "float | None": figure | None,
-        "int": int,
-        "str": str,
-    }
+    kinds: dict[str, Any] = {"float": figure, "float | None": figure | None, "int": int, "str": str}
     found: dict[str, Any] = {}
     for field in fields(record):
         kind = kinds.get(str(field.type), dict[str, str] | str)

@@ -13,14 +13,16 @@ from lm_eval_moecache.trace.trace import Trace
 
 
 class Parquet(TraceFormat):
-    """What `trace=DIR` records."""
+    """This package's own, of `trace=DIR`: Parquet with all that a run can tell, or its stream."""
 
+    name = "parquet"
     suffixes = (".parquet", ".partial")
     holds = "weights, phases, requests, sizes; logits, predictions, drafts where recorded"
     says_sizes = True
+    written = True
 
     @classmethod
-    def sniff(cls, head: bytes, path: Path) -> bool:
+    def sniff(cls, head: bytes) -> bool:
         return head.startswith((b"PAR1", b"\xff\xff\xff\xff"))
 
     @classmethod
