@@ -1,8 +1,7 @@
 """Bad inputs in one table: what is given, and words that the refusal must have.
 
-To add one, add a row. `…` in the words stands for anything between them. `{trace}`, `{results}`, `{folder}` and `{text}` in a command are a sound
-trace, a folder of sound results, an empty folder, and a text;
-`{special}` holds pipes and devices, `{models}` folders of models that cannot be built.
+To add one, add a row, or a line of `commands.txt`. `…` in the words stands for anything between
+them; `{models}` holds folders of models that cannot be built.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -458,240 +458,18 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
     ({"routed_experts": ROUTED * 0}, "routed_experts[0, 0]: experts is [0, 0]"),
     ({"routed_experts": np.array([[[print]]])}, "no readable .npz: Object arrays cannot"),
 ]
-SPECIAL = "is no regular file"
-LIGHT: list[tuple[list[str], str]] = [
-    (["claims", "{special}/pipe.yaml"], SPECIAL),
-    (["claims", "/dev/zero"], SPECIAL),
-    (["replay", "--config={special}/pipe.yaml"], SPECIAL),
-    (["replay", "--config=/dev/zero"], SPECIAL),
-    (["replay", "{trace}", "--capacity={special}/pipe.json"], SPECIAL),
-    *(
-        (["replay", "{trace}", f"--warm={{special}}/{name}"], SPECIAL)
-        for name in ("pipe.json", "zero.json", "pipe.csv")
-    ),
-    *(
-        (["replay", f"{{special}}/{name}"], SPECIAL)
-        for name in ("pipe.csv", "zero.csv", "pipe.parquet", "zero.jsonl", "pipe.npz")
-    ),
-    (["profile", "use", "{special}/pipe.csv", "--out={folder}/x.json"], SPECIAL),
-    *(
-        (["replay", "{trace}", f"--seed={n}"], "in plain digits")
-        for n in ("0x10", "1_000", "\u0661\u0662")
-    ),
-    *(
-        (
-            ["eval", "--model_args", f"{key}={n}", "--tasks=tiny_arc"],
-            f"{key}={n!r} must be a number in plain digits",
-        )
-        for key, n in (("seed", "\u0661\u0662"), ("capacity", "1_0"))
-    ),
-    (["plan", "OLMoE-1B-7B", "--context=0"], "--context=0 must be a whole number"),
-    (["plan", "none"], "model='none' is not known. Allowed: DeepSeek-V2-Lite"),
-    (["plan", "OLMoE-1B-7"], "Did you mean 'OLMoE-1B-7B'"),
-    (["plan", "none.yaml"], "model='none.yaml': there is no such file"),
-    (["plan", LONG], "model="),
-    (["plan", "OLMoE-1B-7B", "--hardware=rtx-409"], "Did you mean 'rtx-4090'"),
-    (["plan", "OLMoE-1B-7B", "--bandwidth=5"], "bandwidth='5' has no unit"),
-    (["plan", "OLMoE-1B-7B", "--trace=none.parquet"], "there is no such file"),
-    (["plan", "Mixtral-8x7B", "--context=2000000"], "does not run on rtx-4090"),
-    (["reproduce", "specmd/figure_66"], "Did you mean 'specmd/figure_6'"),
-    (["reproduce", "specmd/figure_6", "--pretrained=./none"], "pretrained='./none': there is no"),
-    (["reproduce", "specmd/figure_6", "--jobs=0"], "--jobs=0 must be"),
-    (["reproduce", "specmd/figure_6", "--limit=0"], "limit=0 must be"),
-    (["reproduce", "specmd/figure_6", "--out={trace}/x"], "Not a directory"),
-    (["analyze", "localty"], "Did you mean 'locality'"),
-    *(
-        (["analyze", *options.split(), "--pretrained=nowhere"], words)
-        for options, words in (
-            ("locality --seeds=5", "seeds=5 has no effect on analyze locality"),
-            ("locality --capacity=25%", "capacity='25%' is one cache for all layers"),
-            ("locality --alpha=0.5", "alpha=0.5 has no effect on analyze locality"),
-            ("sensitivity --capacity=4/layer", "capacity='4/layer' has no effect"),
-            ("sensitivity --layer=0", "layer=0 has no effect on analyze sensitivity"),
-            ("sensitivity --lambda=0.5", "lambda=0.5 has no effect"),
-            ("sensitivity --seeds=0", "seeds=0 must be 1 or more"),
-            ("locality --policies=hobbit", "it belongs to analyze divergence"),
-            ("divergence --policies=hobit", "policy='hobit' is not known. Did you mean"),
-            ("divergence --capacity=25%", "but analyze divergence looks at a cache per layer"),
-            ("coactivation --capacity=4/layer", "it belongs to analyze divergence and locality"),
-            ("coactivation --alpha=2", "alpha=2.0 must be above 0 and at most 1"),
-            ("coactivation --k_max=0", "k_max=0 must be 1 or more"),
-        )
-    ),
-    (
-        ["analyze", "locality", "--pretrained=./none"],
-        "pretrained='./none': there is no such folder",
-    ),
-    (["profile", "buddies", "--pretrained=./none", "--out=x"], "pretrained='./none': there is no"),
-    (["profile", "use", "none", "--out=x.json"], "trace='none': there is no such file"),
-    (["profile", "use", "{trace}", "--out={folder}/x.txt"], "must end in .json"),
-    (["profile", "layer_sizes", "none.parquet", "--out={folder}/x.json"], "there is no such file"),
-    (["tune", "--out={folder}", "--pretrained=./none"], "pretrained='./none': there is no such"),
-    (["sweep", "none.yaml"], "there is no such file"),
-    (["sweep", LONG], "there is no such file"),
-    (["pack", "none"], "there is no such folder"),
-    (["pack", "{folder}"], "has nothing to pack"),
-    (["pack", "{folder}", "--undo"], "has nothing to unpack"),
-    (["completion", "fsh"], "fsh"),
-    (["policies", "lruu"], "Did you mean 'lru'"),
-    (["table", "{results}", "--each"], "--each goes with --write"),
-    (["table", "{folder}", "--write", "--each"], "has neither finished sweeps"),
-    (["claims", "none.yaml"], "there is no such file"),
-    (["claims", "{results}"], "claims file"),
-]
+
+
+def _commands(section: str) -> list[tuple[list[str], str]]:
+    """Return the commands of `commands.txt` below a line, each with the words of its refusal."""
+    text = Path(__file__).with_name("commands.txt").read_text().partition(section)[2]
+    rows = [line.partition(" => ") for line in text.partition("\n# ")[0].splitlines()[1:] if line]
+    return [(shlex.split(given.replace("{long}", LONG)), words) for given, _, words in rows]
+
+
+LIGHT = _commands("# Before torch is imported")
 """Commands that are refused before torch is imported, which takes seconds."""
-COMMANDS: list[tuple[list[str], str]] = [
-    (["compare", "{results}", "{results}", "--sigmas=-1"], "--sigmas=-1"),
-    (["compare", "{results}", "{results}", "--sigmas=inf"], "--sigmas=inf"),
-    (["compare", "{results}", "{results}", "--sigmas=nan"], "--sigmas=nan"),
-    (["compare", "{results}", "{results}", "--tolerance=inf"], "--tolerance="),
-    (["compare", "{results}", "{results}", "--tolerance=nan"], "--tolerance="),
-    (["compare", "{results}", "{results}", "--tolerance=1_0"], "--tolerance="),
-    (["compare", "{results}", "{results}", "--tolerance=-1"], "--tolerance="),
-    (["compare", "{results}", "{folder}"], "holds no results"),
-    (["compare", "{results}", LONG], "there is no such file"),
-    (["table", "{folder}"], "holds no results"),
-    (["table", "none"], "there is no such"),
-    (["table", "{results}", "--columns=polcy"], "column 'polcy' is not known"),
-    (["plot", "{folder}"], "holds no results"),
-    (["replay", "none.parquet"], "there is no such file"),
-    (["replay", LONG + ".parquet"], "there is no such file"),
-    (["replay", "{trace}", "--capacity="], "capacity"),
-    (["replay", "{trace}", "--capacity=1_0%"], "capacity"),
-    (["replay", "{trace}", "--bandwidth=inf"], "bandwidth"),
-    (["replay", "{trace}", "--seed=-1"], "seed"),
-    (["replay", "{trace}", "--policy=specmdd"], "Did you mean 'specmd'"),
-    (["replay", "{trace}", "--eviction=lruu"], "Did you mean 'lru'"),
-    (["replay", "{trace}", "--eviction.order=fifo"], "not used by"),
-    (["replay", "{trace}", "--prefetch=next_gate", "--prefetch.overfetch=.inf"], "overfetch"),
-    (
-        ["replay", "{trace}", "--prefetch=next_gate", "--prefetch.overfetch=[{{"],
-        "not readable YAML",
-    ),
-    (["replay", "{trace}", "--expert_bytes=5MB"], "says itself"),
-    (["replay", "{trace}", "--hardware=none.yaml"], "there is no such file"),
-    (["tune"], "--out must name a folder"),
-    *(
-        (["tune", "--out={folder}", option], words)
-        for option, words in (
-            ("--metric=evictions", "evictions"),
-            ("--model_args=eviction=lru", "'eviction' is searched"),
-            ("--model_args=scoring=scan", "'scoring' is searched"),
-            ("--model_args=emulate=OLMoE-1B", "Did you mean 'OLMoE-1B-7B'"),
-            ("--model_args=device", "'device' is not of the form"),
-            ("--model_args=batch_size=x", "batch_size='x' must be a whole number"),
-            ("--capacity=x", "capacity='x' is not a capacity"),
-            ("--capacity=1B", "too small for one expert"),
-            ("--hardware=x", "hardware='x' is not known"),
-            ("--bandwidth=x", "bandwidth='x'"),
-        )
-    ),
-    (["tune", "--out={folder}", "--budget=-1"], "budget=-1"),
-    (["tune", "--out={folder}", "--budget=inf"], "budget"),
-    (["tune", "--out={folder}", "--slack=1"], "slack=1"),
-    (["tune", "--out={folder}", "--timeout=0"], "timeout=0"),
-    (["tune", "--out={folder}", "--jobs=0"], "jobs=0"),
-    (["tune", "--out={folder}", "--jobs=1000000"], "jobs=1000000"),
-    (["tune", "--out={folder}", "--limit=-1"], "limit=-1"),
-    (["tune", "--out={folder}", "--metric=tok_per_ss"], "Did you mean 'tok_per_s'"),
-    (["tune", "--out={folder}", "--model_args=policy=specmd"], "is searched"),
-    (["polices"], "Did you mean 'policies'"),
-    (["profile", "hardwar"], "Did you mean 'hardware'"),
-    (["policies", "--config=none.yaml"], "there is no such file"),
-    (["replay", "x.parquet", "--config=none.yaml"], "none.yaml"),
-    (
-        ["replay", "{trace}", "--eviction=least_stale,lru", "--eviction.order=fifo"],
-        "eviction.order='fifo' is not used by eviction=lru",
-    ),
-    (["profile", "hardware", "--out={folder}/x.json"], "must end in .yaml"),
-    (["profile", "hardware", "--out={folder}/x.yaml", "--dtype=int8"], "dtype='int8'"),
-    (["profile", "hardware", "--out={folder}/x.yaml", "--device=gpu0"], "device='gpu0'"),
-    (["profile", "logit_range"], "--tasks"),
-    (["profile", "buddies", "--data={text}", "--out={folder}/x.json"], "must end in .safetensors"),
-    *(
-        (["profile", "buddies", "--out={folder}/x.safetensors", *options], words)
-        for options, words in (
-            ([], "give --tasks, --data or both"),
-            (["--data=gone.txt"], "data='gone.txt': there is no such file"),
-            (["--data={text}", "--alpha=1.5"], "alpha=1.5 must be above 0 and at most 1"),
-            (["--data={text}", "--alpha=[0.9,0.8]"], "or 8, one for each MoE layer"),
-            (["--data={text}", "--k_max=0"], "k_max=0 must be 1 or more"),
-            (["--data={text}", "--smoothing=-1"], "smoothing=-1.0 must be a number (finite"),
-            (["--data={text}", "--warmup_weight=2"], "warmup_weight=2.0 must lie between"),
-            (["--data={text}", "--max_tokens=3"], "never activated beside another"),
-        )
-    ),
-    *(
-        (
-            [
-                "profile",
-                "predictor",
-                "--pretrained=no/model",
-                "--data={text}",
-                "--out={folder}/x.safetensors",
-                option,
-            ],
-            words,
-        )
-        for option, words in (
-            ("--loss=mse", "loss='mse' is not known"),
-            ("--learning_rate=0", "learning_rate=0.0 must be above 0"),
-            ("--patience=0", "patience=0 must be 1 or more"),
-            ("--data=nowhere.txt", "data='nowhere.txt': there is no such file"),
-        )
-    ),
-    (["profile", "sensitivity", "--out={folder}/s.safetensors"], "give --tasks, --data or both"),
-    (["profile", "sensitivity", "--out=s.json", "--tasks=tiny_arc"], "must end in .safetensors"),
-    (
-        ["profile", "sensitivity", "--out={folder}/s.safetensors", "--tasks=tiny_arc", "--limit=0"],
-        "limit=0",
-    ),
-    (["policies", "--config=/dev/null"], SPECIAL),
-    (["plot", "{results}", "--group=polcy"], "group='polcy' is not known. Did you mean 'policy'"),
-    (["profile", "hardware", "--out={folder}/x.yaml", "--matmul=10000000"], "matmul=10000000 must"),
-    (["profile", "hardware", "--out={folder}/x.yaml", "--size=9000TB"], "bytes is more than"),
-    (["profile", "logit_range", "--tasks=tiny_arc", "--limit=0"], "limit=0 must be 1 or more"),
-    (["profile", "use", "{trace}", "--out=/proc/x.json"], "/proc/x.json: No such file"),
-    (["tune", "--out=/dev/null/x"], "/dev/null/x: Not a directory"),
-    (["analyze", "locality", "--layer=99", "--out={trace}/x"], "Not a directory"),
-    (["analyze", "locality", "--layer=99"], "layer=99 must lie between 0 and 7"),
-    (["analyze", "locality", "--capacity=999/layer"], "capacity='999/layer' asks for more than"),
-    (["profile", "buddies", "--data={special}/zero.txt", "--out={folder}/x.safetensors"], SPECIAL),
-    (["analyze", "coactivation", "--layer=8"], "layer=8 must lie between 0 and 7"),
-    (["analyze", "optimal_expert", "--rank=9"], "rank=9 must lie between 1"),
-    *(
-        (
-            [
-                "profile",
-                name,
-                "--pretrained=no/such",
-                "--data={text}",
-                "--out={folder}/x.safetensors",
-            ],
-            "pretrained='no/such' cannot be read: ",
-        )
-        for name in ("buddies", "data_aware", "predictor", "sensitivity")
-    ),
-    (
-        ["analyze", "sensitivity", "--pretrained=no/such", "--text={text}"],
-        "pretrained='no/such' cannot be read: ",
-    ),
-    (
-        [
-            "tune",
-            "--out={folder}/x",
-            "--pretrained=no/such",
-            "--tasks=tiny_arc",
-            "--metric=ttft_ms",
-        ],
-        "pretrained='no/such' cannot be read: ",
-    ),
-    (
-        ["profile", "hardware", "--out={folder}/x.yaml", "--policy=specmd"],
-        "policy='specmd' has no effect without pretrained=",
-    ),
-    *LIGHT,
-]
+COMMANDS = [*LIGHT, *_commands("# After it")]
 NASTY: tuple[Any, ...] = (
     math.inf,
     -math.inf,

@@ -1,10 +1,12 @@
-"""Gives bad inputs to the readers and commands, in this process and under a time guard."""
+"""Gives bad inputs and damaged files to readers and commands, in this process, under a guard."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,11 +41,15 @@ from lm_eval_moecache.sweep.replaying import check_trace_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.testing.contracts import GEOMETRY
+from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use
 from lm_eval_moecache.tune.measure import Objective
+from lm_eval_moecache.tune.space import read_space
 from lm_eval_moecache.tune.study import open_study
-from tests.soak.corpus import Bad
+from tests.engine import traces
+from tests.report.runs import leaderboard_of_four
+from tests.soak.corpus import Bad, table
 
 GUARD_S = 60
 OF_CELLS = {
@@ -65,6 +71,7 @@ OBJECTIVE = Objective(
 )
 CLEAR, ACCEPTED, UNCLEAR, TRACEBACK, HANG = "clear", "accepted", "unclear", "traceback", "hang"
 LEFT = "refused, but left a file"
+FAULTS = (TRACEBACK, HANG, UNCLEAR, ACCEPTED, LEFT)
 
 
 class HangError(BaseException):
@@ -85,12 +92,6 @@ def guarded(seconds: float = GUARD_S) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _read_space(path: Path) -> object:
-    from lm_eval_moecache.tune.space import read_space
-
-    return read_space(path)
 
 
 def _use_sweep(path: Path) -> object:
@@ -134,10 +135,6 @@ def _use_cells(path: Path) -> object:
     return report_claims.measure(Part.model_validate(OF_CELLS), path.parent)
 
 
-def _use_journal(path: Path) -> object:
-    return open_study(path.parent, OBJECTIVE, 0)
-
-
 def _use_trace(path: Path) -> object:
     trace = load_trace(str(path), logits=True, predicted=True)
     run = Setting(
@@ -154,7 +151,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "policy": ("x.yaml", lambda path: load_policy(str(path))),
     "hardware": ("x.yaml", lambda path: load_hardware(str(path))),
     "sweep": ("sweep.yaml", _use_sweep),
-    "space": ("space.yaml", _read_space),
+    "space": ("space.yaml", read_space),
     "board": ("table.yaml", lambda path: check(Board, read_yaml(path, str(path)), str(path))),
     "results": ("x.json", _use_results),
     "trace": ("x.parquet", _use_trace),
@@ -172,7 +169,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "front": ("front.json", _use_table),
     "cells": ("cells.json.gz", _use_cells),
     "packed": ("runs.jsonl.gz", _use_results),
-    "journal": ("study.journal", _use_journal),
+    "journal": ("study.journal", lambda path: open_study(path.parent, OBJECTIVE, 0)),
 }
 """Kind of file -> the name it is given, and what reads it."""
 
@@ -188,15 +185,12 @@ class Tally:
 
     def note(self, verdict: str, told: str) -> None:
         self.counts[verdict] += 1
-        if verdict not in (CLEAR,):
+        if verdict != CLEAR:
             self.problems.append(f"{verdict}: {told}")
 
     def line(self) -> str:
-        tried = sum(self.counts.values())
-        rest = ", ".join(
-            f"{n} {self.counts[n]}" for n in (CLEAR, TRACEBACK, HANG, UNCLEAR, ACCEPTED, LEFT)
-        )
-        return f"bad inputs: tried {tried}, {rest}"
+        rest = ", ".join(f"{name} {self.counts[name]}" for name in (CLEAR, *FAULTS))
+        return f"bad inputs: tried {sum(self.counts.values())}, {rest}"
 
 
 def says(text: str, words: str) -> bool:
@@ -219,6 +213,26 @@ def judged(act: Callable[[], object], words: str) -> tuple[str, str]:
     return ACCEPTED, ""
 
 
+def command(argv: list[str], words: str) -> tuple[str, str]:
+    """Run a command that has to end with exit code 2 and a message."""
+    said = io.StringIO()
+    try:
+        with guarded(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            code: object = main(argv)
+    except HangError:
+        return HANG, str(argv)
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        return TRACEBACK, f"{argv}: {type(error).__name__}: {error}"[:400]
+    text = said.getvalue()
+    if code == 0:
+        return ACCEPTED, str(argv)
+    if code != 2 or not says(text, words) or "Traceback" in text:
+        return UNCLEAR, f"{argv}: exit {code}: {text[-400:]}"
+    return CLEAR, text
+
+
 def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
     """Try one row of the table."""
     if bad.kind in ("arguments", "drafted"):
@@ -229,19 +243,22 @@ def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
 
         return judged(configure, bad.words)
     if bad.kind == "host":
-        given = {key: placed(value, places) for key, value in bad.given.items()}
+        given = {
+            key: value.format(**places) if str(value).startswith("{models}") else value
+            for key, value in bad.given.items()
+        }
         return judged(lambda: refused_model(given), bad.words)
     if bad.kind == "command":
         return command([word.format(**places) for word in bad.given], bad.words)
-    name, reader = READERS[bad.kind]
+    return read_bad(bad.kind, bad.given, folder, bad.words)
+
+
+def read_bad(kind: str, data: str | bytes, folder: Path, words: str) -> tuple[str, str]:
+    """Let the reader of this kind read a file with these contents."""
+    name, reader = READERS[kind]
     path = folder / name
-    path.write_bytes(bad.given if isinstance(bad.given, bytes) else bad.given.encode())
-    return judged(lambda: reader(path), bad.words)
-
-
-def placed(value: Any, places: dict[str, str]) -> Any:
-    """Fill in a place that a value begins with."""
-    return value.format(**places) if isinstance(value, str) and value.startswith("{") else value
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return judged(lambda: reader(path), words)
 
 
 def refused_model(given: dict[str, Any]) -> None:
@@ -263,26 +280,6 @@ def refused_model(given: dict[str, Any]) -> None:
     raise ValueError(alone)
 
 
-def command(argv: list[str], words: str) -> tuple[str, str]:
-    """Run a command that has to end with exit code 2 and a message."""
-    said, printed = io.StringIO(), io.StringIO()
-    try:
-        with guarded(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
-            code: object = main(argv)
-    except HangError:
-        return HANG, str(argv)
-    except SystemExit as error:
-        code = error.code
-    except BaseException as error:
-        return TRACEBACK, f"{argv}: {type(error).__name__}: {error}"[:400]
-    text = said.getvalue()
-    if code == 0:
-        return ACCEPTED, str(argv)
-    if code != 2 or not says(text, words) or "Traceback" in text:
-        return UNCLEAR, f"{argv}: exit {code}: {text[-400:]}"
-    return CLEAR, text
-
-
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Keep warnings of files that are left out off the screen."""
@@ -293,7 +290,33 @@ def silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def describe(bad: Bad) -> str:
-    if isinstance(bad.given, dict):
-        return ", ".join(f"{key}={str(value)[:40]}" for key, value in bad.given.items())
-    return f"{bad.kind}: {str(bad.given)[:160]}"
+def places_in(folder: Path) -> dict[str, str]:
+    """Make the sound files that commands are given."""
+    places = {name: folder / name for name in ("traces", "folder", "special", "models")}
+    for place in (*places.values(), folder / "results"):
+        place.mkdir()
+    for suffix in ("yaml", "json", "csv", "jsonl", "npz", "parquet", "txt"):
+        os.mkfifo(places["special"] / f"pipe.{suffix}")
+        (places["special"] / f"zero.{suffix}").symlink_to("/dev/zero")
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    for name, changes in (("negative", {"num_experts": -1}), ("binary", {})):
+        (places["models"] / name).mkdir()
+        (places["models"] / name / "config.json").write_text(json.dumps({**config, **changes}))
+    (places["models"] / "binary" / "pytorch_model.bin").write_bytes(b"not a checkpoint")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(f"Some words to read: {number}." for number in range(20)))
+    places |= {"text": text, "trace": traces.record(places["traces"])[0]}
+    places["results"] = leaderboard_of_four(folder / "results")
+    return {name: str(path) for name, path in places.items()}
+
+
+def try_table(folder: Path, tally: Tally) -> None:
+    """Try every row of the table of bad inputs."""
+    places = places_in(folder)
+    with silent():
+        for bad in table():
+            verdict, told = judge(bad, folder, places)
+            left = [*Path(places["folder"]).iterdir()]
+            verdict = LEFT if verdict == CLEAR and left else verdict
+            given = f"{bad.kind}: {str(bad.given)[:160]}"
+            tally.note(verdict, f"{given}: wanted {bad.words!r}: {told}, left {left}")

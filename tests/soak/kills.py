@@ -3,21 +3,358 @@
     make kills TIMES=10
 
 SIGKILL goes to the command alone, whose workers have to end by themselves; SIGINT goes to its whole
-process group, as a terminal sends it. Each command then runs again to its end, as it says.
+process group, as a terminal sends it. Each command then runs again to its end, as it says. Each
+runs in a process, and a process group, of its own, forked from a server that has imported torch and
+lm-eval before: so that kills meet the command's work and not Python's imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import json
+import multiprocessing
+import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.soak.victims import Command, Fault, commands
+import numpy as np
+import yaml
+
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.records.files import PART
+from lm_eval_moecache.trace.file import read_trace
+from lm_eval_moecache.trace.partial import SUFFIX
+
+LONGEST_S = 600
+LONGEST_LEFT_S = 20
+"""In which workers notice that they are alone."""
+PLACE = "pretrained=tiny,capacity=25%"
+POLICIES = ["on_demand", "specmd", "pruning", "cumsum"]
+SPACE = {
+    "routing": {"standard": {}, "cumsum": {"p": [0.5, 0.8]}},
+    "prefetch": {"none": {}},
+    "eviction": {"lru": {}, "fifo": {}},
+    "miss": {"fetch": {}},
+}
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["tests.soak.warm"])
+
+
+class Fault(AssertionError):
+    """What a kill must not do."""
+
+
+def require(holds: bool, what: object) -> None:
+    if not holds:
+        raise Fault(str(what))
+
+
+class Ended(NamedTuple):
+    """A command that was ended, or has ended: its exit code and what it said."""
+
+    code: int
+    out: str
+    err: str
+    was_killed: bool
+    seconds: float
+    """From its start to its end."""
+    seconds_left: float
+    """Of these, those after the signal."""
+
+
+def play(argv: Sequence[str], folder: str, out: str, err: str, cold: bool) -> None:
+    """Be the command, as an entry point is, in this forked process."""
+    from tests.soak.warm import warm_workers
+
+    os.setpgrp()
+    if not cold:
+        warm_workers()
+    os.chdir(folder)
+    # The second tells that this group is there and may be killed.
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    try:
+        code: Any = main(argv)
+    except SystemExit as ended:
+        code = ended.code or 0
+    # What Python does at a process' end, and multiprocessing leaves out.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def processes_of(group: int) -> list[int]:
+    """Return the processes of a group that still run (Linux)."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = place.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if state != "Z" and int(its_group) == group:
+            found.append(int(place.parent.name))
+    return found
+
+
+class Command(ABC):
+    """One command in a folder of its own, and what has to be true after a kill and after a rerun.
+
+    `reference` is the folder of an undisturbed run, `seconds` what the fastest took so far.
+    """
+
+    name: str
+    resumes: str
+    """Of the line that an interrupt ends with."""
+    reference: Path
+    seconds: float
+    cold: bool = False
+    """Workers of its pools begin with Python's imports, as a user's do."""
+
+    @abstractmethod
+    def argv(self, folder: Path) -> list[str]:
+        """Return the command, after what it needs is written."""
+
+    @abstractmethod
+    def check_killed(self, folder: Path, ended: Ended) -> Any:
+        """Raise Fault where something is lost; return what the rerun has to keep."""
+
+    @abstractmethod
+    def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
+        """Raise Fault where something is lost or doubled once the command ran to its end."""
+
+    def start(self, folder: Path, kill_after_s: float | None, number: int = 0) -> Ended:
+        """Run the command, and send it a signal after this time if it still runs then."""
+        out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
+        for said in (out, err):
+            said.unlink(missing_ok=True)
+        places = str(folder), str(out), str(err)
+        child = WARM.Process(target=play, args=(self.argv(folder), *places, self.cold))
+        child.start()
+        while not err.exists():
+            time.sleep(0.001)
+        begin = killed = time.monotonic()
+        child.join(kill_after_s)
+        was_killed = child.is_alive()
+        assert child.pid is not None
+        if was_killed:
+            (os.kill if number == signal.SIGKILL else os.killpg)(child.pid, number)
+            killed = time.monotonic()
+        child.join(LONGEST_S)
+        end = time.monotonic()
+        require(child.exitcode is not None, f"it still runs {LONGEST_S} s later")
+        while (left := processes_of(child.pid)) and time.monotonic() < end + LONGEST_LEFT_S:
+            time.sleep(0.02)
+        require(not left, f"processes left after {LONGEST_LEFT_S} s: {left}")
+        told = out.read_text(errors="replace"), err.read_text(errors="replace")
+        return Ended(child.exitcode or 0, *told, was_killed, end - begin, end - killed)
+
+    def measure(self, folder: Path) -> None:
+        """Run it undisturbed."""
+        folder.mkdir()
+        ended = self.start(folder, None)
+        self.seconds, self.reference = ended.seconds, folder
+        require(ended.code == 0, ended.err[-2000:])
+
+    def kill(self, folder: Path, moment: float, number: int) -> float | None:
+        """Kill it at a share of its time and run it again.
+
+        Returns how long it went on after the signal; None where it was over before.
+        """
+        folder.mkdir()
+        ended = self.start(folder, moment * self.seconds, number)
+        if not ended.was_killed or ended.code == 0:
+            # Slower before, on a machine that others use: no moment is to lie behind its end.
+            self.seconds = min(self.seconds, ended.seconds)
+            return None
+        if number == signal.SIGINT:
+            lines = [line for line in ended.err.splitlines() if "interrupted." in line]
+            require(ended.code == 130, f"exit {ended.code}: {ended.err[-2000:]}")
+            require(len(lines) == 1 and self.resumes in lines[0], ended.err[-2000:])
+            require("Traceback" not in ended.err, ended.err[-3000:])
+        kept = self.check_killed(folder, ended)
+        again = self.start(folder, None)
+        require(again.code == 0, again.err[-2000:])
+        self.check_rerun(folder, again, kept)
+        return ended.seconds_left
+
+
+def scores_of(folder: Path) -> Any:
+    """Return the scores of the one results file of lm-eval; figures of speed are apart."""
+    [path] = folder.rglob("results_*.json")
+    found = json.loads(path.read_text())["results"]
+    return {
+        task: {key: value for key, value in row.items() if key.startswith("acc")}
+        for task, row in found.items()
+    }
+
+
+def routed(path: Path) -> Sequence[Any]:
+    """Return the experts of each row of each event of a trace."""
+    trace = read_trace(path)
+    return np.split(np.asarray(trace.columns.experts), trace.row_bounds[1:-1])
+
+
+def passes_of(path: Path, count: int) -> int:
+    """Return how many passes answer the first requests; choices of one token share a pass."""
+    each = sorted(sorted(request.passes) for request in read_trace(path).requests)
+    return len({number for passes in each[:count] for number in passes})
+
+
+class Eval(Command):
+    """A run through lm-eval, on the modelled clock with a trace or on the machine's own."""
+
+    resumes = "begins anew"
+
+    def __init__(self, name: str, extra: str, limit: int) -> None:
+        self.name, self.extra, self.limit = name, extra, limit
+
+    def argv(self, folder: Path) -> list[str]:
+        arguments = f"{PLACE},{self.extra}"
+        return (
+            f"eval --model_args {arguments} --tasks tiny_arc --limit {self.limit} "
+            f"--output_path {folder / 'out'} --device cpu"
+        ).split()
+
+    def check_killed(self, folder: Path, ended: Ended) -> Any:
+        """Every request that the progress bar has told finished is in the recording."""
+        shown = [int(n) for n in re.findall(r"loglikelihood requests:.*?(\d+)/\d+", ended.err)]
+        if "trace=" not in self.extra or not shown or not shown[-1]:
+            return None  # an interrupt before the first request is finished leaves no file
+        recordings = list((folder / "traces").glob("*"))
+        require(bool(recordings), f"{shown[-1]} requests were finished and no recording is there")
+        return {path.name: path.read_bytes() for path in recordings}, shown[-1]
+
+    def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
+        # What was killed while it wrote its last file may have finished that.
+        results = sorted(folder.rglob("results_*.json"))
+        for older in results[:-1]:
+            older.unlink()
+        require(bool(results), "no results")
+        require(scores_of(folder) == scores_of(self.reference), "other scores than undisturbed")
+        store = folder / "store"
+        litter = list(store.iterdir()) if store.exists() else []
+        require(not litter, f"litter: {litter}")
+        if "trace=" not in self.extra:
+            return
+        [whole] = (self.reference / "traces").iterdir()
+        expected = routed(whole)
+        traces = sorted((folder / "traces").iterdir())
+        require(all(path.suffix == ".parquet" for path in traces), f"litter: {traces}")
+        for path in traces:
+            found = routed(path)
+            same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=False))
+            require(same and len(found) <= len(expected), f"{path.name} is not what was routed")
+        require(len(routed(traces[-1])) == len(expected), f"{traces[-1].name} is not whole")
+        if kept is not None and kept[1] > 0:
+            needed = passes_of(whole, kept[1])
+            require(len(traces) == 2, f"recordings: {traces}, where {kept[1]} were finished")
+            passes = read_trace(traces[0]).num_passes
+            require(passes >= needed, f"{passes} of {needed} passes of {kept[1]} requests kept")
+
+
+class Kept(Command):
+    """A command that keeps finished runs as records, and goes on with the others."""
+
+    out: str
+
+    def runs(self, folder: Path) -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in (folder / self.out / "runs").glob("*.json")}
+
+    def check_killed(self, folder: Path, ended: Ended) -> Any:
+        runs = self.runs(folder)
+        hashes = [json.loads(text)["configuration_hash"] for text in runs.values()]
+        require(len(set(hashes)) == len(hashes), "a run is there twice")
+        require(not (folder / self.out / "failed").exists(), "a kill counts as a failed run")
+        return runs
+
+    def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
+        runs = self.runs(folder)
+        changed = [name for name, text in kept.items() if runs.get(name) != text]
+        require(not changed, f"finished runs were lost or ran again: {changed}")
+        litter = [p for p in (folder / self.out).rglob("*") if p.name.endswith((PART, SUFFIX))]
+        require(not litter, f"litter: {litter}")
+        self.check_whole(folder, runs, kept, json.loads(ended.out))
+
+    @abstractmethod
+    def check_whole(
+        self, folder: Path, runs: dict[str, bytes], kept: dict[str, bytes], told: Any
+    ) -> None:
+        """Compare what is there at the end with the undisturbed run, and with what was told."""
+
+
+class Sweep(Kept):
+    name, resumes, out = "sweep, 2 jobs", "goes on with the others", "experiment"
+
+    def argv(self, folder: Path) -> list[str]:
+        path = folder / self.out / "sweep.yaml"
+        path.parent.mkdir(exist_ok=True)
+        base = {"pretrained": "tiny", "hardware": "h200", "device": "cpu"}
+        grid = {"policy": POLICIES, "capacity": ["25%", "50%"]}
+        sweep = {"tasks": "tiny_arc", "limit": 4, "jobs": 2, "base": base, "grid": grid}
+        path.write_text(yaml.safe_dump(sweep))
+        return ["sweep", str(path), "--json"]
+
+    def check_whole(
+        self, folder: Path, runs: dict[str, bytes], kept: dict[str, bytes], told: Any
+    ) -> None:
+        expected = self.runs(self.reference)
+        require(runs.keys() == expected.keys(), f"runs: {sorted(runs)}")
+        require(len(told["skipped"]) == len(kept), f"skipped {told['skipped']} of {sorted(kept)}")
+        require(len(told["done"]) == len(runs) - len(kept), f"done: {told['done']}")
+        for name, text in runs.items():
+            same = json.loads(text)["results"] == json.loads(expected[name])["results"]
+            require(same, f"{name}: other results than undisturbed")
+
+
+class Tune(Kept):
+    """On a small random model: two dozen runs take as long as two of the shipped one."""
+
+    name, resumes, out = "tune", "goes on with the search", "found"
+
+    def argv(self, folder: Path) -> list[str]:
+        (folder / "space.yaml").write_text(yaml.safe_dump(SPACE))
+        model = folder.parent / "model"
+        if not model.exists():
+            # Imported late: only this command needs torch here.
+            from tests.models import save_model
+
+            save_model(model, "olmoe")
+        return (
+            f"tune --out {folder / self.out} --tasks tiny_arc --limit 2 --metric ttft_ms --json "
+            f"--pretrained {model} --space {folder / 'space.yaml'} --trials 4 --jobs 2 "
+            "--model_args device=cpu"
+        ).split()
+
+    def check_whole(
+        self, folder: Path, runs: dict[str, bytes], kept: dict[str, bytes], told: Any
+    ) -> None:
+        [whole] = self.reference.rglob("front.json")
+        expected = json.loads(whole.read_text())
+        shipped = {e["name"]: (e["accuracy"], e["speed"]) for e in expected["shipped"]}
+        found = {e["name"]: (e["accuracy"], e["speed"]) for e in told["shipped"]}
+        require(len(told["shipped"]) == len(found), "a composition is there twice")
+        require(found == shipped, "other figures of the compositions than undisturbed")
+        require(told["trials"].get("running", 0) == 0, f"open trials: {told['trials']}")
+
+
+def commands() -> list[Command]:
+    """Return the commands that are killed."""
+    return [
+        Eval("traced run", "policy=specmd,hardware=h200,trace=traces", limit=6),
+        Sweep(),
+        Tune(),
+        Eval("wall clock", "policy=on_demand,clock=wall,store=disk,store_dir=store", limit=6),
+    ]
+
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT)
 

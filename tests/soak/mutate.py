@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
-from tests.soak.judge import OBJECTIVE, READERS
+from tests.soak.judge import ACCEPTED, CLEAR, OBJECTIVE, READERS, UNCLEAR, Tally, read_bad, silent
 from tests.trace.test_trace import CSV, JSONL, ROUTED, forget, half_a_recording
 
 WRONG: tuple[Any, ...] = (
@@ -44,31 +45,35 @@ class Damaged(NamedTuple):
 
 def sound_files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of one sound file of every kind."""
+    for name in ("t", "p", "j"):
+        (folder / name).mkdir()
     write_artifact(folder / "a.safetensors", make())
-    (folder / "t").mkdir()
-    (folder / "p").mkdir()
+    write_artifact(folder / "d.safetensors", artifact_for(DATA_AWARE, GEOMETRY))
     trace, _ = traces.record(folder / "t")
+    write_use(folder / "u.json", use_of(load_trace(str(trace))))
     forget(half_a_recording(folder / "p", keep_until=2))
     [partial] = (folder / "p").iterdir()
-    texts = {"policy": POLICY, "hardware": HARDWARE, "sweep": SWEEP, "space": SPACE, "board": BOARD}
-    texts |= {"csv": CSV, "jsonl": JSONL, "results": json.dumps(record("a"))}
-    (folder / "j").mkdir()
     study = open_study(folder / "j", OBJECTIVE, 0)
     study.tell(study.ask(), [0.5, 1.0])
-    write_artifact(folder / "d.safetensors", artifact_for(DATA_AWARE, GEOMETRY))
-    write_use(folder / "u.json", use_of(load_trace(str(trace))))
+    texts = {"policy": POLICY, "hardware": HARDWARE, "sweep": SWEEP, "space": SPACE, "board": BOARD}
+    texts |= {"csv": CSV, "jsonl": JSONL, "results": json.dumps(record("a"))}
     texts |= {"claims": CLAIMS, "emulated": EMULATED}
-    return {
+    files = {
+        "use": folder / "u.json",
+        "data_aware": folder / "d.safetensors",
+        "journal": folder / "j" / "study.journal",
+        "trace": trace,
+        "partial": partial,
+        "artifact": folder / "a.safetensors",
+    }
+    sound = {
         **{kind: text.encode() for kind, text in texts.items()},
         **{kind: _dumped(kind, data) for kind, data in FOUND.items()},
-        "use": (folder / "u.json").read_bytes(),
-        "data_aware": (folder / "d.safetensors").read_bytes(),
-        "journal": (folder / "j" / "study.journal").read_bytes(),
-        "trace": trace.read_bytes(),
+        **{kind: path.read_bytes() for kind, path in files.items()},
         "npz": arrays_of(routed_experts=ROUTED),
-        "partial": partial.read_bytes(),
-        "artifact": (folder / "a.safetensors").read_bytes(),
     }
+    assert sound.keys() == READERS.keys()
+    return sound
 
 
 CLOSED = ("policy", "hardware", "sweep", "space", "board", "claims", "use")
@@ -111,41 +116,54 @@ def damage(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
     """Do one thing to a sound file."""
     if kind in (*CLOSED, *JSONS, "emulated") and rng.random() < 0.6:
         return _structure(kind, sound, rng)
-    way: Callable[[str, bytes, np.random.Generator], Damaged] = _BYTES[rng.integers(len(_BYTES))]
-    return way(kind, sound, rng)
+    place, length = int(rng.integers(0, len(sound))), int(rng.integers(1, 64))
+    match rng.integers(4):
+        case 0:
+            flipped = bytearray(sound)
+            places = rng.integers(0, len(sound), rng.integers(1, 9)).tolist()
+            for each in places:
+                flipped[each] ^= int(rng.integers(1, 256))
+            how, data = f"flipped {sorted(places)}", bytes(flipped)
+        case 1:
+            how, data = f"cut at {place}", sound[:place]
+        case 2:
+            how, data = (
+                f"{length} bytes at {place}",
+                sound[:place] + rng.bytes(length) + sound[place:],
+            )
+        case _:
+            how, data = (
+                f"without {length} bytes at {place}",
+                sound[:place] + sound[place + length :],
+            )
+    # A trace says at its end that it is whole.
+    must_be_refused = kind in CHECKED or (kind == "trace" and how.startswith("cut"))
+    return Damaged(kind, how, data, must_be_refused and data != sound)
 
 
 def _structure(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    data = _loaded(kind, sound)
-
-    def dump(data: Any) -> bytes:
-        return _dumped(kind, data)
-
+    if kind in JSONS:
+        data = json.loads(gzip.decompress(sound) if kind in COMPRESSED else sound)
+    else:
+        data = yaml.safe_load(sound)
     places = list(_places(data))
     holder, key, path = places[rng.integers(len(places))]
     choice = rng.integers(4)
     if choice == 0 and isinstance(holder, dict):
         del holder[key]
-        return Damaged(kind, f"without {path}", dump(data), False)
+        return Damaged(kind, f"without {path}", _dumped(kind, data), False)
     if choice == 1 and isinstance(data, dict):
         data["unheard_of"] = 1
-        return Damaged(kind, "an unknown field", dump(data), kind in CLOSED)
+        return Damaged(kind, "an unknown field", _dumped(kind, data), kind in CLOSED)
     if choice == 2 and isinstance(data, dict):
         name = next(iter(data))
-        twice = (
-            _packed(kind, json.dumps(data)[:-1] + f', "{name}": 1}}')
-            if kind in JSONS
-            else dump(data) + f"{name}: 1\n".encode()
-        )
+        if kind in JSONS:
+            twice = _packed(kind, json.dumps(data)[:-1] + f', "{name}": 1}}')
+        else:
+            twice = _dumped(kind, data) + f"{name}: 1\n".encode()
         return Damaged(kind, f"{name} twice", twice, True)
     holder[key] = WRONG[rng.integers(len(WRONG))]
-    return Damaged(kind, f"{path}={str(holder[key])[:40]}", dump(data), False)
-
-
-def _loaded(kind: str, sound: bytes) -> Any:
-    if kind not in JSONS:
-        return yaml.safe_load(sound)
-    return json.loads(gzip.decompress(sound) if kind in COMPRESSED else sound)
+    return Damaged(kind, f"{path}={str(holder[key])[:40]}", _dumped(kind, data), False)
 
 
 def _dumped(kind: str, data: Any) -> bytes:
@@ -158,7 +176,7 @@ def _packed(kind: str, text: str) -> bytes:
     return gzip.compress(text.encode(), mtime=0) if kind in COMPRESSED else text.encode()
 
 
-def _places(data: Any, path: str = "") -> Any:
+def _places(data: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
     items = data.items() if isinstance(data, dict) else enumerate(data)
     for key, value in list(items):
         yield data, key, f"{path}.{key}"
@@ -166,38 +184,22 @@ def _places(data: Any, path: str = "") -> Any:
             yield from _places(value, f"{path}.{key}")
 
 
-def _flip(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    data = bytearray(sound)
-    places = rng.integers(0, len(data), rng.integers(1, 9))
-    for place in places:
-        data[place] ^= int(rng.integers(1, 256))
-    # Numbers and names of an artifact stand under its checksum, whichever byte it is.
-    changed = bytes(data) != sound
-    return Damaged(
-        kind, f"flipped {sorted(places.tolist())}", bytes(data), kind in CHECKED and changed
-    )
+def damages(folder: Path, seed: int) -> Iterator[Damaged]:
+    """Yield damaged files of every kind, without end."""
+    files = sorted(sound_files(folder).items())
+    rng = np.random.default_rng(seed)
+    for number in count():
+        yield damage(*files[number % len(files)], rng)
 
 
-def _cut(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    length = int(rng.integers(0, len(sound)))
-    binary = kind in ("trace", *CHECKED)
-    return Damaged(kind, f"cut at {length}", sound[:length], binary)
-
-
-def _insert(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    place, length = int(rng.integers(0, len(sound))), int(rng.integers(1, 64))
-    data = sound[:place] + rng.bytes(length) + sound[place:]
-    return Damaged(kind, f"{length} bytes at {place}", data, kind in CHECKED)
-
-
-def _drop(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
-    place, length = int(rng.integers(0, len(sound))), int(rng.integers(1, 64))
-    data = sound[:place] + sound[place + length :]
-    return Damaged(kind, f"without {length} bytes at {place}", data, kind in CHECKED)
-
-
-_BYTES = (_flip, _cut, _insert, _drop)
-assert set(READERS) == {
-    *(*CLOSED, *JSONS, *CHECKED),
-    *("emulated", "trace", "partial", "csv", "jsonl", "npz", "journal"),
-}
+def try_damaged(damaged: Damaged, folder: Path, tally: Tally) -> None:
+    """Read a damaged file. One that is still sound may be read; the others name their file."""
+    with silent():
+        name = READERS[damaged.kind][0]
+        verdict, told = read_bad(damaged.kind, damaged.data, folder, name)
+    if verdict == UNCLEAR and (damaged.kind == "sweep" or "=" in told):
+        verdict = CLEAR  # names the field instead; a sweep's cells are named by who checks them
+    if verdict == ACCEPTED and not damaged.must_be_refused:
+        tally.still_sound += 1
+    else:
+        tally.note(verdict, f"{damaged.kind} {damaged.how}: {told}")

@@ -11,12 +11,13 @@ import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
-from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
@@ -103,17 +104,6 @@ class Built:
 
 
 @dataclass
-class Composed:
-    """A policy whose evictions are watched."""
-
-    phases: str
-    routing: Any
-    prefetch: Any
-    eviction: Any
-    miss: Any
-
-
-@dataclass
 class Case:
     """One random run: everything about it follows from its seed."""
 
@@ -125,8 +115,7 @@ class Case:
     hardware: Hardware
 
     def __str__(self) -> str:
-        axes = ("routing", "prefetch", "eviction", "miss")
-        names = " ".join(f"{axis}={getattr(self.policy, axis).name}" for axis in axes)
+        names = " ".join(f"{axis}={getattr(self.policy, axis).name}" for axis in AXES)
         return f"seed={self.seed} {names} phases={self.policy.phases} capacity={self.capacity}"
 
 
@@ -136,7 +125,7 @@ def draw(seed: int) -> Case:
     while True:
         try:
             case = _drawn(seed, rng)
-            for axis in ("routing", "prefetch", "eviction", "miss"):
+            for axis in AXES:
                 getattr(case.policy, axis).build(case.geometry, seed)
             parse_capacity(case.capacity, case.geometry)
         except ValueError:
@@ -185,15 +174,12 @@ def _drawn(seed: int, rng: np.random.Generator) -> Case:
 @cache
 def _online() -> dict[str, list[str]]:
     """Return the algorithms that can run without a future, a draft or an artifact of training."""
-    found: dict[str, list[str]] = {}
-    for axis in ("routing", "prefetch", "eviction", "miss"):
-        found[axis] = [
-            name
-            for name in algorithm_names(axis)
-            if not getattr(find_algorithm(axis, name), "is_offline", False)
-            and not getattr(find_algorithm(axis, name), "needs_draft", False)
-        ]
-    return found
+
+    def runs(axis: str, name: str) -> bool:
+        kind = find_algorithm(axis, name)
+        return not (getattr(kind, "is_offline", False) or getattr(kind, "needs_draft", False))
+
+    return {axis: [n for n in algorithm_names(axis) if runs(axis, n)] for axis in AXES}
 
 
 class Shadow:
@@ -203,27 +189,19 @@ class Shadow:
         self.case = case
         self.watches: list[Watch] = []
         policy, geometry = case.policy, case.geometry
-        composed: Any = Composed(
-            policy.phases,
-            policy.routing,
-            policy.prefetch,
-            Built(policy.eviction, self.watches),
-            policy.miss,
+        composed: Any = SimpleNamespace(
+            **{name: getattr(policy, name) for name in ("phases", *AXES)}
         )
-        self.limits = parse_capacity(case.capacity, geometry).bytes_by_partition
+        composed.eviction = Built(policy.eviction, self.watches)
+        capacity = parse_capacity(case.capacity, geometry)
+        self.limits = capacity.bytes_by_partition
         setting = Setting(
-            policy=composed,
-            capacity=parse_capacity(case.capacity, geometry),
-            hardware=case.hardware,
-            seed=case.seed,
+            policy=composed, capacity=capacity, hardware=case.hardware, seed=case.seed
         )
         self.engine = Engine(geometry, setting)
-        self.is_plain = (
-            (policy.routing.name, policy.prefetch.name, policy.miss.name)
-            == ("standard", "none", "fetch")
-        )  # fmt: skip
+        names = (policy.routing.name, policy.prefetch.name, policy.miss.name)
+        self.is_plain = names == ("standard", "none", "fetch")
         self.events = 0
-        self.seconds_on_link = 0.0
 
     def run(self) -> int:
         """Serve the passes of a case; return the number of events. Raises Violation."""
