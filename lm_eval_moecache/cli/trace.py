@@ -146,9 +146,7 @@ def _answers(trace: Trace, only_steps: bool) -> dict[str, str | None]:
 def _convert(arguments: Namespace) -> int:
     out = Path(arguments.out)
     kinds = [
-        kind
-        for kind in trace_formats().values()
-        if kind.written and kind.suffixes[0] == out.suffix
+        kind for kind in trace_formats().values() if kind.written and kind.suffixes[0] == out.suffix
     ]
     if not kinds:
         known = ", ".join(k.suffixes[0] for k in trace_formats().values() if k.written)
