@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ MOST_LANES = 1024
 RENAMED = {"a100-5gbps": "a100-5GBps"}
 """The name under which earlier releases recorded a profile -> its name now."""
 
-POSITIVE = ("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes")
-POSITIVE_OR_NONE = ("host_flops", "host_memory_bytes_per_s", "link_lane_bytes_per_s")
+POSITIVE = (
+    *("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"),
+    *("host_flops", "host_memory_bytes_per_s", "link_lane_bytes_per_s"),
+)
 _BY_BANDWIDTH = ("link_bytes_per_s", "link_efficiency", "link_lane_bytes_per_s")
 ZERO_OR_MORE = (
     *("link_latency_s", "kernel_overhead_s", "load_overhead_s_per_byte"),
@@ -61,25 +64,18 @@ class Hardware:
     source: dict[str, str] | str = ""
 
     def __post_init__(self) -> None:
-        for key in (*POSITIVE, *POSITIVE_OR_NONE):
+        def require(key: str, holds: Callable[[float], bool], rule: str) -> None:
             value = getattr(self, key)
-            if not (value is None and key in POSITIVE_OR_NONE) and not value > 0:
-                raise ValueError(f"hardware {self.name!r}: {key}={value!r} must be above 0.")
-        if not 0 < self.link_efficiency <= 1:
-            raise ValueError(
-                f"hardware {self.name!r}: link_efficiency={self.link_efficiency!r} must be above 0 "
-                "and at most 1."
-            )
-        if not 1 <= self.link_lanes <= MOST_LANES:
-            raise ValueError(
-                f"hardware {self.name!r}: link_lanes={self.link_lanes!r} must be 1 or more and at "
-                f"most {MOST_LANES}."
-            )
+            if value is not None and not holds(value):
+                raise ValueError(f"hardware {self.name!r}: {key}={value!r} must be {rule}.")
+
+        for key in POSITIVE:
+            require(key, lambda value: value > 0, "above 0")
         for key in ZERO_OR_MORE:
-            if not getattr(self, key) >= 0:
-                raise ValueError(
-                    f"hardware {self.name!r}: {key}={getattr(self, key)!r} must be 0 or more."
-                )
+            require(key, lambda value: value >= 0, "0 or more")
+        require("link_efficiency", lambda value: 0 < value <= 1, "above 0 and at most 1")
+        lanes = f"1 or more and at most {MOST_LANES}"
+        require("link_lanes", lambda value: 1 <= value <= MOST_LANES, lanes)
 
     @property
     def sources(self) -> dict[str, str]:
@@ -135,7 +131,16 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
         path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
         if path.stem not in profile_names():
             raise unknown("hardware", name, profile_names())
-    hardware = _read(path)
+    # Imported late: pydantic takes its time.
+    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas.inputs import hardware_schema
+
+    data = read_yaml(path, f"hardware={str(path)!r}")
+    if not isinstance(data, dict):
+        raise ValueError(f"hardware={str(path)!r} must hold a mapping of the profile's fields.")
+    hardware = Hardware(
+        **dict(check(hardware_schema(Hardware), data, f"hardware file {path.name}"))
+    )
     return hardware if bandwidth is None else hardware.with_bandwidth(bandwidth)
 
 
@@ -158,14 +163,3 @@ def on_disk(hardware: Hardware) -> Hardware:
         host_memory_bytes_per_s=None,
         source={**kept, **link},
     )
-
-
-def _read(path: Path) -> Hardware:
-    from lm_eval_moecache.records.schemas.base import check
-    from lm_eval_moecache.records.schemas.inputs import hardware_schema
-
-    data = read_yaml(path, f"hardware={str(path)!r}")
-    if not isinstance(data, dict):
-        raise ValueError(f"hardware={str(path)!r} must hold a mapping of the profile's fields.")
-    found = check(hardware_schema(Hardware), data, f"hardware file {path.name}")
-    return Hardware(**dict(found))

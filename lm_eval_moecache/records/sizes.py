@@ -8,24 +8,16 @@ gone.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lm_eval_moecache.records.files import read_json
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import read_count, read_number, shown
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 LAYER_SIZES = "experts_per_layer"
 """The field of a file of sizes by layer."""
 _PER_LAYER = "/layer"
@@ -109,7 +101,16 @@ class Capacity:
 def capacity_text(text: object) -> str:
     """Return what the user typed, with a file of sizes by layer replaced by what it says."""
     body = str(text).strip()
-    return spell(_read_sizes(body)) if body.endswith(".json") else body
+    if not body.endswith(".json"):
+        return body
+    data = read_json(body, f"capacity={body!r}")
+    sizes = data.get(LAYER_SIZES) if isinstance(data, dict) else None
+    if not isinstance(sizes, list) or not sizes or not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(
+            f"capacity={body!r}: {LAYER_SIZES}={sizes!r} must be a list of whole numbers, one for "
+            "each MoE layer and each 1 or more. `moecache profile layer_sizes` writes such a file."
+        )
+    return spell(sizes)
 
 
 def spell(sizes: list[int]) -> str:
@@ -117,63 +118,46 @@ def spell(sizes: list[int]) -> str:
     return f"[{','.join(map(str, sizes))}]{_PER_LAYER}"
 
 
-def _read_sizes(path: str) -> list[int]:
-    data = read_json(path, f"capacity={path!r}")
-    sizes = data.get(LAYER_SIZES) if isinstance(data, dict) else None
-    if not isinstance(sizes, list) or not sizes or not all(map(_is_size, sizes)):
-        raise ValueError(
-            f"capacity={path!r}: {LAYER_SIZES}={sizes!r} must be a list of whole numbers, one for "
-            "each MoE layer and each 1 or more. `moecache profile layer_sizes` writes such a file."
-        )
-    return sizes
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _parse_sizes(text: str) -> list[int] | None:
-    """Return the sizes in `[12,10,8]/layer`, or None where the text has another form."""
-    body = text.removesuffix(_PER_LAYER)
-    if body == text or not (body.startswith("[") and body.endswith("]")):
-        return None
-    parts = [part.strip() for part in body[1:-1].split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
-        raise ValueError(
-            f"capacity={text!r}: the sizes between the brackets must be whole numbers, one for "
-            "each MoE layer and each 1 or more, like '[12,10,8]/layer'."
-        )
-    return [int(part) for part in parts]
-
-
 def is_per_layer(text: object) -> bool:
+    """Whether a capacity asks for one cache for each layer."""
     return capacity_text(text).endswith(_PER_LAYER)
 
 
 def check_capacity(text: object) -> None:
     """Refuse what no model could make a capacity, before any model is looked at."""
+    _read(text)
+
+
+def _read(text: object) -> tuple[str, str, list[float]]:
+    """Return a capacity's text, what it counts, and how many; of slots, one number for each layer
+    where they differ."""
     body = capacity_text(text)
-    if _parse_sizes(body) is not None:
-        return
-    number = _bare_number(body)
+    if body.startswith("[") and body.endswith(f"]{_PER_LAYER}"):
+        parts = [part.strip() for part in body[1 : -len(_PER_LAYER) - 1].split(",")]
+        if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
+            raise ValueError(
+                f"capacity={body!r}: the sizes between the brackets must be whole numbers, one for "
+                "each MoE layer and each 1 or more, like '[12,10,8]/layer'."
+            )
+        return body, _PER_LAYER, [int(part) for part in parts]
+    number, count = _bare_number(body), body.removesuffix(_PER_LAYER)
     try:
         if number is not None:
-            read_count("capacity", number, least=1)
-            valid = True
-        elif body.endswith("%"):
-            valid = read_number("capacity", body[:-1], above=0, most=100) > 0
-        elif is_per_layer(body):
-            count = body[: -len(_PER_LAYER)]
-            valid = count.isascii() and count.isdigit() and read_count("capacity", count) > 0
-        else:
-            valid = parse_bytes(body, "capacity") > 0
+            whole = read_count("capacity", number, least=1)
+            return str(whole), "experts", [whole]
+        if body.endswith("%"):
+            return body, "%", [read_number("capacity", body[:-1], above=0, most=100)]
+        if count == body:
+            size = parse_bytes(body, "capacity")
+            return body, "bytes", [read_count("capacity", size, least=1, most=_MOST_BYTES)]
+        if count.isascii() and count.isdigit():
+            return body, _PER_LAYER, [read_count("capacity", count, least=1)]
     except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(
-            f"capacity={shown(text)} is not a capacity. Allowed: {CAPACITY_FORMS}; "
-            "above zero, and at most 100%."
-        )
+        pass
+    raise ValueError(
+        f"capacity={shown(text)} is not a capacity. Allowed: {CAPACITY_FORMS}; "
+        "above zero, and at most 100%."
+    )
 
 
 def check_sized(text: str, trace: str, option: str) -> None:
@@ -193,49 +177,41 @@ def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False)
     float of it (`51.0`). Raises ValueError where the form is wrong or the result cannot hold even
     one expert.
     """
-    check_capacity(text)
-    body = capacity_text(text)
-    number = _bare_number(body)
-    if number is not None:
-        body = str(int(number))
-    if is_per_layer(body):
-        return Capacity(text=body, bytes_by_partition=_bytes_by_layer(body, geometry))
-    if body.endswith("%"):
-        total = int(geometry.total_expert_bytes * float(body[:-1]) / 100)
-    elif number is not None:
-        total = int(number) * geometry.max_expert_bytes
+    body, unit, numbers = _read(text)
+    first = numbers[0]
+    if unit == _PER_LAYER:
+        slots = numbers if body.startswith("[") else numbers * geometry.num_layers
+        if len(slots) != geometry.num_layers:
+            raise ValueError(
+                f"capacity={body!r} has {len(slots)} sizes, but the model has "
+                f"{geometry.num_layers} MoE layers. Allowed: one size for each."
+            )
+        if max(slots) > geometry.num_experts:
+            raise ValueError(
+                f"capacity={body!r} asks for more than the {geometry.num_experts} experts that a "
+                "layer of this model has."
+            )
+        return _by_layer(body, geometry, slots)
+    if unit == "%":
+        total = int(geometry.total_expert_bytes * first / 100)
     else:
-        total = parse_bytes(body, "capacity")
+        total = int(first) * (geometry.max_expert_bytes if unit == "experts" else 1)
     if total < geometry.max_expert_bytes:
         raise ValueError(
             f"capacity={text!r} is {total} bytes, too small for one expert of "
             f"{geometry.max_expert_bytes} bytes. Allowed: {CAPACITY_FORMS}."
         )
-    if per_layer:
-        slots = total * geometry.num_experts // geometry.total_expert_bytes
-        if not slots:
-            raise ValueError(
-                f"capacity={text!r} is {total} bytes, too small for one expert in each of "
-                f"{geometry.num_layers} layers: this policy has a cache per layer."
-            )
-        sizes = tuple(slots * levels[0] for levels in geometry.expert_bytes)
-        return Capacity(text=body, bytes_by_partition=sizes)
-    return Capacity(text=body, bytes_by_partition=(total,))
+    if not per_layer:
+        return Capacity(text=body, bytes_by_partition=(total,))
+    each = total * geometry.num_experts // geometry.total_expert_bytes
+    if not each:
+        raise ValueError(
+            f"capacity={text!r} is {total} bytes, too small for one expert in each of "
+            f"{geometry.num_layers} layers: this policy has a cache per layer."
+        )
+    return _by_layer(body, geometry, [each] * geometry.num_layers)
 
 
-def _bytes_by_layer(text: str, geometry: Geometry) -> tuple[int, ...]:
-    """Return the bytes of each layer's own cache."""
-    slots = _parse_sizes(text)
-    if slots is None:
-        slots = [int(text[: -len(_PER_LAYER)])] * geometry.num_layers
-    if len(slots) != geometry.num_layers:
-        raise ValueError(
-            f"capacity={text!r} has {len(slots)} sizes, but the model has {geometry.num_layers} "
-            "MoE layers. Allowed: one size for each."
-        )
-    if max(slots) > geometry.num_experts:
-        raise ValueError(
-            f"capacity={text!r} asks for more than the {geometry.num_experts} experts "
-            "that a layer of this model has."
-        )
-    return tuple(n * levels[0] for n, levels in zip(slots, geometry.expert_bytes, strict=True))
+def _by_layer(text: str, geometry: Geometry, slots: Sequence[float]) -> Capacity:
+    sizes = (int(n) * levels[0] for n, levels in zip(slots, geometry.expert_bytes, strict=True))
+    return Capacity(text=text, bytes_by_partition=tuple(sizes))

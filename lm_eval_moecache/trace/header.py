@@ -214,11 +214,16 @@ def write_requests(requests: Sequence[RequestRecord]) -> bytes:
         document = () if r.document is None else (r.document, r.place)
         passes = [p.index for p in r.passes]
         rows.append((r.task, r.kind, r.prompt_tokens, r.output_tokens, passes, *document))
-    return write_rows(rows)
+    return _dumped(rows)
 
 
-def write_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
-    """Return the JSON of the metadata keys `moecache_scans` and `moecache_drafts`."""
+def write_settled(scans: Sequence[tuple[int, int]], drafts: Settled) -> dict[bytes, bytes]:
+    """Return the metadata keys `moecache_scans` and `moecache_drafts`, where there are any."""
+    told = {SCANS_KEY: scans, DRAFTS_KEY: drafts}
+    return {key: _dumped(rows) for key, rows in told.items() if rows}
+
+
+def _dumped(rows: Sequence[tuple[Any, ...]]) -> bytes:
     return json.dumps(list(rows), separators=(",", ":")).encode()
 
 

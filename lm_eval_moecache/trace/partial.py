@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,15 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.files import lock
-from lm_eval_moecache.trace.header import (
-    DRAFTS_KEY,
-    HEADER_KEY,
-    SCANS_KEY,
-    Settled,
-    check_seal,
-    sealed,
-    write_rows,
-)
+from lm_eval_moecache.trace.header import HEADER_KEY, Settled, check_seal, sealed, write_settled
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".partial"
@@ -46,18 +38,12 @@ _LEVEL = 9
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of a stream belongs to finished requests: its first batches, and its scans."""
+    """What of a stream belongs to finished requests: its first batches."""
 
     schema: Any
     num_batches: int
-    scans: tuple[tuple[int, int], ...]
-    drafts: tuple[tuple[int, int, int], ...] = ()
-
-    @property
-    def metadata(self) -> dict[bytes, bytes]:
-        """What the trace's metadata says beside the schema's."""
-        scans = {SCANS_KEY: write_rows(self.scans)} if self.scans else {}
-        return {**scans, **({DRAFTS_KEY: write_rows(self.drafts)} if self.drafts else {})}
+    metadata: Mapping[bytes, bytes]
+    """What the trace's metadata says beside the schema's."""
 
 
 class WholeWrites(io.FileIO):
@@ -101,7 +87,7 @@ def kept_batches(path: Path) -> Kept:
                     drafts += [(p, d, a) for p, d, a in json.loads(said.get(_DRAFTS, b"[]"))]
             if HEADER_KEY in (reader.schema.metadata or {}):
                 check_seal(path.name, reader.schema.metadata, reader.schema, num_rows=0)
-            return Kept(reader.schema, kept, tuple(scans), tuple(drafts))
+            return Kept(reader.schema, kept, write_settled(scans, drafts))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path.name} holds no recording that can be read: {error}.") from error
 
@@ -119,57 +105,48 @@ def write_parquet(
     partial: Path, target: Path, num_batches: int, extra: Mapping[bytes, bytes]
 ) -> None:
     """Write the first batches of a stream as a trace that appears whole, under its name."""
+    with pa.ipc.open_stream(partial) as reader:
+        num_rows = sum(len(batch) for batch, _ in islice(_batches(reader), num_batches))
+        told = sealed({**reader.schema.metadata, **extra}, reader.schema, num_rows)
+        schema = reader.schema.with_metadata(told)
+    encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
+    for field in schema:
+        if pa.types.is_list(field.type):
+            # Streams of first, second, ... bytes: those of small numbers vanish.
+            encodings[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
     writing = target.with_name(f".{target.name}.writing")
     try:
-        _write_batches(partial, writing, num_batches, extra)
+        with (
+            pa.ipc.open_stream(partial) as reader,
+            pq.ParquetWriter(
+                writing,
+                schema,
+                compression="zstd",
+                compression_level=_LEVEL,
+                write_page_checksum=True,
+                use_dictionary=["phase"],
+                column_encoding=encodings,
+            ) as file,
+        ):
+            for batches in _groups(batch for batch, _ in islice(_batches(reader), num_batches)):
+                table = pa.Table.from_batches(batches).combine_chunks()
+                file.write_table(table.replace_schema_metadata(told))
         os.replace(writing, target)
     except BaseException:
         writing.unlink(missing_ok=True)
         raise
 
 
-def _write_batches(
-    partial: Path, path: Path, num_batches: int, extra: Mapping[bytes, bytes]
-) -> None:
-    with pa.ipc.open_stream(partial) as reader:
-        num_rows = sum(len(batch) for batch, _ in islice(_batches(reader), num_batches))
-        told = sealed({**reader.schema.metadata, **extra}, reader.schema, num_rows)
-        schema = reader.schema.with_metadata(told)
-    with pa.ipc.open_stream(partial) as reader, _parquet(path, schema) as file:
-        waiting: list[Any] = []
-        for batch, _ in islice(_batches(reader), num_batches):
-            waiting.append(batch)
-            if sum(len(each) for each in waiting) >= ROW_GROUP:
-                _write_group(file, waiting, told)
-                waiting = []
-        if waiting:
-            _write_group(file, waiting, told)
-
-
-def _write_group(file: Any, batches: Sequence[Any], told: Mapping[bytes, bytes]) -> None:
-    table = pa.Table.from_batches(batches).combine_chunks()
-    file.write_table(table.replace_schema_metadata(told))
-
-
-def _parquet(path: Path, schema: Any) -> Any:
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression="zstd",
-        compression_level=_LEVEL,
-        write_page_checksum=True,
-        use_dictionary=["phase"],
-        column_encoding=_encodings(schema),
-    )
-
-
-def _encodings(schema: Any) -> dict[str, str]:
-    """Split numbers into streams of first, second, ... bytes: those of small numbers vanish."""
-    chosen = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
-    for field in schema:
-        if pa.types.is_list(field.type):
-            chosen[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
-    return chosen
+def _groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield batches together that make a row group."""
+    group: list[Any] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(map(len, group)) >= ROW_GROUP:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def reserve(folder: Path, stem: str) -> tuple[Path, Any]:
@@ -213,7 +190,7 @@ def _recovered(partial: Path) -> Path | None:
     try:
         kept = kept_batches(partial)
     except ValueError:
-        kept = Kept(None, 0, ())
+        kept = Kept(None, 0, {})
     if kept.num_batches and not target.exists():
         write_parquet(partial, target, kept.num_batches, kept.metadata)
         logger.warning("trace: %s is what a run that was killed had finished.", target)

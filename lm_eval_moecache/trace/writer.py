@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
@@ -16,16 +15,14 @@ from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, NO_DRAFTING, Drafting
 from lm_eval_moecache.trace.header import (
-    DRAFTS_KEY,
     HEADER_KEY,
     REQUESTS_KEY,
-    SCANS_KEY,
     Header,
     Settled,
     sealed,
     write_header,
     write_requests,
-    write_rows,
+    write_settled,
 )
 from lm_eval_moecache.trace.partial import ROW_GROUP, mark, recover, reserve, write_parquet
 from lm_eval_moecache.trace.rows import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
@@ -55,31 +52,25 @@ class TraceWriter:
     def __init__(self, folder: Path, stem: str, header: Header) -> None:
         recover(folder)
         self._layers = header.geometry.num_layers
-        kinds = COLUMNS | OPTIONAL_COLUMNS
-        if not header.predicted_depth:
-            del kinds["predicted"]
-        if not header.has_logits:
-            del kinds["logits"]
+        kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
+        optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if kept[name]}
         self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
-        kinds |= dict.fromkeys(self._proposed, PROPOSED)
-        # Columns of lists that stand in an event's first row.
         self._drafting = DRAFT_COLUMNS if header.draft is not None else ()
-        kinds |= dict.fromkeys(self._drafting, PROPOSED)
-        schema = pa.schema(list(kinds.items()))
-        self._schema = schema.with_metadata(
-            sealed({HEADER_KEY: write_header(header)}, schema, num_rows=0)
-        )
+        # Columns of lists that stand in an event's first row.
+        self._of_events = dict.fromkeys((*self._proposed, *self._drafting), PROPOSED)
+        schema = pa.schema(list((COLUMNS | optional | self._of_events).items()))
+        metadata = sealed({HEADER_KEY: write_header(header)}, schema, num_rows=0)
+        self._schema = schema.with_metadata(metadata)
         self._target, self._raw = reserve(folder, stem)
         self._partial = Path(self._raw.name)
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._file: Any = pa.ipc.new_stream(self._raw, self._schema, options=options)
         self._scans: list[tuple[int, int]] = []
         self._drafts: list[tuple[int, int, int]] = []
-        self._kept_scans = self._kept_drafts = 0
         self._rows: list[Mapping[str, Any]] = []
-        self._num_rows = 0
-        self._num_batches = self._kept = 0
-        self._num_passes = self._kept_passes = 0
+        self._num_rows = self._num_batches = self._num_passes = 0
+        # How many of each belong to finished requests.
+        self._kept = self._kept_passes = self._kept_scans = self._kept_drafts = 0
         self._requests: Sequence[RequestRecord] = ()
         self._pass: dict[str, Any] = {}
         self._scan: list[Mapping[str, Any]] | None = None
@@ -155,7 +146,12 @@ class TraceWriter:
         if layer != self._layers - 1:
             return
         if self._scan is not None:
-            self._rows += [_row(rows, token) for token in range(num_tokens) for rows in self._scan]
+            for token in range(num_tokens):
+                one = slice(token, token + 1)
+                self._rows += [
+                    {n: v if n == "phase" or v is None else v[one] for n, v in of_layer.items()}
+                    for of_layer in self._scan
+                ]
         # A batch ends with a pass, so that what is on disk is whole passes.
         if self._num_rows >= ROW_GROUP:
             self._flush()
@@ -177,8 +173,7 @@ class TraceWriter:
         if self._file is None:
             return None
         self._flush(mark([]))
-        extra = self._told(requests, self._scans, self._drafts)
-        return self._finish(self._num_batches, extra)
+        return self._finish(self._num_batches, requests, self._scans, self._drafts)
 
     def close_interrupted(self) -> Path | None:
         """As `close`, with the passes of finished requests only."""
@@ -191,9 +186,9 @@ class TraceWriter:
             and each.passes[-1].index < self._kept_passes
             and (each.output_tokens is not None or each.kind != GENERATE)
         ]
+        scans, drafts = self._scans[: self._kept_scans], self._drafts[: self._kept_drafts]
         try:
-            scans, drafts = self._scans[: self._kept_scans], self._drafts[: self._kept_drafts]
-            target = self._finish(self._kept, self._told(finished or None, scans, drafts))
+            target = self._finish(self._kept, finished or None, scans, drafts)
         except (OSError, pa.ArrowException) as error:
             logger.warning("trace: %s keeps what was finished: %s.", self._partial, error)
             return None
@@ -201,36 +196,27 @@ class TraceWriter:
             logger.warning("trace: %s holds the requests that were finished.", target)
         return target
 
-    def _told(
+    def _finish(
         self,
+        num_batches: int,
         requests: Sequence[RequestRecord] | None,
         scans: Sequence[tuple[int, int]],
         drafts: Settled,
-    ) -> dict[bytes, bytes]:
-        """Return the metadata that is known in the end."""
+    ) -> Path | None:
         told = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
-        if scans:
-            told[SCANS_KEY] = write_rows(scans)
-        if drafts:
-            told[DRAFTS_KEY] = write_rows(drafts)
-        return told
-
-    def _finish(self, num_batches: int, told: Mapping[bytes, bytes]) -> Path | None:
         # An interrupt on the way leaves all as it is for the next call, at the process' end.
         self._file.close()
         if num_batches:
+            told |= write_settled(scans, drafts)
             write_parquet(self._partial, self._target, num_batches, told)
         self._file = None
-        self._drop()
+        # Unlinked first: as long as it is open its lock keeps others from taking it for dead.
+        self._partial.unlink()
+        self._raw.close()
         if num_batches:
             return self._target
         logger.warning("trace: no pass was run, so no trace was written.")
         return None
-
-    def _drop(self) -> None:
-        # Unlinked first: as long as it is open its lock keeps others from taking it for dead.
-        self._partial.unlink()
-        self._raw.close()
 
     def _flush(self, told: Mapping[bytes, bytes] | None = None) -> None:
         if not self._rows and (told is None or self._num_batches == self._kept):
@@ -253,33 +239,19 @@ class TraceWriter:
         parts = [row[column] for row in self._rows]
         if not parts:  # a batch that only carries a mark
             return pa.array([], kind)
+        sizes = np.asarray([len(row["layer"]) for row in self._rows])
         if column == "phase":
-            sizes = [len(row["layer"]) for row in self._rows]
             return pa.array(np.repeat(np.asarray(parts, dtype=object), sizes), kind)
         if not pa.types.is_list(kind):
             return pa.array(np.concatenate(parts), kind)
-        if column in self._proposed or column in self._drafting:
-            return self._event_lists(parts, kind)
         if any(part is None for part in parts):
             return pa.nulls(self._num_rows, kind)
-        widths = np.concatenate([np.full(len(part), part.shape[1]) for part in parts])
-        offsets: npt.NDArray[np.int32] = np.zeros(len(widths) + 1, dtype=np.int32)
-        np.cumsum(widths, out=offsets[1:])
-        values = np.concatenate([part.ravel() for part in parts])
+        if column in self._of_events:
+            widths = np.zeros(self._num_rows, dtype=np.int64)
+            widths[np.cumsum(sizes) - sizes] = [len(part) for part in parts]
+        else:
+            widths = np.concatenate([np.full(len(part), part.shape[1]) for part in parts])
+        offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+        dtype = kind.value_type.to_pandas_dtype()
+        values = np.concatenate([np.asarray(part, dtype).ravel() for part in parts])
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
-
-    def _event_lists(self, parts: Sequence[Sequence[int]], kind: Any) -> Any:
-        """Return a column whose event's values stand in the event's first row."""
-        lengths = np.zeros(self._num_rows, dtype=np.int64)
-        sizes = np.asarray([len(row["layer"]) for row in self._rows])
-        lengths[np.cumsum(sizes) - sizes] = [len(part) for part in parts]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        values = np.asarray([key for part in parts for key in part], dtype=np.int32)
-        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
-
-
-def _row(rows: Mapping[str, Any], token: int) -> Mapping[str, Any]:
-    """Return one token of a block of rows."""
-    one = slice(token, token + 1)
-    whole = ("phase",)
-    return {n: v if n in whole or v is None else v[one] for n, v in rows.items()}
