@@ -7,6 +7,7 @@ package for models that have a folder in `artifacts/`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -126,7 +127,9 @@ def load_artifact(kind: str, path: str | None, geometry: Geometry, key: str) -> 
     model's. Whether it is the same model, only its weights can tell: `check_router_digest`.
     """
     if path is None:
-        path = _shipped(kind, geometry.model)
+        # Compared with what is there: a hub id may hold slashes, a path may hold anything.
+        shipped = ARTIFACT_DIR.glob(f"*/{kind}.safetensors")
+        path = next((str(file) for file in shipped if file.parent.name == geometry.model), None)
     if path is None:
         raise ValueError(
             f"{key} must be given: no {kind} artifact ships for pretrained={geometry.model!r}. "
@@ -156,15 +159,6 @@ def check_router_digest(artifact: Artifact, digest: str, model: str) -> None:
         )
 
 
-def _shipped(kind: str, model: str) -> str | None:
-    # Compared with what is there: a hub id may hold slashes, a path may hold anything.
-    for folder in sorted(ARTIFACT_DIR.glob("*")):
-        file = folder / f"{kind}.safetensors"
-        if folder.name == model and file.is_file():
-            return str(file)
-    return None
-
-
 def _header(text: str | None, kind: str, what: str) -> dict[str, Any]:
     from lm_eval_moecache.records.schemas.artifacts import ArtifactHeader
     from lm_eval_moecache.records.schemas.base import check
@@ -188,10 +182,8 @@ def _header(text: str | None, kind: str, what: str) -> dict[str, Any]:
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of these packages, as a record of what was made says them."""
-    found = {}
-    for name in packages:
-        try:
+    found = dict.fromkeys(packages, "not installed")
+    for name in found:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
     return found

@@ -98,32 +98,25 @@ class RealModel:
 
     def record(self) -> dict[str, Any]:
         """Return what charges follow from: what a run's record and its identity say of it."""
+        sizes = ("name", "num_layers", "num_experts", "top_k", "expert_weights")
+        others = ("layer_weights", "read_once", "embedding", "kv_bytes_per_token", "source")
         return {
-            "name": self.name,
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
-            "expert_weights": self.expert_weights,
+            **{name: getattr(self, name) for name in sizes},
             "expert_bits": float(self.stored.expert_bits),
-            "layer_weights": self.layer_weights,
-            "read_once": self.read_once,
-            "embedding": self.embedding,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "source": self.source,
+            **{name: getattr(self, name) for name in others},
         }
 
     def geometry(self) -> Geometry:
         """Return the model's own sizes, all layers alike."""
-        return self.emulated_by(
-            Geometry(
-                model=self.name,
-                num_layers=self.num_layers,
-                num_experts=self.num_experts,
-                top_k=self.top_k,
-                expert_bytes=((self.expert_bytes,),) * self.num_layers,
-                dense_bytes=(0,) * self.num_layers,
-            )
+        own = Geometry(
+            model=self.name,
+            num_layers=self.num_layers,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_bytes=((self.expert_bytes,),) * self.num_layers,
+            dense_bytes=(0,) * self.num_layers,
         )
+        return self.emulated_by(own)
 
     def emulated_by(self, own: Geometry) -> Geometry:
         """Return `own` with every layer charged as one of this model.
@@ -167,31 +160,26 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     without Mixture-of-Experts, and for a key of a YAML that nothing reads.
     """
     path, what = Path(name), f"{key}={shown(name)}"
-    if str(name).endswith((".yaml", ".yml")):
-        if not is_file(path):
-            raise ValueError(f"{what}: there is no such file.")
-        return read_real_model(_known_keys(read_yaml(path, what), what), what)
     if path.name == "config.json" and is_file(path):
         path = path.parent
     if is_file(path / "config.json"):
         config = read_json(path / "config.json", what)
-        return read_real_model({"name": path.resolve().name, **config}, what)
-    known = {stem.lower(): stem for stem in emulated_names()}
-    stem = known.get(str(name).rpartition("/")[2].lower())
-    if stem is None:
-        raise unknown(key, name, emulated_names())
-    return read_real_model(_known_keys(read_yaml(EMULATED_DIR / f"{stem}.yaml", what), what), what)
-
-
-def _known_keys(config: object, what: str) -> object:
-    """Refuse a key that nothing reads: a config.json of the hub has many, a YAML is for us."""
-    for key in config if isinstance(config, Mapping) else ():
-        if key not in KEYS:
+        return _read({"name": path.resolve().name, **config}, what)
+    if not str(name).endswith((".yaml", ".yml")):
+        known = {stem.lower(): stem for stem in emulated_names()}
+        stem = known.get(str(name).rpartition("/")[2].lower())
+        if stem is None:
+            raise unknown(key, name, emulated_names())
+        path = EMULATED_DIR / f"{stem}.yaml"
+    config = read_yaml(path, what)
+    # A config.json of the hub has many keys that nothing reads, a YAML is for us.
+    for each in config if isinstance(config, Mapping) else ():
+        if each not in KEYS:
             raise ValueError(
-                f"{what}: {shown(key)} is not a key that sizes follow from."
-                f"{nearest(str(key), KEYS)} Allowed: {', '.join(sorted(KEYS))}."
+                f"{what}: {shown(each)} is not a key that sizes follow from."
+                f"{nearest(str(each), KEYS)} Allowed: {', '.join(sorted(KEYS))}."
             )
-    return config
+    return _read(config, what)
 
 
 KEYS = frozenset(
@@ -212,7 +200,7 @@ stored bits of a weight of an expert)."""
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 2**17
 
 
-def read_real_model(config: object, what: str) -> RealModel:
+def _read(config: object, what: str) -> RealModel:
     """Read a configuration by the keys that transformers' models use."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{what} must hold a mapping of a model's configuration.")
@@ -229,12 +217,11 @@ def read_real_model(config: object, what: str) -> RealModel:
             f"{what}: first_k_dense_replace={dense_layers} leaves no layer of {total_layers} with "
             f"experts. Allowed: 0 to {total_layers - 1}."
         )
-    experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = read(*experts, most=_MOST_EXPERTS)
+    num_experts = read("num_local_experts", "num_experts", "n_routed_experts", most=_MOST_EXPERTS)
     top_k = read("num_experts_per_tok", "top_k_experts")
     if top_k > num_experts:
         raise ValueError(f"{what}: num_experts_per_tok={top_k} of {num_experts} experts.")
-    attention, caches, state_bytes = read_attention(read, hidden, total_layers)
+    attention, caches, state_bytes = _attention(read, hidden, total_layers)
     dense_inner = read("intermediate_size_mlp", "intermediate_size", default=inner)
     vocabulary = read("vocab_size") * hidden
     attended = round(attention / total_layers)
@@ -304,7 +291,7 @@ class _Reader:
         return list(value)
 
 
-def read_attention(
+def _attention(
     read: _Reader, hidden: int, num_layers: int
 ) -> tuple[int, tuple[LayerCaches, ...], int]:
     """Return the attention weights of all layers, their KV caches, and the bytes of states."""
@@ -321,7 +308,7 @@ def read_attention(
         keys = hidden * (rank + rope) + rank * heads * (nope + value)
         cache = LayerCaches(num_layers, _DTYPE_BYTES * (rank + rope), heads * (2 * rank + rope))
         return num_layers * (queries + keys + heads * value * hidden), (cache,), 0
-    full, windowed, linear = _kinds(read, num_layers)
+    full, windowed, linear = _layers_by_reach(read, num_layers)
     width = read("head_dim", default=hidden // heads)
     groups = read("num_key_value_heads", default=heads)
     gated = str(read.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
@@ -345,16 +332,16 @@ def read_attention(
     return total, tuple(caches), linear * state_bytes
 
 
-def _kinds(read: _Reader, num_layers: int) -> tuple[int, int, int]:
+def _layers_by_reach(read: _Reader, num_layers: int) -> tuple[int, int, int]:
     """Return how many layers attend to all tokens, to a window, and to a state."""
     kinds = read.names("layer_types")
     if kinds:
         linear = kinds.count("linear_attention")
-        windowed = sum(kinds.count(kind) for kind in ("sliding_attention", "chunked_attention"))
+        windowed = kinds.count("sliding_attention") + kinds.count("chunked_attention")
         return len(kinds) - linear - windowed, windowed, linear
-    full = num_layers // read("full_attention_interval", default=1)
-    if full < num_layers:
-        return full, 0, num_layers - full
+    not_linear = num_layers // read("full_attention_interval", default=1)
+    if not_linear < num_layers:
+        return not_linear, 0, num_layers - not_linear
     full = num_layers // read("sliding_window_pattern", default=1)
     return full, num_layers - full, 0
 

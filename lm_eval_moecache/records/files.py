@@ -11,6 +11,7 @@ import os
 import stat
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -208,7 +209,6 @@ def _finite_float(text: str) -> float | None:
 
 
 def _finite_int(text: str) -> int | None:
-    """As for a float: what is beyond every float is no number that anybody measured."""
     number = int(text)
     return number if math.isfinite(float(text)) else None
 
@@ -216,11 +216,9 @@ def _finite_int(text: str) -> int | None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} stands twice in one object")
-            seen.add(key)
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, number in counts.items() if number > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
     return found
 
 
@@ -263,11 +261,10 @@ class _PlainLoader(yaml.SafeLoader):
             # `<<` merges another mapping, whose keys may be given anew.
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key = self.construct_object(key_node, deep=True)
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
-                raise ValueError(f"line {key_node.start_mark.line + 1}: a key is no plain value")
+                raise ValueError(f"line {line}: a key is no plain value")
             if key in seen:
-                line = key_node.start_mark.line + 1
                 raise ValueError(f"line {line}: the key {shown(key)} stands twice in one mapping")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.files import is_file, read_yaml
+from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -125,8 +125,6 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
     """
     if str(name).endswith((".yaml", ".yml")):
         path = Path(name)
-        if not is_file(path):
-            raise ValueError(f"hardware={name!r}: there is no such file.")
     else:
         path = PROFILE_DIR / f"{canonical_name(name)}.yaml"
         if path.stem not in profile_names():

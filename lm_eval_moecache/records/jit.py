@@ -86,9 +86,8 @@ def column(table: Table, name: str) -> Any:
 
 def is_kept(modules: Sequence[ModuleType], entry: str) -> bool:
     """Whether the compiled form of a function is on disk beside its module already."""
-    file = Path(str(modules[-1].__file__))
-    kept = (file.parent / "__pycache__").glob(f"*{entry}_{_digest_of(modules)}*.nbc")
-    return any(kept)
+    folder = Path(str(modules[-1].__file__)).parent / "__pycache__"
+    return any(folder.glob(f"*{entry}_{_digest_of(modules)}*.nbc"))
 
 
 @cache
@@ -114,19 +113,12 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         if not ready:
-            types = _types_of(*arguments)
+            # A function's type says what it takes, not who it is: another compiles nothing anew.
+            types = tuple(map(_numba().typeof, arguments))
             ready.append(_compiled(function, scopes[modules[-1].__name__], kept_as, types))
         return ready[0](*arguments)
 
     return call
-
-
-def _types_of(*arguments: Any) -> tuple[Any, ...]:
-    """Return numba's types of arguments; a function's says what it takes, and not who it is.
-
-    So that another one can be given without compiling anew.
-    """
-    return tuple(map(_numba().typeof, arguments))
 
 
 @cache
@@ -158,10 +150,9 @@ def _digest_of(modules: Sequence[ModuleType]) -> str:
 
 
 def _digest(*files: str) -> str:
-    sources = [
-        Path(file).read_bytes() for file in sorted((__file__, *files)) if Path(file).exists()
-    ]
-    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+    paths = map(Path, sorted((__file__, *files)))
+    sources = b"".join(path.read_bytes() for path in paths if path.exists())
+    return hashlib.sha256(sources).hexdigest()[:16]
 
 
 def _compiled(

@@ -18,8 +18,6 @@ _LIMITS = {
     "most": ("at most {}", le),
     "below": ("below {}", lt),
 }
-Bounds = Mapping[str, float | None]
-"""Name of a limit of `_LIMITS` -> the limit; None for none."""
 MOST_COUNT = 2**31 - 1
 """No count of anything here (experts, layers, tokens, documents) is larger."""
 
@@ -73,9 +71,10 @@ def read_number(
 
     Raises ValueError naming the key, the value and what is allowed.
     """
-    bounds = {"least": least, "above": above, "most": most, "below": below}
+    given = {"least": least, "above": above, "most": most, "below": below}
+    bounds = {name: limit for name, limit in given.items() if limit is not None}
     number = plain_number(value)
-    if number is None or not _within(number, bounds):
+    if number is None or not all(_LIMITS[n][1](number, limit) for n, limit in bounds.items()):
         raise ValueError(_refusal(key, value, "a number", bounds))
     return float(number)
 
@@ -84,7 +83,7 @@ def read_count(key: str, value: object, *, least: int = 0, most: int = MOST_COUN
     """Return `value` as a whole number; `3.0` and `"3"` are one."""
     number = plain_number(value)
     if number is None or number != int(number) or not least <= number <= most:
-        bounds = {"least": least, "most": None if most == MOST_COUNT else most}
+        bounds = {"least": least} if most == MOST_COUNT else {"least": least, "most": most}
         raise ValueError(_refusal(key, value, "a whole number", bounds))
     return int(number)
 
@@ -109,11 +108,7 @@ def finite(data: Any) -> Any:
     return data
 
 
-def _within(number: float, bounds: Bounds) -> bool:
-    return all(limit is None or _LIMITS[name][1](number, limit) for name, limit in bounds.items())
-
-
-def _refusal(key: str, value: object, what: str, bounds: Bounds) -> str:
-    limits = [_LIMITS[name][0].format(bound) for name, bound in bounds.items() if bound is not None]
+def _refusal(key: str, value: object, what: str, bounds: Mapping[str, float]) -> str:
+    limits = [_LIMITS[name][0].format(bound) for name, bound in bounds.items()]
     within = f", {' and '.join(limits)}" if limits else ""
     return f"{key}={shown(value)} must be {what} (finite, in plain digits){within}."

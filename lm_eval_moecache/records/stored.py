@@ -59,22 +59,16 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
     if not isinstance(quantized, Mapping):
         raise ValueError(f"{what}={shown(quantized)} must be a mapping.")
     method = str(quantized.get("quant_method", quantized.get("quant_algo", ""))).lower()
-    bits = _bits(method, quantized, config, what)
-    left = str([quantized.get(key) for key in _LEFT_OUT])
+    bits = _bits(method, quantized, what)
+    left_out = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+    left = str([quantized.get(key) for key in left_out])
     dense_bits = 16 if method == "mxfp4" or "attn" in left or "attention" in left else bits
-    if _expert_dtype(quantized, config) == "fp4":  # DeepSeek-V4
+    if quantized.get("expert_dtype", config.get("expert_dtype")) == "fp4":  # DeepSeek-V4
         return Stored("mxfp4 experts in fp8", 4.25, bits)
     return Stored(method, bits, dense_bits)
 
 
-_LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-
-
-def _expert_dtype(quantized: Mapping[str, Any], config: Mapping[str, Any]) -> object:
-    return quantized.get("expert_dtype", config.get("expert_dtype"))
-
-
-def _bits(method: str, quantized: Mapping[str, Any], config: Mapping[str, Any], what: str) -> float:
+def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
     if method == "mxfp4":
         return 4.25
     if method in ("fp8", "fbgemm_fp8"):
@@ -82,9 +76,8 @@ def _bits(method: str, quantized: Mapping[str, Any], config: Mapping[str, Any], 
         edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
         return 8 + 32 / (edges[0] * edges[-1])
     if method in ("gptq", "awq", "auto-round", "autoround"):
-        bits = read_count(
-            f"{what}: bits", quantized.get("bits", quantized.get("w_bit", 4)), least=1
-        )
+        told = quantized.get("bits", quantized.get("w_bit", 4))
+        bits = read_count(f"{what}: bits", told, least=1)
         group = _group(quantized.get("group_size", quantized.get("q_group_size", 128)), what)
         return bits + (16 + bits) / group  # an fp16 scale and a zero point for each group
     if method == "bitsandbytes":

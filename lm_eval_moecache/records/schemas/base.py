@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.numbers import read_count, read_number, shown
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, read_number, shown
 
 # pydantic's names of what does not fit, in words.
 _WORDS = {
@@ -27,7 +27,6 @@ _WORDS = {
     "too_short": "must not be empty",
     "none_required": "must be left out",
 }
-_PLACEHOLDER = "\0"
 
 
 class Schema(BaseModel):
@@ -47,27 +46,24 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 def number(**bounds: float) -> BeforeValidator:
     """For `Annotated[float, ...]`: a finite number within these bounds of `read_number`."""
-    return BeforeValidator(_refusing(read_number, (int, float), **bounds))
+    return _bounded(read_number, (int, float), bounds)
 
 
-def count(least: int = 0, most: int | None = None) -> BeforeValidator:
+def count(least: int = 0, most: int = MOST_COUNT) -> BeforeValidator:
     """For `Annotated[int, ...]`: a whole number within these bounds."""
-    bounds = {"least": least} if most is None else {"least": least, "most": most}
-    return BeforeValidator(_refusing(read_count, (int,), **bounds))
+    return _bounded(read_count, int, {"least": least, "most": most})
 
 
-def _refusing(
-    read: Callable[..., Any], kinds: tuple[type, ...], **bounds: float
-) -> Callable[[object], Any]:
+def _bounded(read: Callable[..., Any], kinds: Any, bounds: dict[str, Any]) -> BeforeValidator:
     def check(value: object) -> Any:
         try:
             # A file has numbers of its own: text that looks like one was quoted by mistake.
-            return read(_PLACEHOLDER, value if isinstance(value, kinds) else None, **bounds)
+            return read("", value if isinstance(value, kinds) else None, **bounds)
         except ValueError as error:
             # The key is told by whoever knows the path.
             raise ValueError("must be" + str(error).rpartition(" must be")[2].rstrip(".")) from None
 
-    return check
+    return BeforeValidator(check)
 
 
 def check(schema: type[Kind], data: object, what: str) -> Kind:
@@ -116,13 +112,10 @@ def told(error: ValidationError, what: str, fields: Any) -> ValueError:
     if first["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
         return unknown(f"{what}: {'.'.join(path)}", first["input"], allowed)
-    return ValueError(f"{what}: {'.'.join(path)}={shown(first['input'])} {_rule(first)}.")
-
-
-def _rule(error: Any) -> str:
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return _WORDS.get(error["type"], str(error["msg"]).lower())
+    rule = _WORDS.get(first["type"], str(first["msg"]).lower())
+    if first["type"] == "value_error":
+        rule = str(first["ctx"]["error"])
+    return ValueError(f"{what}: {'.'.join(path)}={shown(first['input'])} {rule}.")
 
 
 def _fields_of(path: tuple[int | str, ...]) -> list[str]:
@@ -138,10 +131,9 @@ def _fields_of(path: tuple[int | str, ...]) -> list[str]:
 def _known(fields: Any, path: list[str]) -> list[str]:
     """Return the fields of what lies at the end of a path."""
     for name in path:
-        if name.isdigit():
-            continue
-        inner = _schemas_in(fields[name].annotation) if name in fields else []
-        fields = {k: v for schema in inner for k, v in schema.model_fields.items()}
+        if not name.isdigit():
+            inner = _schemas_in(fields[name].annotation) if name in fields else []
+            fields = {k: v for schema in inner for k, v in schema.model_fields.items()}
     return list(fields)
 
 

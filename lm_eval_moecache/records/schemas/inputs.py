@@ -29,17 +29,16 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def _algorithm(value: object) -> object:
-    named = isinstance(value, dict) and ("name" in value) != ("class_path" in value)
-    if not isinstance(value, str) and not named:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or ("name" in value) == ("class_path" in value):
         raise ValueError(
             "must be an algorithm's name, or a mapping with `name` (or `class_path`) and its "
             "parameters"
         )
-    if isinstance(value, dict):
-        wrong = [key for key in value if not isinstance(key, str)]
-        path = value.get("name", value.get("class_path"))
-        if wrong or not isinstance(path, str):
-            raise ValueError("must have text for its name and for the names of its parameters")
+    path = value.get("name", value.get("class_path"))
+    if not all(isinstance(key, str) for key in (*value, path)):
+        raise ValueError("must have text for its name and for the names of its parameters")
     return value
 
 
@@ -232,14 +231,11 @@ def _values(value: object) -> object:
     if isinstance(value, list) and 0 < len(value) <= MOST_CHOICES and all(map(_is_plain, value)):
         return value
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "log"}:
-        ends = [value["low"], value["high"]]
-        numbers = [
-            end for end in ends if not isinstance(end, str) and plain_number(end) is not None
-        ]
-        names = [end for end in ends if end in SIZES]
-        log = value.get("log", False)
-        fits = len(numbers) + len(names) == 2 and (len(numbers) < 2 or numbers[0] <= numbers[1])
-        if fits and isinstance(log, bool) and not (log and numbers[:1] and numbers[0] <= 0):
+        ends, log = [value["low"], value["high"]], value.get("log", False)
+        numbers = [n for n in ends if not isinstance(n, str) and plain_number(n) is not None]
+        known = len(numbers) + sum(end in SIZES for end in ends)
+        fits = known == 2 and numbers == sorted(numbers)
+        if fits and isinstance(log, bool) and not (log and min(numbers, default=1) <= 0):
             return value
     raise ValueError(
         "must be a list of choices, or `low` and `high` (and `log: true`, above 0) as numbers or "
