@@ -26,7 +26,8 @@ from tests.records.test_artifact import make
 from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
 from tests.soak.judge import ACCEPTED, CLEAR, OBJECTIVE, READERS, UNCLEAR, Tally, read_bad, silent
-from tests.trace.test_trace import CSV, JSONL, ROUTED, forget, half_a_recording
+from tests.trace.recording import forget, half_a_recording
+from tests.trace.test_trace import CSV, JSONL, ROUTED
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 1e308, math.inf, -math.inf, math.nan, 2**63, 10**400),

@@ -11,16 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lm_eval_moecache.trace import partial, writer
 from lm_eval_moecache.trace.file import read_trace
-from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.partial import SUFFIX, recover
 from lm_eval_moecache.trace.writer import TraceWriter
-from tests.engine import traces
-from tests.trace.test_trace import forget
+from tests.trace.recording import forget, requests, start
 
 FILES = {str(writer.__file__), str(partial.__file__)}
 PASSES = 2
@@ -49,18 +46,10 @@ def at_each_line(act: Callable[[int], object]) -> Callable[[], None]:
 
 def record(folder: Path, told: list[int], made: list[TraceWriter]) -> None:
     """Record a few requests; `told` gets the number of each once it is kept."""
-    header = Header(geometry=traces.GEOMETRY, seed=0, predicted_depth=0)
-    made.append(recording := TraceWriter(folder, "run", header))
-    for event, request in traces.events(0, num_requests=REQUESTS, num_decodes=PASSES - 1):
-        if event.layer == 0:
-            begin = 0 if event.phase == "prefill" else 4
-            tokens = np.arange(begin, begin + event.num_tokens)
-            owners = np.full(event.num_tokens, request)
-            recording.begin_pass(event.pass_index, event.phase, owners, tokens)
-        recording.add(event.layer, event.experts, event.weights, event.logits, [])
-        if event.layer == traces.GEOMETRY.num_layers - 1 and event.pass_index % PASSES:
-            recording.keep()
-            told.append(request)
+    made.append(recording := start(folder))
+    for request in requests(recording, REQUESTS, PASSES):
+        recording.keep()
+        told.append(request)
 
 
 def passes_in(folder: Path) -> int:

@@ -10,14 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lm_eval_moecache.trace.file import read_trace
-from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.partial import recover
-from lm_eval_moecache.trace.writer import TraceWriter
-from tests.engine import traces
+from tests.trace.recording import requests, start
 
 NUM_REQUESTS = 400
 PASSES = 6
@@ -25,21 +22,11 @@ PASSES = 6
 
 def record(folder: str, told: Any) -> None:
     """Record many requests; say of each that it is finished once it is kept."""
-    header = Header(geometry=traces.GEOMETRY, seed=0, predicted_depth=1)
-    writer = TraceWriter(Path(folder), "run", header)
+    writer = start(Path(folder))
     try:
-        for event, request in traces.events(0, num_requests=NUM_REQUESTS):
-            if event.layer == 0:
-                begin = 0 if event.phase == "prefill" else 4 + event.pass_index % PASSES
-                tokens = np.arange(begin, begin + event.num_tokens)
-                owners = np.full(event.num_tokens, request)
-                writer.begin_pass(event.pass_index, event.phase, owners, tokens)
-            predicted = list(event.predicted.values())
-            writer.add(event.layer, event.experts, event.weights, event.logits, predicted)
-            last = event.layer == traces.GEOMETRY.num_layers - 1
-            if last and event.pass_index % PASSES == PASSES - 1:
-                writer.keep()
-                os.write(told, b".")
+        for _ in requests(writer, NUM_REQUESTS, PASSES):
+            writer.keep()
+            os.write(told, b".")
         writer.close()
     except KeyboardInterrupt:
         writer.close_interrupted()

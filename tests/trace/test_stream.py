@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -24,6 +22,7 @@ from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
 from tests.conftest import Checkpoint
 from tests.engine import traces
 from tests.harness import make_instance
+from tests.trace.test_trace import rewritten, without_digest
 
 
 @pytest.fixture
@@ -123,13 +122,10 @@ def test_drafts_and_proposals_are_streamed(
 def test_damage_in_a_later_part_is_named_by_its_row_in_the_file(
     recorded: Path, tmp_path: Path, in_parts: pytest.MonkeyPatch
 ) -> None:
-    table = pq.read_table(recorded)
-    experts = table["experts"].to_pylist()
+    experts = pq.read_table(recorded)["experts"].to_pylist()
     experts[60] = [3, 3]
-    at = table.column_names.index("experts")
-    field = table.schema.field("experts")
     path = tmp_path / "damaged.parquet"
-    pq.write_table(table.set_column(at, field, pa.array(experts, field.type)), path)
+    pq.write_table(rewritten(recorded, experts=experts), path)
     with pytest.raises(ValueError, match=r"row 60: experts is .* names one twice"):
         list(open_trace(path).parts())
 
@@ -137,14 +133,9 @@ def test_damage_in_a_later_part_is_named_by_its_row_in_the_file(
 def test_a_pass_that_is_missing_between_parts_is_refused(
     recorded: Path, tmp_path: Path, in_parts: pytest.MonkeyPatch
 ) -> None:
-    table = pq.read_table(recorded)
-    passes = table["pass"].to_numpy()
-    header = json.loads(table.schema.metadata[b"moecache"])
-    del header["digest"]
-    told = {**table.schema.metadata, b"moecache": json.dumps(header).encode()}
-    table = table.replace_schema_metadata(told)
+    table = without_digest(pq.read_table(recorded))
     path = tmp_path / "gap.parquet"
-    pq.write_table(table.filter(pa.array(passes != 9)), path)
+    pq.write_table(table.filter(table["pass"].to_numpy() != 9), path)
     with pytest.raises(ValueError, match="pass is 10 after 8, must count up"):
         list(open_trace(path).parts())
 
