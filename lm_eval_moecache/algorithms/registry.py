@@ -147,6 +147,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+@cache
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:
     """Return the constructor parameters that a user may set."""
     signature = inspect.signature(algorithm, eval_str=True)

@@ -13,6 +13,8 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Hashable
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,15 +100,20 @@ def read_yaml(path: str | Path, what: str) -> Any:
 def parse_yaml(text: str, what: str) -> Any:
     """Parse YAML safely: no tags, no key twice, no aliases that explode or go in circles."""
     try:
-        loader = _PlainLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count(node, {}, ())
-        return loader.construct_document(node)
+        return deepcopy(_parsed(text))
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not readable YAML: {reason}") from error
+
+
+@lru_cache(maxsize=256)  # a sweep's check reads the same policies and profiles for every cell
+def _parsed(text: str) -> Any:
+    loader = _PlainLoader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _count(node, {}, ())
+    return loader.construct_document(node)
 
 
 def read_json(path: str | Path, what: str) -> Any:
