@@ -319,7 +319,6 @@ class CompiledEngine(Engine):
         layers, top_k = self.geometry.num_layers, self.geometry.top_k
         self._of_one_token = np.arange(layers + 1) * top_k, np.arange(layers + 1)
         self._seconds_of: dict[str, tuple[Array, Array]] = {}
-        self.enter, self.run = self._enter, self._keep
 
     def begin_pass(
         self,
@@ -335,10 +334,11 @@ class CompiledEngine(Engine):
         self._events, self._told = [], None
         return record
 
-    def _enter(self, layer: int, num_tokens: int) -> None:
+    def enter(self, layer: int, num_tokens: int) -> None:
         """Nothing happens before the end of the pass."""
 
-    def _keep(self, event: Event) -> Plan:
+    def run(self, event: Event) -> Plan:
+        """Keep an event for the end of its pass."""
         self._events.append(event)
         return Plan(event, (), (), event)
 

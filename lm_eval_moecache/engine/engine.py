@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.decide import Rules
+from lm_eval_moecache.engine.decide import Plan, Rules
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.link import Clock, Link
@@ -84,10 +84,6 @@ class Engine:
                 algorithm.prepare(future)
         if setting.draft is None and self.rules.prefetch.needs_draft:
             raise without_draft(self.rules.prefetch)
-        # Called once a layer and token: bound here, so that no call goes through two functions.
-        self.enter = self.executor.enter
-        self.run = self.executor.run
-        self.waves = self.executor.waves
         self._foresees = self.rules.prefetch.foresees
         self._warm()
         self._before: tuple[float, ...] = self._totals()
@@ -215,6 +211,18 @@ class Engine:
                 Event(record.index, PASS_START, phase, num_tokens, (), predicted=foreseen)
             )
         return record
+
+    def enter(self, layer: int, num_tokens: int) -> None:
+        """Note that the layer's router has decided, at this moment."""
+        self.executor.enter(layer, num_tokens)
+
+    def run(self, event: Event) -> Plan:
+        """Decide an event and let its transfers begin; `enter` comes before."""
+        return self.executor.run(event)
+
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
+        """Yield what the event of the last `run` has still to execute: see `Executor.waves`."""
+        return self.executor.waves()
 
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Show every event to `observer` once its experts are known and before anything moves."""

@@ -65,14 +65,13 @@ def replay(
             cold, before = cold_passes(part, waiting, before)
         needs = _needs_of(part, engine, setting)
         _check_needs(part, needs)
-        if loop is not None:
-            _serve_compiled(loop, engine, part, needs, waiting, cold, on_progress)
-            continue
-        redraft = Redraft(part, engine)
-        for segment in _segments(part):
-            _serve(engine, part, needs, redraft, segment, waiting, cold)
+        if loop is None:
+            served = _serve_events(engine, part, needs, waiting, cold)
+        else:
+            served = _serve_compiled(loop, engine, part, needs, waiting, cold)
+        for num_passes in served:
             if on_progress is not None:
-                on_progress(segment[1] - segment[0])
+                on_progress(num_passes)
     if loop is not None:
         loop.finish()
     engine.ledger.serve([])
@@ -86,9 +85,8 @@ def _serve_compiled(
     needs: EventFields,
     waiting: Sequence[list[RequestRecord]],
     cold: Set[int],
-    on_progress: Callable[[int], object] | None,
-) -> None:
-    """Serve a part, a few thousand passes at a time."""
+) -> Iterator[int]:
+    """Serve a part, a few thousand passes at a time; yield how many."""
     is_cold = np.isin(np.arange(part.num_passes), [*cold])
     begin, told = 0, list[tuple[IntArray, IntArray]]()
     for first, last, _ in _segments(part):
@@ -104,8 +102,7 @@ def _serve_compiled(
                 record.drafted, record.accepted = part.drafted.settled[record.index]
             for request in waiting[record.index]:
                 request.passes.append(record)
-        if on_progress is not None:
-            on_progress(last - begin)
+        yield last - begin
         begin, told = last, []
 
 
@@ -127,39 +124,38 @@ def _proposed(
     return joined(told)
 
 
-def _serve(
+def _serve_events(
     engine: Engine,
     part: Trace,
     needs: EventFields,
-    redraft: Redraft,
-    segment: tuple[int, int, bool],
     waiting: Sequence[list[RequestRecord]],
     cold: Set[int],
-) -> None:
-    """Serve some passes of a part in their order, or those of one scanned text together."""
-    first, last, is_scan = segment
-    num_layers = part.geometry.num_layers
-    events = iter(()) if is_scan else _show(engine, part, needs, first, last)
-    for pass_index in range(first, first + 1 if is_scan else last):
-        if pass_index in cold:
-            engine.reset_cache()
-        engine.ledger.serve(waiting[part.first_pass + pass_index])
-        if is_scan:
-            _run_scan(engine, part, needs, first, last - first)
-            return
-        redraft.before(pass_index)
-        positions = None
-        if engine.wants_positions:
-            row, stop = part.row_bounds[pass_index * num_layers :][:2]
-            positions = part.columns.token[row:stop].astype(np.int64)
-        for layer in range(num_layers):
-            event = next(events)
-            if layer == 0:
-                engine.begin_pass(event.phase, event.num_tokens, positions=positions)
-            engine.enter(layer, event.num_tokens)
-            engine.run(event)
-        engine.end_pass()
-        redraft.after(part.first_pass + pass_index)
+) -> Iterator[int]:
+    """Serve a part event by event, and scanned texts layer by layer; yield how many passes."""
+    redraft, num_layers = Redraft(part, engine), part.geometry.num_layers
+    for first, last, is_scan in _segments(part):
+        events = iter(()) if is_scan else _show(engine, part, needs, first, last)
+        for pass_index in range(first, first + 1 if is_scan else last):
+            if pass_index in cold:
+                engine.reset_cache()
+            engine.ledger.serve(waiting[part.first_pass + pass_index])
+            if is_scan:
+                _run_scan(engine, part, needs, first, last - first)
+                break
+            redraft.before(pass_index)
+            positions = None
+            if engine.wants_positions:
+                row, stop = part.row_bounds[pass_index * num_layers :][:2]
+                positions = part.columns.token[row:stop].astype(np.int64)
+            for layer in range(num_layers):
+                event = next(events)
+                if layer == 0:
+                    engine.begin_pass(event.phase, event.num_tokens, positions=positions)
+                engine.enter(layer, event.num_tokens)
+                engine.run(event)
+            engine.end_pass()
+            redraft.after(part.first_pass + pass_index)
+        yield last - first
 
 
 def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:

@@ -245,7 +245,7 @@ def test_belady_scans_for_the_furthest_next_event_in_waves_too(seed: int) -> Non
 FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.sampled_from([(1, 1), (1, 1, 1), (1, 2), (3, 1, 2)]),
