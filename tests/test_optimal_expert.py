@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.analysis.optimal_expert import ForcedExpert, _losses, analyze
+from lm_eval_moecache.analysis.optimal_expert import ForcedExpert, analyze
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from tests.conftest import Checkpoint
@@ -36,7 +36,7 @@ def test_one_tokens_search_is_the_least_loss_of_all_trials(checkpoint: Checkpoin
     analyzed.windows = [window[:2] for window in analyzed.windows[:1]]
     [window], rank = analyzed.windows, 2
     rows = analyze(analyzed, rank)
-    plain = float(_losses(analyzed.model, window)[0])
+    plain = float(analyzed.losses(window)[0])
     for layer, row in enumerate(rows):
         losses = [loss for loss in tried_by_hand(analyzed, window, layer, rank)]
         assert row["perplexity"] == pytest.approx(math.exp(plain), rel=1e-4)
@@ -49,7 +49,7 @@ def tried_by_hand(analyzed: AnalyzedModel, window: Any, layer: int, rank: int) -
     router, found = analyzed.layers[layer].router, []
     seen: list[Any] = []
     handle = router.register_forward_hook(lambda module, args, output: seen.append(output))
-    _losses(analyzed.model, window)
+    analyzed.losses(window)
     handle.remove()
     logits, _, chosen = seen[0]
     order = logits[0].argsort(descending=True).tolist()
@@ -69,7 +69,7 @@ def tried_by_hand(analyzed: AnalyzedModel, window: Any, layer: int, rank: int) -
             return scores, weights, experts
 
         handle = router.register_forward_hook(swap)
-        found.append(float(_losses(analyzed.model, window)[0]))
+        found.append(float(analyzed.losses(window)[0]))
         handle.remove()
     return found
 

@@ -40,8 +40,7 @@ def test_a_context_that_leaves_no_room_is_refused_with_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "trace"),
-    [("OLMoE-1B-7B", "olmoe-1b-7b"), ("Qwen3-30B-A3B", "qwen3-30b-a3b")],
+    ("name", "trace"), [("OLMoE-1B-7B", "olmoe-1b-7b"), ("Qwen3-30B-A3B", "qwen3-30b-a3b")]
 )
 def test_a_model_is_planned_by_its_own_routing_where_that_ships(name: str, trace: str) -> None:
     assert stand_in(load_real_model(name)).stem == trace

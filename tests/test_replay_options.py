@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.cli.main import command_names, main
-from lm_eval_moecache.report.explain import meaning_of
+from lm_eval_moecache.cli.policies import meaning_of
 from tests.engine import traces
 
 Captured = pytest.CaptureFixture[str]

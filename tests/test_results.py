@@ -13,7 +13,7 @@ from lm_eval.utils import make_table
 from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, page, read_claims
-from lm_eval_moecache.report.render import FORMS, WRITTEN
+from lm_eval_moecache.report.render import FORMS
 from lm_eval_moecache.report.results import PACKED, load_runs
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.sweep.recipes import fit, load_recipe
@@ -41,7 +41,7 @@ WRITTEN_BY_HAND = ("README.md", "theirs.md")
 @pytest.mark.parametrize("folder", BOARDS, ids=lambda p: str(p.relative_to(RESULTS)))
 def test_every_committed_table_comes_from_its_jsons_to_the_byte(folder: Path) -> None:
     tables = collect(folder)
-    for name in WRITTEN:
+    for name in FORMS:
         committed = folder / f"table.{name}"
         assert committed.is_file(), "run: moecache table results --each --write"
         assert committed.read_text() == FORMS[name](tables), committed

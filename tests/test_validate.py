@@ -152,10 +152,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        (["--from", "one"], "must be pairs"),
-        (["--from", "one", "two"], "--from needs --base"),
-    ],
+    [(["--from", "one"], "must be pairs"), (["--from", "one", "two"], "--from needs --base")],
 )
 def test_a_fit_without_what_it_needs_is_refused(
     options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -21,6 +21,16 @@ from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.sizes import parse_capacity
+
+Rows = list[dict[str, Any]]
+
+
+class Analysis(NamedTuple):
+    """What every analysis gives: tables by name, a title, and the picture that it heads."""
+
+    tables: Mapping[str, Rows]
+    title: str
+    draw: Callable[[str], Any]
 
 
 class AnalyzedModel:
@@ -39,12 +49,7 @@ class AnalyzedModel:
         self.windows = list[torch.Tensor]()
         self.text_of = list[int]()
         """Which text each window is of."""
-        self._cut(texts, max_tokens, window)
-        if not self.windows:
-            raise ValueError("text: an analysis needs at least two tokens of text.")
-
-    def _cut(self, texts: Sequence[str], max_tokens: int, window: int) -> None:
-        """Cut each text on its own, behind a prefix token as lm-eval does for perplexity."""
+        # Each text is cut on its own, behind a prefix token as lm-eval does for perplexity.
         prefix = self.tokenizer.bos_token_id
         prefix = self.tokenizer.eos_token_id if prefix is None else prefix
         for number, text in enumerate(texts):
@@ -54,6 +59,25 @@ class AnalyzedModel:
             own = [part for part in torch.split(whole, window) if len(part) > 1]
             self.windows += own
             self.text_of += [number] * len(own)
+        if not self.windows:
+            raise ValueError("text: an analysis needs at least two tokens of text.")
+
+    def logits(self, window: torch.Tensor) -> torch.Tensor:
+        """Return what the model as it is now says after each token but the last, [T - 1, V]."""
+        with torch.no_grad():
+            found: torch.Tensor = self.model(window[None].to(self.model.device)).logits[0, :-1]
+        return found
+
+    def losses(self, window: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+        """Return the loss of each token's successor as the model is now [T - 1], in nats."""
+        logits = self.logits(window).float()
+        targets = window[1:].to(logits.device)
+        return torch.nn.functional.cross_entropy(logits, targets, reduction=reduction)
+
+    def perplexity(self) -> float:
+        """Score the text as the model is now."""
+        total = sum(float(self.losses(window, "sum")) for window in self.windows)
+        return math.exp(total / sum(len(window) - 1 for window in self.windows))
 
     @contextmanager
     def under(
@@ -83,46 +107,30 @@ class AnalyzedModel:
         finally:
             wrapped.unwrap()
 
-    def perplexity(self) -> float:
-        """Score the text as the model is now."""
-        total, count = 0.0, 0
-        for window in self.windows:
-            with torch.no_grad():
-                logits = self.model(window[None].to(self.model.device)).logits[0, :-1]
-            losses = torch.nn.functional.cross_entropy(
-                logits.float(), window[1:].to(logits.device), reduction="sum"
-            )
-            total += float(losses)
-            count += len(window) - 1
-        return math.exp(total / count)
-
 
 def read_texts(pretrained: str, path: str | None) -> list[str]:
     """Return the texts to analyse; `tiny` has its own held-out pages where none is named.
 
     A file is one text; of a `.jsonl` each line is one, under `text` or `page`.
     """
-    if path is not None:
-        whole, where = read_text(path, f"text={path!r}"), f"text={path!r}: line"
-        return _lines(whole, where) if path.endswith(".jsonl") else [whole]
-    if pretrained != TINY:
-        raise ValueError(
-            f"text: pretrained={pretrained!r} needs a text to read. Allowed: --text FILE with "
-            "plain text, for example the WikiText validation pages."
-        )
-    from lm_eval_moecache.tiny.documents import wikitext
+    if path is None:
+        if pretrained != TINY:
+            raise ValueError(
+                f"text: pretrained={pretrained!r} needs a text to read. Allowed: --text FILE with "
+                "plain text, for example the WikiText validation pages."
+            )
+        from lm_eval_moecache.tiny.documents import wikitext
 
-    return list(wikitext()["test"]["page"])
-
-
-def _lines(whole: str, where: str) -> list[str]:
+        return list(wikitext()["test"]["page"])
+    whole = read_text(path, f"text={path!r}")
+    if not path.endswith(".jsonl"):
+        return [whole]
     texts = []
     for number, line in enumerate(whole.removesuffix("\n").split("\n"), 1):
-        row = parse_json(line, f"{where} {number}")
-        found = (
-            [row[key] for key in ("text", "page") if key in row] if isinstance(row, dict) else []
-        )
-        if not found or not isinstance(found[0], str):
-            raise ValueError(f"{where} {number} has no text under `text` or `page`.")
-        texts.append(found[0])
+        where = f"text={path!r}: line {number}"
+        row = parse_json(line, where)
+        found = row.get("text", row.get("page")) if isinstance(row, dict) else None
+        if not isinstance(found, str):
+            raise ValueError(f"{where} has no text under `text` or `page`.")
+        texts.append(found)
     return texts

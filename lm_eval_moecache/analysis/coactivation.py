@@ -5,7 +5,9 @@ Shapes: T tokens of a window, E experts, D hidden size, N sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,22 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.model.moe_layers import MoELayer
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.coactivation import (
-    NO_BUDDY,
-    Coactivation,
-    buddy_lists,
-    conditional,
-)
+from lm_eval_moecache.records.coactivation import NO_BUDDY, Coactivation, buddy_lists, conditional
 
 TITLE = "Experts chosen together"
 Weights = Callable[[int], Any]
 """Number of tokens in a window -> how much each of them counts."""
+
+
+def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+    """Analyse all layers, and draw one of them."""
+    found, layer = observe(analyzed, options["sample_tokens"]), options["layer"]
+    similarity = found.similarity()
+    rows = analyze(found.counts, similarity, options["alpha"], options["k_max"])
+    title = f"{TITLE} ({analyzed.name}, MoE layer {layer})"
+    return Analysis({"coactivation": rows}, title, partial(draw, found.counts, similarity, layer))
 
 
 class Observation:
@@ -36,24 +41,19 @@ class Observation:
         self.num_tokens = sum(len(window) for window in analyzed.windows)
         self._layers = analyzed.layers
         self._stride = max(1, self.num_tokens // max(sample_tokens, 1))
-        self._seen = 0
         self._top_logits: list[list[FloatArray]] = [[] for _ in analyzed.layers]
         self._hidden: list[list[Tensor]] = [[] for _ in analyzed.layers]
 
-    def note(self, layer: int, hidden_TD: Tensor, output: Any, weight_T: Any) -> None:
-        """Take one router call: its input and its (logits, weights, indices)."""
+    def note(self, layer: int, hidden_TD: Tensor, output: Any, weight_T: Any, seen: int) -> None:
+        """Take one router call after `seen` tokens: its input, its (logits, weights, indices)."""
         logits = output[0].detach().float().reshape(len(weight_T), -1).cpu().numpy()
         experts = output[2].reshape(len(weight_T), -1).cpu().numpy().astype(np.int64)
         self.counts.add(layer, experts, logits, weight_T)
-        picked = np.arange(-self._seen % self._stride, len(weight_T), self._stride)
-        self._top_logits[layer].append(
-            np.take_along_axis(logits, experts, -1)[picked].astype(np.float32)
-        )
+        picked = np.arange(-seen % self._stride, len(weight_T), self._stride)
+        top_logits = np.take_along_axis(logits, experts, -1)[picked]
+        self._top_logits[layer].append(top_logits.astype(np.float32))
         flat = hidden_TD.detach().reshape(len(weight_T), -1)
         self._hidden[layer].append(flat[torch.from_numpy(picked).to(flat.device)])
-
-    def end_window(self, num_tokens: int) -> None:
-        self._seen += num_tokens
 
     @property
     def top_logits(self) -> FloatArray:
@@ -63,8 +63,21 @@ class Observation:
     def similarity(self) -> FloatArray:
         """Return the mean cosine of two experts' outputs on the sampled tokens: [layers, E, E]."""
         pairs = zip(self._layers, self._hidden, strict=True)
-        bar = tqdm(pairs, desc="output similarity", total=len(self._layers), unit="layer")
-        return np.stack([_similarity(layer, torch.cat(rows)) for layer, rows in bar])
+        found = []
+        for layer, rows in tqdm(
+            pairs, desc="output similarity", total=len(self._layers), unit="layer"
+        ):
+            hidden_ND, outputs = torch.cat(rows), []
+            for expert in range(layer.num_experts):
+                index = torch.full((len(hidden_ND), 1), expert, device=hidden_ND.device)
+                ones = torch.ones_like(index, dtype=hidden_ND.dtype)
+                with torch.no_grad():
+                    output = layer.experts(hidden_ND, index, ones)
+                outputs.append(nn.functional.normalize(output.float(), dim=-1))
+            stacked_END = torch.stack(outputs)
+            cosines = torch.einsum("and,bnd->ab", stacked_END, stacked_END) / len(hidden_ND)
+            found.append(np.asarray(cosines.cpu().numpy(), dtype=np.float32))
+        return np.stack(found)
 
 
 def observe(
@@ -72,41 +85,24 @@ def observe(
 ) -> Observation:
     """Read the model's text once through the unmodified model."""
     found = Observation(analyzed, sample_tokens)
-    current: list[Any] = [None]
+    seen, weight_T = 0, None
 
-    def hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda router, args, output: found.note(layer, args[0], output, current[0])
+    def note(layer: int, router: nn.Module, args: Any, output: Any) -> None:
+        found.note(layer, args[0], output, weight_T, seen)
 
-    handles = [
-        layer.router.register_forward_hook(hook(i)) for i, layer in enumerate(analyzed.layers)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(analyzed.layers):
+            handle = layer.router.register_forward_hook(partial(note, index))
+            hooks.callback(handle.remove)
         for window in tqdm(analyzed.windows, desc="profiling", unit="text"):
-            current[0] = weights(len(window))
+            weight_T = weights(len(window))
             with torch.no_grad():
                 analyzed.model(window[None].to(analyzed.model.device))
-            found.end_window(len(window))
-    finally:
-        for handle in handles:
-            handle.remove()
+            seen += len(window)
     return found
 
 
-def _similarity(layer: MoELayer, hidden_ND: Tensor) -> FloatArray:
-    outputs = []
-    for expert in range(layer.num_experts):
-        index = torch.full((len(hidden_ND), 1), expert, device=hidden_ND.device)
-        with torch.no_grad():
-            output = layer.experts(hidden_ND, index, torch.ones_like(index, dtype=hidden_ND.dtype))
-        outputs.append(nn.functional.normalize(output.float(), dim=-1))
-    stacked_END = torch.stack(outputs)
-    cosines = torch.einsum("and,bnd->ab", stacked_END, stacked_END) / len(hidden_ND)
-    return np.asarray(cosines.cpu().numpy(), dtype=np.float32)
-
-
-def analyze(
-    counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int
-) -> list[dict[str, Any]]:
+def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int) -> Rows:
     """Return a row for each layer: how uneven its experts and their pairs are, and its lists.
 
     The similarity (mean output cosine) of buddies stands beside that of all pairs: whether being

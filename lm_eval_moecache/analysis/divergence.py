@@ -8,7 +8,9 @@ written. Letters: T tokens, V vocabulary, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,17 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-from lm_eval_moecache.report.metrics import cache_metrics
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
+from lm_eval_moecache.report.metrics import MEGABYTE, cache_metrics
 
 TITLE = "What a policy changes of the output"
 UNMODIFIED = "unmodified"
 _OF_THE_CACHE = (
-    "routing_fidelity",
-    "lost_weight_share",
-    "avoided_miss_share",
-    "miss_rate",
-    "bytes_per_token",
+    *("routing_fidelity", "lost_weight_share", "avoided_miss_share"),
+    *("miss_rate", "bytes_per_token"),
 )
 
 
@@ -55,9 +54,13 @@ class Reading:
     experts_LTK: tuple[Tensor, ...]
 
 
-def read(analyzed: AnalyzedModel) -> list[Reading]:
-    """Read all windows as the model is now."""
-    return [read_window(analyzed, window) for window in analyzed.windows]
+def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+    """Analyse the named `policies` under one capacity."""
+    capacity = options["capacity"]
+    policies = {name: {"policy": name} for name in options["policies"].split(",")}
+    rows = analyze(analyzed, policies, capacity)
+    title = f"{TITLE} ({analyzed.name}, {capacity})"
+    return Analysis({"divergence": rows}, title, partial(draw, rows))
 
 
 def compare(before: Reading, after: Reading) -> Window:
@@ -80,35 +83,32 @@ def compare(before: Reading, after: Reading) -> Window:
 def read_window(analyzed: AnalyzedModel, window: Tensor) -> Reading:
     """Read one window: logits after each token but the last, and what each router asks for."""
     seen: list[Tensor] = []
-    handles = [
-        layer.router.register_forward_pre_hook(
-            lambda module, args: seen.append(args[0].reshape(-1, args[0].shape[-1]))
-        )
-        for layer in analyzed.layers
-    ]
-    try:
+
+    def see(module: torch.nn.Module, args: Any) -> None:
+        seen.append(args[0].reshape(-1, args[0].shape[-1]))
+
+    with ExitStack() as hooks:
+        for layer in analyzed.layers:
+            hooks.callback(layer.router.register_forward_pre_hook(see).remove)
+        logits_TV = analyzed.logits(window)
         with torch.no_grad():
-            logits_TV = analyzed.model(window[None].to(analyzed.model.device)).logits[0, :-1]
             # The gate as it is: what a policy puts into the router's output is not asked for.
-            experts = [
+            asked = [
                 layer.gate.ask(hidden_TD)[2].cpu()
                 for layer, hidden_TD in zip(analyzed.layers, seen, strict=True)
             ]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Reading(tokens_T=window, logits_TV=logits_TV.cpu(), experts_LTK=tuple(experts))
+    return Reading(tokens_T=window, logits_TV=logits_TV.cpu(), experts_LTK=tuple(asked))
 
 
 def analyze(
     analyzed: AnalyzedModel, policies: Mapping[str, Mapping[str, Any]], capacity: str
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Return a row for the unmodified model and for each policy: a name and what it overrides.
 
     An override `policy` names the composition (on_demand). `kl_stderr` is over windows. With a
     lossless policy the divergence is 0 but for rounding.
     """
-    plain = read(analyzed)
+    plain = [read_window(analyzed, window) for window in analyzed.windows]
     unmodified = figures([compare(each, each) for each in plain])
     rows = [{"policy": UNMODIFIED, **unmodified, **dict.fromkeys(_OF_THE_CACHE)}]
     for name, overrides in policies.items():
@@ -137,14 +137,14 @@ def figures(windows: Sequence[Window]) -> dict[str, Any]:
     }
 
 
-def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
+def draw(rows: Rows, title: str) -> Any:
     """Draw the divergence of each policy over the bytes that it moves."""
     from lm_eval_moecache.report.mpl_style import legend, look, new_figure
 
     figure, (left, right) = new_figure(columns=2)
     series = {}
     for index, row in enumerate(rows[1:]):
-        moved = row["bytes_per_token"] / 1e6
+        moved = row["bytes_per_token"] / MEGABYTE
         series[row["policy"]] = left.errorbar(
             moved, row["kl"], yerr=row["kl_stderr"] or 0.0, **look(index)
         )

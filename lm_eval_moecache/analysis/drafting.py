@@ -6,23 +6,23 @@ experts, K experts per token, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, matching_layers
+from lm_eval_moecache.model.speculative.draft_model import make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax
 
 TITLE = "Predicting a layer's experts, by layer"
 Array = np.ndarray[Any, Any]
-Rows = list[dict[str, Any]]
 _PREDICTORS = ("draft", "next_gate", "frequency", "random")
 _NAMES = (
     *("cosine", "router_entropy"),
@@ -30,6 +30,13 @@ _NAMES = (
     *("draft_entropy", "frequency_entropy"),
 )
 _NEIGHBOURS = (1, 2, 3, 4, 6, 8)
+
+
+def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+    """Analyse the predictions of one draft."""
+    tables = analyze(analyzed, options["draft"])
+    title = f"{TITLE} ({analyzed.name}, {options['draft']})"
+    return Analysis(tables, title, partial(draw, tables["drafting"]))
 
 
 def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
@@ -45,29 +52,34 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
     """
     check_draft(draft, analyzed.name, {}, needs_layers=True)
     model = make_draft(draft, analyzed.model)
-    seen = [_read(analyzed, model, window) for window in analyzed.windows]
-    layers = range(len(analyzed.layers))
-    hidden = [torch.cat([target[at] for target, _ in seen]) for at in layers]
-    drafted = [torch.cat([own[at] for _, own in seen]) for at in layers]
-    figures = [_figures(analyzed, at, hidden, drafted) for at in layers]
+    matches = matching_layers(model.blocks, analyzed.layers)
+    offered = [model.blocks[i].feed_forward for i in sorted(matches, key=matches.__getitem__)]
+    # What the gates of the target see, and what the draft offers them: [T, D] by layer.
+    routers = [layer.router for layer in analyzed.layers]
+    hidden = _inputs(routers, analyzed.model, analyzed.windows)
+    drafted = _inputs(offered, model.model, analyzed.windows)
     sizes = [len(window) for window in analyzed.windows]
+    figures = [_figures(analyzed, at, hidden, drafted) for at in range(len(analyzed.layers))]
     text_of_T = np.repeat(analyzed.text_of, sizes)
+    texts = []
+    for text in dict.fromkeys(analyzed.text_of):
+        of_text = [{n: own[n][text_of_T == text].mean() for n in own} for own in figures]
+        means = {n: float(np.mean([own[n] for own in of_text if n in own])) for n in _NAMES}
+        texts.append({"text": text} | means)
+    chosen: list[Array] = []
+    for layer, hidden_TD in zip(analyzed.layers, hidden, strict=True):
+        experts_TK = _ask(layer, hidden_TD)[1]
+        chosen_TE = np.zeros((len(experts_TK), analyzed.geometry.num_experts), dtype=bool)
+        np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
+        chosen += np.split(chosen_TE, np.cumsum(sizes)[:-1])
     return {
         "drafting": [
             {"layer": at} | {n: float(own[n].mean()) if n in own else None for n in _NAMES}
             for at, own in enumerate(figures)
         ],
-        "drafting_texts": [
-            {"text": text} | {n: _mean(figures, n, text_of_T == text) for n in _NAMES}
-            for text in dict.fromkeys(analyzed.text_of)
-        ],
-        "drafting_neighbours": _neighbours(_chosen(analyzed, hidden, sizes)),
+        "drafting_texts": texts,
+        "drafting_neighbours": _neighbours(chosen),
     }
-
-
-def _mean(figures: Sequence[dict[str, Array]], name: str, chosen_T: Array) -> float:
-    """Return the mean over the chosen tokens, and over the layers that have the figure."""
-    return float(np.mean([own[name][chosen_T].mean() for own in figures if name in own]))
 
 
 def draw(rows: Rows, title: str) -> Any:
@@ -89,44 +101,35 @@ def draw(rows: Rows, title: str) -> Any:
     return figure
 
 
-def _read(
-    analyzed: AnalyzedModel, draft: DraftModel, window: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the gates of the target see, and what the draft offers them, [T, D] by layer."""
-    matches = matching_layers(draft.blocks, analyzed.layers)
-    offered = [draft.blocks[i].feed_forward for i in sorted(matches, key=matches.__getitem__)]
-    with torch.no_grad():
-        target = _inputs([layer.router for layer in analyzed.layers], analyzed.model, window)
-        return target, _inputs(offered, draft.model, window)
+def _inputs(modules: Sequence[nn.Module], model: Any, windows: Sequence[Tensor]) -> list[Tensor]:
+    """Return what each module is given while the model reads the windows: [T, D] by module."""
+    found: list[list[Tensor]] = [[] for _ in modules]
 
+    def note(at: int, module: nn.Module, args: Any) -> None:
+        found[at].append(args[0].reshape(-1, args[0].shape[-1]))
 
-def _inputs(modules: Sequence[nn.Module], model: Any, window: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def hook(module: nn.Module, args: Any) -> None:
-        found.append(args[0].reshape(-1, args[0].shape[-1]))
-
-    with ExitStack() as stack:
-        for module in modules:
-            handle = module.register_forward_pre_hook(hook)
-            stack.callback(handle.remove)
-        model(window[None].to(model.device))
-    return found
+    with ExitStack() as hooks, torch.no_grad():
+        for at, module in enumerate(modules):
+            handle = module.register_forward_pre_hook(partial(note, at))
+            hooks.callback(handle.remove)
+        for window in windows:
+            model(window[None].to(model.device))
+    return [torch.cat(parts) for parts in found]
 
 
 def _figures(
     analyzed: AnalyzedModel, at: int, hidden: Sequence[Tensor], drafted: Sequence[Tensor]
 ) -> dict[str, Array]:
     """Return each figure of a layer by token, [T]."""
-    layer, top_k = analyzed.layers[at], analyzed.geometry.top_k
-    num_experts = analyzed.geometry.num_experts
+    layer, geometry = analyzed.layers[at], analyzed.geometry
+    top_k, num_experts = geometry.top_k, geometry.num_experts
     logits_TE, experts_TK = _ask(layer, hidden[at])
-    cosine = nn.functional.cosine_similarity(hidden[at].float(), drafted[at].float())
     counts_TE = _counts_before(experts_TK, num_experts)
     draft_TE = _ask(layer, drafted[at])[0]
     predictions = {"draft": draft_TE, "frequency": counts_TE}
     if at:
         predictions["next_gate"] = _ask(layer, hidden[at - 1])[0]
+    cosine = nn.functional.cosine_similarity(hidden[at].float(), drafted[at].float())
     found = {
         "cosine": cosine.cpu().numpy(),
         "router_entropy": _entropy(logits_TE),
@@ -138,17 +141,6 @@ def _figures(
     for name, scores_TE in predictions.items():
         found[f"{name}_top1"], found[f"{name}_topk"] = _shares(experts_TK, scores_TE, top_k)
     return found
-
-
-def _chosen(analyzed: AnalyzedModel, hidden: Sequence[Tensor], sizes: Sequence[int]) -> list[Array]:
-    """Return for each layer and window which experts its tokens choose, [T, E]."""
-    windows: list[Array] = []
-    for at, layer in enumerate(analyzed.layers):
-        experts_TK = _ask(layer, hidden[at])[1]
-        chosen_TE = np.zeros((len(experts_TK), analyzed.geometry.num_experts), dtype=bool)
-        np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
-        windows += np.split(chosen_TE, np.cumsum(sizes)[:-1])
-    return windows
 
 
 def _neighbours(windows: Sequence[Array]) -> Rows:

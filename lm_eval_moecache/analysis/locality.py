@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+import numpy as np
+
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.metrics import cache_metrics
 
@@ -19,56 +22,52 @@ _SHOWN = (
 )
 
 
-@dataclass(slots=True)
-class SelectionMap:
-    """For one layer, the state of every expert at every token: [tokens][experts]."""
-
-    layer: int
-    states: list[list[int]] = field(default_factory=list)
+def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+    """Analyse the router's own choices and those of `cache_prior`, under one capacity."""
+    capacity, share, layer = options["capacity"], options["lambda"], options["layer"]
+    cache_prior = {"routing": "cache_prior", "routing.lambda": share}
+    routings = {"standard": {}, f"cache_prior (lambda {share:g})": cache_prior}
+    rows, maps = analyze(analyzed, capacity, routings, layer)
+    title = f"{TITLE} ({analyzed.name}, {capacity})"
+    return Analysis({"locality": rows}, title, partial(draw, maps, layer))
 
 
 def analyze(
     analyzed: AnalyzedModel, capacity: str, routings: Mapping[str, Mapping[str, Any]], layer: int
-) -> tuple[list[dict[str, Any]], dict[str, SelectionMap]]:
+) -> tuple[Rows, dict[str, IntArray]]:
     """Read the text under each routing with one cache per layer.
 
-    Returns a row for each (perplexity, miss rates, lifetime in tokens, fidelity) and the selection
-    map of `layer`, which counts MoE layers from 0.
+    Returns a row for each (perplexity, miss rates, lifetime in tokens, fidelity) and, of `layer`
+    (which counts MoE layers from 0), the state of every expert at every token: [tokens, experts].
     """
     rows, maps = [], {}
     for name, overrides in routings.items():
-        found = SelectionMap(layer)
         with analyzed.under(overrides, capacity=capacity, scan=True) as engine:
-            _watch(engine, found)
+            states = _watch(engine, layer)
             row = {"routing": name, "perplexity": analyzed.perplexity()}
         metrics = cache_metrics(engine.ledger.passes)
         rows.append(row | {key: metrics[key] for key in _SHOWN})
-        maps[name] = found
+        maps[name] = np.array(states)
     return rows, maps
 
 
-def _watch(engine: Engine, found: SelectionMap) -> None:
-    """Note the state of the layer's experts at each lookup."""
-    base = found.layer * engine.geometry.num_experts
-    resident = engine.pools[found.layer].resident
+def _watch(engine: Engine, layer: int) -> list[IntArray]:
+    """Return what will hold the state of the layer's experts at each lookup."""
+    states: list[IntArray] = []
+    num_experts, resident = engine.geometry.num_experts, engine.pools[layer].resident
+    keys = np.arange(num_experts) + layer * num_experts
 
     def observe(event: Event) -> None:
-        if event.layer != found.layer:
-            return
-        needed = {key - base for key in event.keys}
-        states = []
-        for expert in range(engine.geometry.num_experts):
-            is_resident = base + expert in resident
-            if expert in needed:
-                states.append(HIT if is_resident else MISS)
-            else:
-                states.append(CACHED if is_resident else ABSENT)
-        found.states.append(states)
+        if event.layer == layer:
+            is_here = np.array([key in resident for key in keys.tolist()])
+            needed, others = np.where(is_here, HIT, MISS), np.where(is_here, CACHED, ABSENT)
+            states.append(np.where(np.isin(keys, event.keys), needed, others))
 
     engine.observe(observe)
+    return states
 
 
-def draw(maps: Mapping[str, SelectionMap], title: str, tokens: int = 100) -> Any:
+def draw(maps: Mapping[str, IntArray], layer: int, title: str, tokens: int = 100) -> Any:
     """Draw the maps below each other: green a hit, red a miss, blue in the cache and not needed."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -77,23 +76,16 @@ def draw(maps: Mapping[str, SelectionMap], title: str, tokens: int = 100) -> Any
 
     colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
     figure, axes = new_figure(rows=len(maps))
-    for panel, (name, found) in zip(axes, maps.items(), strict=True):
-        columns = [list(column) for column in zip(*found.states[:tokens], strict=True)]
-        panel.imshow(
-            columns, cmap=colors, vmin=ABSENT, vmax=MISS, aspect="auto", interpolation="nearest"
-        )
-        shown = found.states[:tokens]
-        needed = sum(row.count(HIT) + row.count(MISS) for row in shown)
-        missed = sum(row.count(MISS) for row in shown)
-        panel.set_title(f"{name}: {missed / needed:.1%} misses in MoE layer {found.layer}")
+    for panel, (name, whole) in zip(axes, maps.items(), strict=True):
+        states, drawn = whole[:tokens], {"aspect": "auto", "interpolation": "nearest"}
+        panel.imshow(states.T, cmap=colors, vmin=ABSENT, vmax=MISS, **drawn)
+        missed = np.sum(states == MISS) / np.sum(states >= HIT)
+        panel.set_title(f"{name}: {missed:.1%} misses in MoE layer {layer}")
         panel.set_ylabel("expert")
         panel.grid(False)
     axes[-1].set_xlabel("token")
-    names = (("hit", 2), ("miss", 3), ("cached, not needed", 1))
-    figure.legend(
-        handles=[Patch(color=colors(value), label=label) for label, value in names],
-        loc="outside lower center",
-        ncols=3,
-    )
+    names = (("hit", HIT), ("miss", MISS), ("cached, not needed", CACHED))
+    patches = [Patch(color=colors(value), label=label) for label, value in names]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3)
     figure.suptitle(title)
     return figure

@@ -5,7 +5,8 @@ Shapes: T tokens that are predicted, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -48,7 +49,14 @@ class ForcedExpert(RoutingAlgorithm):
         return Selection(experts)
 
 
-def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
+def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+    """Analyse the choices of one `rank`."""
+    rows = analyze(analyzed, options["rank"])
+    title = f"{TITLE} ({analyzed.name}, rank {options['rank']})"
+    return Analysis({"optimal_expert": rows}, title, partial(draw, rows))
+
+
+def analyze(analyzed: AnalyzedModel, rank: int = 2) -> Rows:
     """Return one row a layer: agreement, what chance would agree, and perplexities.
 
     The experts of all ranks but one are fixed and every choice for that one is tried, at one layer
@@ -64,10 +72,8 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
         routing = engine.rules.routing
         assert isinstance(routing, ForcedExpert)
         for layer in tqdm(range(geometry.num_layers), desc="layers"):
-            own, oracle, agreed = 0.0, 0.0, 0
-            for window in analyzed.windows:
-                found = _search(analyzed.model, routing, window, layer, geometry)
-                own, oracle, agreed = own + found[0], oracle + found[1], agreed + found[2]
+            found = [_search(analyzed, routing, window, layer) for window in analyzed.windows]
+            own, oracle, agreed = (sum(column) for column in zip(*found, strict=True))
             count = sum(len(window) - 1 for window in analyzed.windows)
             rows.append(
                 {
@@ -82,42 +88,32 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> list[dict[str, Any]]:
 
 
 def _search(
-    model: Any, routing: ForcedExpert, window: torch.Tensor, layer: int, geometry: Geometry
+    analyzed: AnalyzedModel, routing: ForcedExpert, window: torch.Tensor, layer: int
 ) -> tuple[float, float, int]:
     """Return the summed loss with the router's choice, with the best one, and their agreements."""
+
+    def losses() -> FloatArray:
+        return np.asarray(analyzed.losses(window).cpu().numpy())
+
     routing.layer = -1
-    own_T = _losses(model, window)
+    own_T = losses()
     # The last token predicts nothing.
     chosen_TK = routing.own[layer][:-1]
     routing.layer = layer
-    tried_TE = np.full((len(own_T), geometry.num_experts), np.inf, dtype=np.float32)
-    for expert in range(geometry.num_experts):
+    num_experts = analyzed.geometry.num_experts
+    tried_TE = np.full((len(own_T), num_experts), np.inf, dtype=np.float32)
+    for expert in range(num_experts):
         routing.wanted = np.asarray([expert])
-        tried_TE[:, expert] = _losses(model, window)
+        tried_TE[:, expert] = losses()
     # A token whose choice has this expert at another rank has tried nothing with it.
     np.put_along_axis(tried_TE, chosen_TK, np.float32(np.inf), axis=-1)
-    best_T = tried_TE.argmin(axis=-1)
-    router_T = chosen_TK[:, routing.rank - 1]
     agrees_T = own_T <= tried_TE.min(axis=-1)
-    best_T = np.where(agrees_T, router_T, best_T)
+    best_T = np.where(agrees_T, chosen_TK[:, routing.rank - 1], tried_TE.argmin(axis=-1))
     routing.wanted = np.append(best_T, routing.own[layer][-1, routing.rank - 1])
-    oracle_T = _losses(model, window)
-    return float(own_T.sum()), float(oracle_T.sum()), int(agrees_T.sum())
+    return float(own_T.sum()), float(losses().sum()), int(agrees_T.sum())
 
 
-@torch.no_grad()
-def _losses(model: Any, window: torch.Tensor) -> FloatArray:
-    """Return the loss of each token's successor [T], in nats."""
-    logits = model(window[None].to(model.device)).logits[0, :-1].float()
-    losses: FloatArray = (
-        torch.nn.functional.cross_entropy(logits, window[1:].to(logits.device), reduction="none")
-        .cpu()
-        .numpy()
-    )
-    return losses
-
-
-def draw(rows: list[dict[str, Any]], title: str) -> Any:
+def draw(rows: Rows, title: str) -> Any:
     """Draw Figure 10: agreement over the layers, beside chance."""
     from lm_eval_moecache.report.mpl_style import new_figure
 
@@ -125,8 +121,7 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
     layers = [row["layer"] for row in rows]
     axes.plot(layers, [row["agreement"] for row in rows], marker="o", label="router")
     axes.plot(layers, [row["chance"] for row in rows], linestyle="--", label="chance")
-    axes.set_xlabel("MoE layer")
-    axes.set_ylabel("choice is the best")
+    axes.set(xlabel="MoE layer", ylabel="choice is the best")
     axes.set_ylim(bottom=0)
     axes.legend()
     axes.set_title(title, fontsize=9)

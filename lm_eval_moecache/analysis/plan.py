@@ -15,6 +15,7 @@ from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_o
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.emulation import RealModel
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.paths import traces_dir
 from lm_eval_moecache.records.sizes import Capacity
@@ -60,11 +61,6 @@ class Fit:
     def is_whole(self) -> bool:
         return self.experts == self.all_experts
 
-    @property
-    def elsewhere(self) -> int:
-        """Bytes of the experts that lie behind the link."""
-        return self.all_experts - self.experts
-
 
 def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
     """Return what fits beside the dense weights and a KV cache of `context` tokens.
@@ -81,7 +77,7 @@ def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
             f"tokens {kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
             "Allowed: a shorter --context, fewer bits (--precision), or a device with more memory."
         )
-    every = model.num_layers * model.num_experts * model.expert_bytes
+    every = _all_experts(model)
     return Fit(
         memory=int(hardware.memory_bytes),
         dense=model.dense_bytes,
@@ -91,13 +87,17 @@ def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
     )
 
 
+def _all_experts(model: RealModel) -> int:
+    return model.num_layers * model.num_experts * model.expert_bytes
+
+
 def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str | None:
     """Return the stored precision of most bits below the model's at which all of it fits."""
     fewer = [p for p in PRECISIONS.values() if p.expert_bits < model.stored.expert_bits]
+    room = hardware.memory_bytes - model.kv_bytes(context)
     for stored in sorted(fewer, key=lambda each: -each.expert_bits):
         smaller = replace(model, stored=stored)
-        every = smaller.num_layers * smaller.num_experts * smaller.expert_bytes
-        if every + smaller.dense_bytes + model.kv_bytes(context) <= hardware.memory_bytes:
+        if _all_experts(smaller) + smaller.dense_bytes <= room:
             return stored.name
     return None
 
@@ -147,8 +147,8 @@ def first_token_s(
     needed = share * room.all_experts
     dense_bytes = model.num_layers * model.layer_dense_bytes
     read_s = (needed + dense_bytes) / hardware.memory_bytes_per_s
-    launches_s = model.num_layers * _regime(model, hardware, room.experts).launches_s
-    compute_s = max(flops / hardware.peak_flops, read_s) + launches_s
+    launches_s = regime_of(model.geometry(), room.experts, hardware).launches_s
+    compute_s = max(flops / hardware.peak_flops, read_s) + model.num_layers * launches_s
     loads = model.num_layers * model.num_experts * share
     link_s = needed / hardware.link_rate + loads * hardware.link_latency_s
     return compute_s, 0.0 if room.is_whole else link_s
@@ -158,21 +158,6 @@ def attention_s(model: RealModel, hardware: Hardware, context: int) -> float:
     """Return the seconds in which one token attends to its context: its KV cache is read once."""
     read_s = model.kv_bytes(context) / hardware.memory_bytes_per_s
     return max(read_s, model.attention_flops(context) / hardware.peak_flops)
-
-
-def _regime(model: RealModel, hardware: Hardware, capacity_bytes: int) -> Regime:
-    return regime_of(model.geometry(), capacity_bytes, hardware)
-
-
-def shares_of(room: Fit) -> list[float]:
-    """Return the capacities to look at: what fits, and up to two round shares below."""
-    below = [share for share in SHARES if share < 0.95 * room.share]
-    return [*below[-_SMALLER:], room.share]
-
-
-def policies_at(room: Fit, hardware: Hardware, share: float) -> list[str]:
-    names = [name for name in POLICIES if name != HOST or hardware.host_flops]
-    return [n for n in names if share == room.share or n not in ONLY_WHERE_IT_FITS]
 
 
 def speeds(
@@ -185,51 +170,52 @@ def speeds(
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for each capacity up to what fits, and each policy; one row where all fits.
 
-    The trace's layers are charged as the model's. Capacities are shares of all experts. A layer
-    waits for the link (or the host) as its traced twin does, in proportion to top-k; a token takes
-    the model's number of such layers, and attends to `context` tokens.
+    The trace's layers are charged as the model's. Capacities are shares of all experts: what fits,
+    and up to two round shares below. A layer waits for the link (or the host) as its traced twin
+    does, in proportion to top-k; a token takes the model's number of such layers, and attends to
+    `context` tokens.
     """
     context_s = attention_s(model, hardware, context)
+
+    def row(share: float, regime: Regime, policy: str, missed: float, waits: Waits) -> Any:
+        layer_s = regime.compute_s + regime.launches_s + waits.link_s + waits.host_s
+        return {
+            "capacity": f"{100 * share:.3g}%",
+            "capacity_bytes": int(room.all_experts * share),
+            "capacity_cycles": regime.cycles,
+            "policy": policy,
+            "decode_miss_rate": missed,
+            "tok_per_s": 1 / (model.num_layers * layer_s + context_s),
+            "bound": regime.bound(waits),
+            "transfer_per_layer": regime.transfer_per_layer,
+        }
+
     if room.is_whole:
-        regime = _regime(model, hardware, room.experts)
-        token_s = model.num_layers * (regime.compute_s + regime.launches_s) + context_s
-        yield _row(room, 1.0, regime, "resident", 0.0, token_s, regime.bound(Waits(0.0)))
+        regime = regime_of(model.geometry(), room.experts, hardware)
+        yield row(1.0, regime, "resident", 0.0, Waits(0.0))
         return
     future = Future(trace)
     charged = model.emulated_by(trace.geometry)
     more = model.top_k / trace.geometry.top_k
-    for share in shares_of(room):
+    below = [share for share in SHARES if share < 0.95 * room.share]
+    for share in [*below[-_SMALLER:], room.share]:
         size = max(int(charged.total_expert_bytes * share), model.expert_bytes)
-        regime = _regime(model, hardware, int(room.all_experts * share))
-        for name in policies_at(room, hardware, share):
+        regime = regime_of(model.geometry(), int(room.all_experts * share), hardware)
+        for name, overrides in POLICIES.items():
+            if name == HOST and not hardware.host_flops:
+                continue
+            if name in ONLY_WHERE_IT_FITS and share != room.share:
+                continue
             on_progress(f"{100 * share:.0f}%, {name}")
             setting = Setting(
-                policy=load_policy("on_demand", POLICIES[name]),
+                policy=load_policy("on_demand", overrides),
                 capacity=Capacity(text=f"{100 * share:.3g}%", bytes_by_partition=(size,)),
                 hardware=hardware,
                 seed=trace.seed,
                 emulate=model,
             )
-            engine = replay(trace, setting, future=future)
-            passes = [p for p in engine.ledger.passes if p.phase == "decode"]
-            waits = decode_waits(engine.ledger.requests, trace.geometry.num_layers) or Waits(0.0)
-            scaled = Waits(waits.link_s * more, waits.host_s * more)
-            layer_s = regime.compute_s + regime.launches_s + scaled.link_s + scaled.host_s
+            ledger = replay(trace, setting, future=future).ledger
+            passes = [p for p in ledger.passes if p.phase == DECODE]
             missed = sum(p.misses + p.late for p in passes) / sum(p.requests for p in passes)
-            token_s = model.num_layers * layer_s + context_s
-            yield _row(room, share, regime, name, missed, token_s, regime.bound(scaled))
-
-
-def _row(
-    room: Fit, share: float, regime: Regime, policy: str, missed: float, token_s: float, bound: str
-) -> dict[str, Any]:
-    return {
-        "capacity": f"{100 * share:.3g}%",
-        "capacity_bytes": int(room.all_experts * share),
-        "capacity_cycles": regime.cycles,
-        "policy": policy,
-        "decode_miss_rate": missed,
-        "tok_per_s": 1 / token_s,
-        "bound": bound,
-        "transfer_per_layer": regime.transfer_per_layer,
-    }
+            waits = decode_waits(ledger.requests, trace.geometry.num_layers) or Waits(0.0)
+            yield row(share, regime, name, missed, Waits(waits.link_s * more, waits.host_s * more))

@@ -10,11 +10,13 @@ replaced by the predicted ones.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.analysis.analyzed_model import Analysis, Rows
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
@@ -30,6 +32,7 @@ from lm_eval_moecache.model.predictor.accuracy import (
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import RouterCapture, Samples
 from lm_eval_moecache.records.ledger import GENERATE
+from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import (
@@ -44,7 +47,17 @@ from lm_eval_moecache.sweep.spec import Cell
 TITLE = "Router certainty against the number of experts predicted rightly"
 TINY_TASKS = ("tiny_gsm8k", "tiny_bbh")
 _REPLACED = {"routing": "commit", "routing.tokens": "mispredicted", "phases": "decode"}
-Rows = list[dict[str, Any]]
+_NOTHING = "so there is nothing to predict. Allowed: tasks "
+
+
+def run(model: str, options: Mapping[str, Any]) -> Analysis:
+    """Analyse what a model generates in `tasks`; tiny has tasks of its own."""
+    tasks = [name for name in (options["tasks"] or "").split(",") if name]
+    if not tasks and model != TINY:
+        raise ValueError("tasks: name tasks that generate text, such as gsm8k: --tasks gsm8k.")
+    limit, profile = options["limit"], options["profile"]
+    tables = analyze(model, tasks or TINY_TASKS, limit=limit, profile=profile)
+    return Analysis(tables, f"{TITLE} ({model})", partial(draw, tables["certainty"]))
 
 
 def analyze(
@@ -55,16 +68,31 @@ def analyze(
     The frequency baseline names the experts that these very tokens chose most often, which no
     predictor made beforehand could know better.
     """
-    _check_generates(tasks)
+    check_task_names(tasks, ())
+    kinds = answers_of(leaf_tasks(tasks))
+    if GENERATE not in kinds:
+        raise ValueError(
+            f"tasks={','.join(tasks)!r} generate nothing ({', '.join(kinds)}), {_NOTHING}of which "
+            "one generates text, such as gsm8k."
+        )
     # Before the weights are loaded, which takes a real model minutes.
     artifact = load_predictor(profile, "kl", geometry_of(pretrained))
-    settings = [_config(profile, {}), _config(profile, _REPLACED)]
+    given = {"policy": "on_demand", "prefetch": "predictor", "capacity": "100%"}
+    given |= {} if profile is None else {"prefetch.profile": profile}
+    as_is, replacing = read_config(given), read_config(given | _REPLACED)
+    cell = Cell(
+        model="moecache",
+        model_args={},
+        tasks=tuple(tasks),
+        options={"limit": limit},
+        include_path=(),
+    )
     with quiet():
         lm = MoECacheLM(pretrained=pretrained)
-        lm.install(settings[0])
-        plain, judged = _watched(lm, _cell(tasks, limit), PredictorNetwork(artifact))
-        lm.install(settings[1])
-        replaced = evaluate(_cell(tasks, limit), lm)
+        lm.install(as_is)
+        plain, judged = _watched(lm, cell, PredictorNetwork(artifact))
+        lm.install(replacing)
+        replaced = evaluate(cell, lm)
     top_k = lm.geometry.top_k
     return {
         "certainty": certainty_rows(judged, top_k),
@@ -94,33 +122,6 @@ def draw(rows: Rows, title: str) -> Any:
     return figure
 
 
-def _config(profile: str | None, overrides: dict[str, Any]) -> Config:
-    given = {"policy": "on_demand", "prefetch": "predictor", "capacity": "100%", **overrides}
-    if profile is not None:
-        given["prefetch.profile"] = profile
-    return read_config(given)
-
-
-def _cell(tasks: Sequence[str], limit: int) -> Cell:
-    return Cell(
-        model="moecache",
-        model_args={},
-        tasks=tuple(tasks),
-        options={"limit": limit},
-        include_path=(),
-    )
-
-
-def _check_generates(tasks: Sequence[str]) -> None:
-    check_task_names(tasks, ())
-    kinds = answers_of(leaf_tasks(tasks))
-    if GENERATE not in kinds:
-        raise ValueError(
-            f"tasks={','.join(tasks)!r} generate nothing ({', '.join(kinds)}), so there is nothing "
-            "to predict. Allowed: tasks of which one generates text, such as gsm8k."
-        )
-
-
 def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any, list[Judged]]:
     """Evaluate, and judge the predictor on the decode steps that were seen meanwhile."""
     layers = find_moe_layers(lm.model)
@@ -130,8 +131,8 @@ def _watched(lm: MoECacheLM, cell: Cell, network: PredictorNetwork) -> tuple[Any
             results = evaluate(cell, lm)
         if not seen.prompts:
             raise ValueError(
-                f"tasks={','.join(cell.tasks)!r}: nothing was generated, so there is nothing to "
-                "predict. Allowed: tasks that generate text, such as gsm8k."
+                f"tasks={','.join(cell.tasks)!r}: nothing was generated, {_NOTHING}that generate "
+                "text, such as gsm8k."
             )
         seen.write(shard)
         samples = Samples([shard])

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 
 TITLE = (
     "Perplexity when experts are dropped from a rank on, or one rank is swapped for a random one"
 )
 
 
-def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> list[dict[str, Any]]:
+def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
+    """Analyse with `seeds` draws for each swapped rank."""
+    rows = analyze(analyzed, options["seeds"])
+    return Analysis({"sensitivity": rows}, f"{TITLE} ({analyzed.name})", partial(draw, rows))
+
+
+def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> Rows:
     """Return one row a rank: perplexity with the rank dropped (and all after it) and swapped.
 
     Rank 0 is the unmodified model. Swapping is random, so it is read once for each seed; the mean
@@ -25,44 +33,33 @@ def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> list[dict[str, Any]]:
             return analyzed.perplexity()
 
     plain = perplexity({})
-    rows: list[dict[str, Any]] = [
-        {"rank": 0, "drop_from": plain, "swap": plain, "swap_spread": 0.0}
-    ]
+    rows: Rows = [{"rank": 0, "drop_from": plain, "swap": plain, "swap_spread": 0.0}]
     for rank in tqdm(range(1, analyzed.geometry.top_k + 1), desc="ranks"):
         dropped = perplexity({"routing": "drop_rank", "routing.rank": rank})
-        swapped = [
-            perplexity({"routing": "swap_rank", "routing.rank": rank}, seed)
-            for seed in range(seeds)
-        ]
+        swap = {"routing": "swap_rank", "routing.rank": rank}
+        swapped = [perplexity(swap, seed) for seed in range(seeds)]
         mean = sum(swapped) / seeds
         spread = max(abs(value - mean) for value in swapped)
         rows.append({"rank": rank, "drop_from": dropped, "swap": mean, "swap_spread": spread})
     return rows
 
 
-def draw(rows: list[dict[str, Any]], title: str) -> Any:
+def draw(rows: Rows, title: str) -> Any:
     """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
     from lm_eval_moecache.report.mpl_style import new_figure
 
     figure, (left, right) = new_figure(columns=2)
     plain, ranked = rows[0]["drop_from"], rows[1:]
-    ranks = [row["rank"] for row in ranked]
-    left.plot(ranks, [row["drop_from"] for row in ranked], marker="o")
+    columns = {key: [row[key] for row in ranked] for key in rows[0]}
+    ranks, spread = columns["rank"], columns["swap_spread"]
+    left.plot(ranks, columns["drop_from"], marker="o")
     left.set_title("dropped: this rank and all lighter ones")
-    right.errorbar(
-        ranks,
-        [row["swap"] for row in ranked],
-        yerr=[row["swap_spread"] for row in ranked],
-        marker="o",
-        capsize=3,
-    )
+    right.errorbar(ranks, columns["swap"], yerr=spread, marker="o", capsize=3)
     right.set_title("swapped: this rank alone, for a random expert")
     for axes in (left, right):
         axes.axhline(plain, linestyle="--", linewidth=1, color="gray", label="unmodified")
-        axes.set_yscale("log")
-        axes.set_xticks(ranks)
+        axes.set(yscale="log", xticks=ranks, ylabel="perplexity")
         axes.set_xlabel("rank of the expert (1 is the heaviest)")
-        axes.set_ylabel("perplexity")
         axes.legend()
     figure.suptitle(title)
     return figure

@@ -79,17 +79,16 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
     what = f"measured={str(path)!r}"
     if not is_file(path):
         raise ValueError(f"{what}: there is no such file.")
-    for ours in names:
-        if ours not in COLUMNS:
-            raise unknown("columns", ours, COLUMNS)
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         rows = list(reader)
         given = reader.fieldnames or []
+    for ours, theirs in names.items():
+        if ours not in COLUMNS:
+            raise unknown("columns", ours, COLUMNS)
+        if theirs not in given:
+            raise unknown(f"columns: {ours}", theirs, given)
     wanted = {ours: names.get(ours, ours) for ours in COLUMNS}
-    for ours in names:
-        if names[ours] not in given:
-            raise unknown(f"columns: {ours}", names[ours], given)
     present = {ours: theirs for ours, theirs in wanted.items() if theirs in given}
     if not present or not rows:
         raise ValueError(
@@ -121,16 +120,8 @@ def foretell(trace: Trace, setting: Setting) -> Series:
     stall = np.array([1e3 * passes[i].stall_s for i in decoded])
     read = np.array([float(passes[i].bytes_moved) for i in decoded])
     spent = 1e3 * setting.hardware.load_overhead_s_per_byte * read
-    return Series(
-        {
-            WALL: wall,
-            STALL: stall,
-            COMPUTE: wall - stall - spent,
-            MANAGEMENT: spent,
-            READ: read,
-            HIT: share[decoded],
-        }
-    )
+    columns = {WALL: wall, STALL: stall, COMPUTE: wall - stall - spent, MANAGEMENT: spent}
+    return Series({**columns, READ: read, HIT: share[decoded]})
 
 
 def same_tokens(ours: Series, measured: Series, tokens: slice) -> tuple[Series, Series]:
@@ -152,38 +143,28 @@ def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
     The median error is of |ours - measured| / measured over the tokens where something was
     measured. Hit rates are shares, from the run's start to its last token.
     """
-    both = {name: (ours.columns[name], values) for name, values in measured.columns.items()
-            if name in ours.columns}  # fmt: skip
+    shared = [name for name in measured.columns if name in ours.columns]
+    both = {name: (ours.columns[name], measured.columns[name]) for name in shared}
+
+    def nearness(name: str) -> tuple[float | None, float | None]:
+        if name not in both or not both[name][1].sum() > 0:
+            return None, None
+        mine, theirs = both[name]
+        some = theirs > 0
+        errors = np.abs(mine[some] - theirs[some]) / theirs[some]
+        return float(mine.sum() / theirs.sum()), float(np.median(errors))
+
     found: dict[str, float | int | None] = {"tokens": len(measured)}
-    found["bytes_ratio"], _ = _nearness(both.get(READ))
-    found["bytes_correlation"] = _correlation(both.get(READ))
-    found["hit_rate_difference"] = None
-    if HIT in both and both[HIT][1][-1] >= 0:
-        found["hit_rate_difference"] = float(both[HIT][0][-1] - both[HIT][1][-1]) / 100
-    found["stall_ratio"], found["stall_median_error"] = _nearness(both.get(STALL))
-    found["wall_ratio"], found["wall_median_error"] = _nearness(both.get(WALL))
+    found["bytes_ratio"], _ = nearness(READ)
+    varies = READ in both and len(measured) > 1 and all(side.std() for side in both[READ])
+    found["bytes_correlation"] = float(np.corrcoef(*both[READ])[0, 1]) if varies else None
+    has_cache = HIT in both and both[HIT][1][-1] >= 0
+    found["hit_rate_difference"] = (
+        float(both[HIT][0][-1] - both[HIT][1][-1]) / 100 if has_cache else None
+    )
+    found["stall_ratio"], found["stall_median_error"] = nearness(STALL)
+    found["wall_ratio"], found["wall_median_error"] = nearness(WALL)
     return found
-
-
-def outliers(measured: Series) -> int:
-    """Count the tokens that took twice the median wall and more."""
-    wall = measured.columns.get(WALL)
-    return 0 if wall is None else int(np.sum(wall > OUTLIER * np.median(wall)))
-
-
-def _nearness(pair: tuple[Values, Values] | None) -> tuple[float | None, float | None]:
-    if pair is None or not pair[1].sum() > 0:
-        return None, None
-    ours, theirs = pair
-    some = theirs > 0
-    errors = np.abs(ours[some] - theirs[some]) / theirs[some]
-    return float(ours.sum() / theirs.sum()), float(np.median(errors))
-
-
-def _correlation(pair: tuple[Values, Values] | None) -> float | None:
-    if pair is None or len(pair[0]) < 2 or not pair[0].std() or not pair[1].std():
-        return None
-    return float(np.corrcoef(*pair)[0, 1])
 
 
 def plot(ours: Series, measured: Series, path: Path) -> None:
@@ -191,11 +172,10 @@ def plot(ours: Series, measured: Series, path: Path) -> None:
     from lm_eval_moecache.report.mpl_style import pyplot
 
     named = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
-    shown_here = [name for name in named if name in measured.columns and name in ours.columns]
-    figure, axes = pyplot().subplots(
-        len(shown_here), 1, figsize=(7, 2.2 * len(shown_here)), squeeze=False, sharex=True
-    )
-    for name, axis in zip(shown_here, axes.flat, strict=True):
+    drawn = [name for name in named if name in measured.columns and name in ours.columns]
+    size = (7, 2.2 * len(drawn))
+    figure, axes = pyplot().subplots(len(drawn), 1, figsize=size, squeeze=False, sharex=True)
+    for name, axis in zip(drawn, axes.flat, strict=True):
         axis.plot(measured.columns[name], color="#0072B2", linewidth=1.2, label="measured")
         axis.plot(ours.columns[name], color="#D55E00", linewidth=1.2, linestyle="--", label="clock")
         axis.set_ylabel(named[name])
@@ -212,23 +192,19 @@ def as_text(found: Mapping[str, Any], measured: Series) -> str:
         ratio = found[f"{key}_ratio"]
         if ratio is None:
             lines.append(f"  {name:11s} not measured")
-            continue
-        extra = (
-            f"median error of a token {100 * found[f'{key}_median_error']:.1f}%"
-            if key != "bytes"
-            else f"correlation {_or_dash(found['bytes_correlation'])}"
-        )
-        lines.append(f"  {name:11s} {ratio:.3f} of the total, {extra}")
+        elif key == "bytes":
+            correlation = found["bytes_correlation"]
+            told = "-" if correlation is None else f"{correlation:.4f}"
+            lines.append(f"  {name:11s} {ratio:.3f} of the total, correlation {told}")
+        else:
+            error = f"median error of a token {100 * found[f'{key}_median_error']:.1f}%"
+            lines.append(f"  {name:11s} {ratio:.3f} of the total, {error}")
     if found["hit_rate_difference"] is not None:
         lines.append(f"  hit rate    {100 * found['hit_rate_difference']:+.2f} points")
-    many = outliers(measured)
-    if many:
+    wall = measured.columns.get(WALL)
+    if wall is not None and (many := int(np.sum(wall > OUTLIER * np.median(wall)))):
         lines.append(
             f"{many} of {found['tokens']} tokens took more than {OUTLIER:g} times the median wall: "
             "the device's own reasons, counted and not modelled."
         )
     return "\n".join([*lines, ""])
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,69 +18,47 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.render import rows_as_markdown
 
-_OF_A_TEXT = ("coactivation", "divergence", "drafting", "locality", "optimal_expert", "sensitivity")
-ANALYSES = tuple(sorted((*_OF_A_TEXT, "predictability")))
 _LOSSY = "big_moe_on_edge_drop_cold,ik_llama_cpp_ser,mixture_cache"
-# Option -> its type, its help, and the analyses that look at it with their defaults.
-_OPTIONS: Mapping[str, tuple[type, str, Mapping[str, Any]]] = {
+_OF_A_TEXT = {"text": None, "max_tokens": 4096}
+_LISTS = {"layer": 1, "alpha": 0.95, "k_max": 16, "sample_tokens": 256}
+_PREDICTED = "predictability"
+ANALYSES: Mapping[str, Mapping[str, Any]] = {
+    "coactivation": {**_OF_A_TEXT, **_LISTS},
+    "divergence": {**_OF_A_TEXT, "capacity": "8/layer", "policies": _LOSSY},
+    "drafting": {**_OF_A_TEXT, "draft": "self:int4"},
+    "locality": {**_OF_A_TEXT, "capacity": "8/layer", "layer": 0, "lambda": 0.5},
+    "optimal_expert": {**_OF_A_TEXT, "max_tokens": 256, "rank": 2},
+    _PREDICTED: {"tasks": None, "limit": 100, "profile": None},
+    "sensitivity": {**_OF_A_TEXT, "seeds": 3},
+}
+"""Each is a module of `analysis/` with `run(model, options)`; here its options with defaults."""
+_OPTIONS: Mapping[str, tuple[type, str]] = {
     "text": (
         str,
         "a plain text, or a .jsonl with one a line (default for tiny: its held-out pages)",
-        dict.fromkeys(_OF_A_TEXT),
     ),
-    "max_tokens": (
-        int,
-        "how much of it to read (4096)",
-        {**dict.fromkeys(_OF_A_TEXT, 4096), "optimal_expert": 256},
-    ),
-    "tasks": (str, "predictability: a,b (tiny: its tasks that generate)", {"predictability": None}),
-    "limit": (int, "predictability: documents of each task (100)", {"predictability": 100}),
-    "profile": (
-        str,
-        "predictability: the predictor (tiny has its own)",
-        {"predictability": None},
-    ),
-    "seeds": (int, "sensitivity: draws per swapped rank (default: 3)", {"sensitivity": 3}),
-    "rank": (int, "optimal_expert: whose choices are tried (default: 2)", {"optimal_expert": 2}),
-    "capacity": (
-        str,
-        "locality, divergence: the cache of each layer (default: 8/layer)",
-        {"locality": "8/layer", "divergence": "8/layer"},
-    ),
-    "policies": (
-        str,
-        f"divergence: a,b (default: {_LOSSY})",
-        {"divergence": _LOSSY},
-    ),
-    "layer": (
-        int,
-        "the MoE layer to draw (locality: 0, coactivation: 1)",
-        {"locality": 0, "coactivation": 1},
-    ),
-    "alpha": (
-        float,
-        "coactivation: what a buddy list covers (default: 0.95)",
-        {"coactivation": 0.95},
-    ),
-    "k_max": (int, "coactivation: the longest buddy list (default: 16)", {"coactivation": 16}),
-    "sample_tokens": (
-        int,
-        "coactivation: tokens on which outputs are compared (default: 256)",
-        {"coactivation": 256},
-    ),
-    "draft": (str, "drafting: the draft model (default: self:int4)", {"drafting": "self:int4"}),
-    "lambda": (float, "locality: of cache_prior (default: 0.5)", {"locality": 0.5}),
+    "max_tokens": (int, "how much of it to read (4096)"),
+    "tasks": (str, "predictability: a,b (tiny: its tasks that generate)"),
+    "limit": (int, "predictability: documents of each task (100)"),
+    "profile": (str, "predictability: the predictor (tiny has its own)"),
+    "seeds": (int, "sensitivity: draws per swapped rank (default: 3)"),
+    "rank": (int, "optimal_expert: whose choices are tried (default: 2)"),
+    "capacity": (str, "locality, divergence: the cache of each layer (default: 8/layer)"),
+    "policies": (str, f"divergence: a,b (default: {_LOSSY})"),
+    "layer": (int, "the MoE layer to draw (locality: 0, coactivation: 1)"),
+    "alpha": (float, "coactivation: what a buddy list covers (default: 0.95)"),
+    "k_max": (int, "coactivation: the longest buddy list (default: 16)"),
+    "sample_tokens": (int, "coactivation: tokens on which outputs are compared (default: 256)"),
+    "draft": (str, "drafting: the draft model (default: self:int4)"),
+    "lambda": (float, "locality: of cache_prior (default: 0.5)"),
 }
-Rows = list[dict[str, Any]]
-Found = tuple[dict[str, Rows], str, Callable[[str], Any]]
-"""Tables by name, the picture's title, and what draws it under a title."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("analysis", help=" or ".join(ANALYSES))
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
     parser.add_argument("--out", help="folder for the JSON, the table and the pictures")
-    for name, (kind, text, _) in _OPTIONS.items():
+    for name, (kind, text) in _OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind | None, help=text)
 
 
@@ -89,40 +67,51 @@ def run(arguments: Namespace) -> int:
     if name not in ANALYSES:
         raise unknown("analysis", name, ANALYSES)
     options = _settled(name, arguments)
-    if name == "predictability":
-        tables, title, draw = _predictability(model, options)
-    else:
-        tables, title, draw = _of_a_text(name, model, options)
+    found = _analyzed(name, model, options)
     if arguments.json:
-        found = {"rows": tables[name]} if name in tables else tables
-        sys.stdout.write(json.dumps({"model": model, **found}, indent=2) + "\n")
+        tables = {"rows": found.tables[name]} if name in found.tables else found.tables
+        sys.stdout.write(json.dumps({"model": model, **tables}, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(map(rows_as_markdown, tables.values())))
+        sys.stdout.write("\n".join(map(rows_as_markdown, found.tables.values())))
     if arguments.out:
         from lm_eval_moecache.report.mpl_style import save_as
 
         folder = Path(arguments.out)
-        for table, rows in tables.items():
+        for table, rows in found.tables.items():
             text = json.dumps({"model": model, "rows": rows}, indent=2) + "\n"
             write_whole(folder / f"{table}.json", text)
             write_whole(folder / f"{table}.md", rows_as_markdown(rows))
-        save_as(draw(title), folder / name)
+        save_as(found.draw(found.title), folder / name)
     return 0
+
+
+def _analyzed(name: str, model: str, options: Mapping[str, Any]) -> Any:
+    """Return the `Analysis`; all that can be wrong is said before weights are loaded."""
+    # Imported late: they bring torch, and a misspelt analysis should not wait for it.
+    module = importlib.import_module(f"lm_eval_moecache.analysis.{name}")
+    if name == _PREDICTED:
+        return module.run(model, options)
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
+    from lm_eval_moecache.harness.preflight import geometry_of
+
+    _check_sizes(options, geometry_of(model))
+    texts = read_texts(model, options["text"])
+    return module.run(AnalyzedModel(model, texts, options["max_tokens"]), options)
 
 
 def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:
     """Return this analysis' options; refuse those that only others look at."""
-    options = {}
+    options = dict(ANALYSES[analysis])
     for key in sorted(_OPTIONS):
-        value, defaults = arguments[key], _OPTIONS[key][2]
-        if analysis in defaults:
-            options[key] = defaults[analysis] if value is None else value
-        elif value is not None:
-            owners = " and ".join(name for name in ANALYSES if name in defaults)
+        value = arguments[key]
+        if value is not None and key not in options:
+            owners = " and ".join(name for name, own in ANALYSES.items() if key in own)
             raise ValueError(
                 f"{key}={value!r} has no effect on analyze {analysis}: it belongs to analyze "
                 f"{owners}. Leave it out."
             )
+        if value is not None:
+            options[key] = value
     if not 0 < options.get("alpha", 1) <= 1:
         raise ValueError(f"alpha={options['alpha']} must be above 0 and at most 1.")
     for key in ("k_max", "sample_tokens", "seeds", "limit", "max_tokens"):
@@ -149,98 +138,3 @@ def _check_sizes(options: Mapping[str, Any], geometry: Geometry) -> None:
         )
     if "capacity" in options:
         parse_capacity(options["capacity"], geometry)
-
-
-def _predictability(model: str, options: Mapping[str, Any]) -> Found:
-    from lm_eval_moecache.analysis import predictability
-
-    tasks = [name for name in (options["tasks"] or "").split(",") if name]
-    if not tasks and model != "tiny":
-        raise ValueError("tasks: name tasks that generate text, such as gsm8k: --tasks gsm8k.")
-    found = predictability.analyze(
-        model,
-        tasks or predictability.TINY_TASKS,
-        limit=options["limit"],
-        profile=options["profile"],
-    )
-    draw = partial(predictability.draw, found["certainty"])
-    return found, f"{predictability.TITLE} ({model})", draw
-
-
-def _of_a_text(name: str, model: str, options: Mapping[str, Any]) -> Found:
-    # Imported late: they bring torch, and a misspelt analysis should not wait for it.
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
-    from lm_eval_moecache.harness.preflight import geometry_of
-
-    # Before the weights are loaded, which takes a real model minutes.
-    _check_sizes(options, geometry_of(model))
-    texts = read_texts(model, options["text"])
-    analyzed = AnalyzedModel(model, texts, options["max_tokens"])
-    rows, title, draw = _RUN[name](analyzed, options)
-    return rows if isinstance(rows, dict) else {name: rows}, title, draw
-
-
-Analysed = tuple[Rows | dict[str, Rows], str, Callable[[str], Any]]
-
-
-def _sensitivity(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
-    from lm_eval_moecache.analysis import sensitivity
-
-    rows = sensitivity.analyze(analyzed, options["seeds"])
-    return rows, f"{sensitivity.TITLE} ({analyzed.name})", partial(sensitivity.draw, rows)
-
-
-def _locality(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
-    from lm_eval_moecache.analysis import locality
-
-    capacity, share = options["capacity"], options["lambda"]
-    cache_prior = {"routing": "cache_prior", "routing.lambda": share}
-    routings = {"standard": {}, f"cache_prior (lambda {share:g})": cache_prior}
-    rows, maps = locality.analyze(analyzed, capacity, routings, options["layer"])
-    return rows, f"{locality.TITLE} ({analyzed.name}, {capacity})", partial(locality.draw, maps)
-
-
-def _divergence(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
-    from lm_eval_moecache.analysis import divergence
-
-    capacity = options["capacity"]
-    policies = {name: {"policy": name} for name in options["policies"].split(",")}
-    rows = divergence.analyze(analyzed, policies, capacity)
-    title = f"{divergence.TITLE} ({analyzed.name}, {capacity})"
-    return rows, title, partial(divergence.draw, rows)
-
-
-def _coactivation(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
-    from lm_eval_moecache.analysis import coactivation
-
-    found, layer = coactivation.observe(analyzed, options["sample_tokens"]), options["layer"]
-    similarity = found.similarity()
-    rows = coactivation.analyze(found.counts, similarity, options["alpha"], options["k_max"])
-    title = f"{coactivation.TITLE} ({analyzed.name}, MoE layer {layer})"
-    return rows, title, partial(coactivation.draw, found.counts, similarity, layer)
-
-
-def _optimal_expert(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
-    from lm_eval_moecache.analysis import optimal_expert
-
-    rows = optimal_expert.analyze(analyzed, options["rank"])
-    title = f"{optimal_expert.TITLE} ({analyzed.name}, rank {options['rank']})"
-    return rows, title, partial(optimal_expert.draw, rows)
-
-
-def _drafting(analyzed: Any, options: Mapping[str, Any]) -> Analysed:
-    from lm_eval_moecache.analysis import drafting
-
-    tables = drafting.analyze(analyzed, options["draft"])
-    title = f"{drafting.TITLE} ({analyzed.name}, {options['draft']})"
-    return tables, title, partial(drafting.draw, tables["drafting"])
-
-
-_RUN: Mapping[str, Callable[[Any, Mapping[str, Any]], Analysed]] = {
-    "coactivation": _coactivation,
-    "divergence": _divergence,
-    "drafting": _drafting,
-    "locality": _locality,
-    "optimal_expert": _optimal_expert,
-    "sensitivity": _sensitivity,
-}

@@ -6,12 +6,11 @@ of verdicts (CLAIMS.md beside it) follows from it and the runs alone.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.report.claims import Verdict, answer, page, read_claims
@@ -29,29 +28,22 @@ def run(arguments: Namespace) -> int:
     claims = read_claims(path)
     verdicts = answer(claims, path.parent)
     if arguments.json:
-        rows = {"claims": [_told(each) for each in verdicts]}
-        sys.stdout.write(json.dumps(finite(rows), indent=2) + "\n")
-        return 0
+        told = finite({"claims": [_told(each) for each in verdicts]})
+        return print_result(True, told, "")
     text = page(claims, verdicts)
     if arguments.write:
         write_whole(path.parent / PAGE, text)
-        sys.stdout.write(f"written: {path.parent / PAGE}\n")
-    else:
-        sys.stdout.write(text)
-    return 0
+        text = f"written: {path.parent / PAGE}\n"
+    return print_result(False, None, text)
 
 
 def _told(found: Verdict) -> dict[str, object]:
     parts = [
         {
             "what": each.part.what,
-            "figure": each.estimate.figure,
-            "low": each.estimate.low,
-            "high": each.estimate.high,
+            **{key: getattr(each.estimate, key) for key in ("figure", "low", "high")},
             "p": None if each.part.cells or each.part.whole else each.p,
-            "least_p": each.least_p,
-            "p_of_all": each.p_of_all,
-            "verdict": each.verdict,
+            **{key: getattr(each, key) for key in ("least_p", "p_of_all", "verdict")},
         }
         for each in found.answers
     ]

@@ -88,12 +88,9 @@ def _share(option: str, text: str) -> float:
 
 
 def _tolerances(text: str | None) -> tuple[float | None, dict[str, float]]:
-    whole, single = None, {}
+    """Return the tolerance of all metrics, and those of single ones: `5%,miss_rate=1%`."""
+    found: dict[str, float] = {}
     for item in _names(text or ""):
-        metric, equals, number = item.rpartition("=")
-        value = _share("--tolerance", number)
-        if equals:
-            single[metric] = value
-        else:
-            whole = value
-    return whole, single
+        metric, _, number = item.rpartition("=")
+        found[metric] = _share("--tolerance", number)
+    return found.pop("", None), found

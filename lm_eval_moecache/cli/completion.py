@@ -34,7 +34,16 @@ def whole_parser() -> argparse.ArgumentParser:
     for name in command_names():
         plain = below.add_parser(name, help=_safe(summary_of(name)), add_help=False)
         for action in _actions(name):
-            _copy(plain, action)
+            # What a shell can complete of an option: its names and its choices.
+            choices = None if action.choices is None else [str(choice) for choice in action.choices]
+            given: dict[str, Any] = {"help": _safe(action.help), "action": "store_true"}
+            if action.nargs != 0:
+                many = "*" if action.nargs in ("+", "*") else None
+                given |= {"action": "store", "choices": choices, "nargs": many}
+            if action.option_strings:
+                plain.add_argument(*action.option_strings, **given)
+            elif choices is not None:
+                plain.add_argument(action.dest, choices=choices)
     return whole
 
 
@@ -44,31 +53,15 @@ def _actions(name: str) -> list[argparse.Action]:
 
         found: list[argparse.Action] = HarnessCLI()._subparsers.choices["run"]._actions
         return found
+    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     if name == "profile":
-        from lm_eval_moecache.cli.profile import action_names
-
         plain = argparse.ArgumentParser(add_help=False)
-        plain.add_argument("artifact", choices=action_names())
+        plain.add_argument("artifact", choices=module.action_names())
         return plain._actions
     if name == "replay":
-        return list(importlib.import_module("lm_eval_moecache.cli.replay").parser()._actions)
-    if hasattr(importlib.import_module(f"lm_eval_moecache.cli.{name}"), "add_arguments"):
-        return list(parser_of(name)._actions)
-    return []  # a command with actions of its own
-
-
-def _copy(plain: argparse.ArgumentParser, action: argparse.Action) -> None:
-    """Add what a shell can complete of an option: its names and its choices."""
-    choices = None if action.choices is None else [str(choice) for choice in action.choices]
-    given: dict[str, Any] = {"help": _safe(action.help)}
-    if action.nargs == 0:
-        given["action"] = "store_true"
-    else:
-        given |= {"choices": choices, "nargs": "*" if action.nargs in ("+", "*") else None}
-    if action.option_strings:
-        plain.add_argument(*action.option_strings, **given)
-    elif choices is not None:
-        plain.add_argument(action.dest, choices=choices)
+        return list(module.parser()._actions)
+    # A command with actions of its own has none here.
+    return list(parser_of(name)._actions) if hasattr(module, "add_arguments") else []
 
 
 def _safe(text: str | None) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from pathlib import Path
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.paths import task_configs_dir
@@ -44,20 +44,14 @@ def completed(argv: Sequence[str]) -> list[str]:
     parser.add_argument("--include_path", nargs="?")
     parser.add_argument("--model", "-M", nargs="?")
     found, _ = parser.parse_known_args(argv)
-    named = {key for key, value in vars(found).items() if value is not None}
+    given = vars(found)
     if found.config is not None:
-        named |= _keys_of(Path(found.config))
-    arguments = list(argv)
-    for key, default in (("include_path", str(task_configs_dir())), ("model", "moecache")):
-        if key not in named:
-            arguments += [f"--{key}", default]
-    return arguments
-
-
-def _keys_of(path: Path) -> set[str]:
-    """Return the keys that a config file sets; what is wrong with the file, lm-eval will say."""
-    try:
-        data = read_yaml(path, str(path))
-    except ValueError:
-        return set()
-    return {k for k, v in data.items() if v is not None} if isinstance(data, dict) else set()
+        # What is wrong with the file, lm-eval will say.
+        with contextlib.suppress(ValueError):
+            data = read_yaml(found.config, found.config)
+            given |= (
+                {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else {}
+            )
+    defaults = {"include_path": str(task_configs_dir()), "model": "moecache"}
+    added = [(f"--{key}", value) for key, value in defaults.items() if given[key] is None]
+    return [*argv, *(word for pair in added for word in pair)]

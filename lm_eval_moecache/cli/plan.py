@@ -59,8 +59,8 @@ def run(arguments: Namespace) -> int:
     if arguments.bandwidth is not None:
         hardware = hardware.with_bandwidth(arguments.bandwidth)
     found = _find(model, hardware, context, prompt, arguments.trace)
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    return print_result(arguments.json, found, _text(model, hardware, found, max(width, 60)))
+    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
+    return print_result(arguments.json, found, _text(model, hardware, found, width))
 
 
 def _find(
@@ -70,10 +70,16 @@ def _find(
     from lm_eval_moecache.analysis import plan
     from lm_eval_moecache.trace.importers import load_trace
 
+    def say(step: str) -> None:
+        """Say what is being replayed, where somebody looks."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{'replaying ' + step if step else '':40s}\r")
+            sys.stderr.flush()
+
     room = plan.fit(model, hardware, context)
     trace = load_trace(path or str(plan.stand_in(model)))
-    rows = list(plan.speeds(model, hardware, room, trace, context, _say))
-    _say("")
+    rows = list(plan.speeds(model, hardware, room, trace, context, say))
+    say("")
     needed = plan.touched_share(trace, prompt)
     compute_s, link_s = plan.first_token_s(model, hardware, room, prompt, needed)
     found = {
@@ -93,13 +99,6 @@ def _find(
     return {**found, "verdict": _verdict(found, hardware)}
 
 
-def _say(step: str) -> None:
-    """Say what is being replayed, where somebody looks."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{'replaying ' + step if step else '':40s}\r")
-        sys.stderr.flush()
-
-
 def two_digits(number: float) -> str:
     """Return a number at two significant digits, without an exponent."""
     if number == 0:
@@ -110,33 +109,6 @@ def two_digits(number: float) -> str:
 
 def _gb(nbytes: float) -> str:
     return two_digits(nbytes / 1e9)
-
-
-def _seconds(ms: float) -> str:
-    return f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
-
-
-def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
-    room, rows = found["fit"], found["rows"]
-    name, first = f"{found['model']} ({found['precision']})", _seconds(found["ttft_ms"])
-    after = f"the first token of a {found['prompt']:,}-token prompt after {first}"
-    if room["whole"]:
-        speed = two_digits(rows[0]["tok_per_s"])
-        return f"{name} fits on {hardware.name}, no cache needed: about {speed} tok/s, {after}."
-    top = [row for row in rows if row["capacity_bytes"] == rows[-1]["capacity_bytes"]]
-    usable = [row for row in top if row["policy"] in _BUILDABLE]
-    lru = next(row for row in top if row["policy"] == "lru")
-    best = max(usable, key=lambda row: row["tok_per_s"])
-    text = (
-        f"{name} does not fit on {hardware.name}: {100 * room['share']:.0f}% of its experts do "
-        f"({two_digits(lru['capacity_cycles'])} cycles). With an LRU cache about "
-        f"{two_digits(lru['tok_per_s'])} tok/s, {after}"
-    )
-    if best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
-        text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"
-    if found["fits_at"]:
-        text += f". All of it fits at --precision {found['fits_at']}"
-    return f"{text}."
 
 
 _BUILDABLE = {
@@ -158,71 +130,78 @@ _WORDS = {
 }
 
 
+def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
+    room, rows, ms = found["fit"], found["rows"], found["ttft_ms"]
+    first = f"{two_digits(ms / 1000)} s" if ms >= 1000 else f"{two_digits(ms)} ms"
+    after = f"the first token of a {found['prompt']:,}-token prompt after {first}"
+    name = f"{found['model']} ({found['precision']})"
+    if room["whole"]:
+        speed = two_digits(rows[0]["tok_per_s"])
+        return f"{name} fits on {hardware.name}, no cache needed: about {speed} tok/s, {after}."
+    top = {r["policy"]: r for r in rows if r["capacity_bytes"] == rows[-1]["capacity_bytes"]}
+    lru = top["lru"]
+    best = max((top[p] for p in top if p in _BUILDABLE), key=lambda row: row["tok_per_s"])
+    text = (
+        f"{name} does not fit on {hardware.name}: {100 * room['share']:.0f}% of its experts do "
+        f"({two_digits(lru['capacity_cycles'])} cycles). With an LRU cache about "
+        f"{two_digits(lru['tok_per_s'])} tok/s, {after}"
+    )
+    if best["tok_per_s"] > 1.05 * lru["tok_per_s"]:
+        text += f"; {_BUILDABLE[best['policy']]}, {two_digits(best['tok_per_s'])} tok/s"
+    if found["fits_at"]:
+        text += f". All of it fits at --precision {found['fits_at']}"
+    return f"{text}."
+
+
 def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: int) -> str:
-    room, rows = found["fit"], found["rows"]
-    link = f"{_gb(hardware.link_rate)} GB/s"
-    if hardware.link_efficiency != 1:
-        nominal = _gb(hardware.link_bytes_per_s)
-        link += f" ({nominal} nominal, of which single experts reach "
-        link += f"{100 * hardware.link_efficiency:.0f}%)"
+    room, is_whole = found["fit"], found["fit"]["whole"]
     memory = (
         f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
         f"{found['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
         f"{_gb(room['all_experts'])}; activations left out."
     )
-    if not room["whole"]:
+    notes = [f"Stored weights: {model.stored.name}. Sizes: {model.source}."]
+    table: list[str] = []
+    if not is_whole:
+        link = f"{_gb(hardware.link_rate)} GB/s"
+        if hardware.link_efficiency != 1:
+            link += f" ({_gb(hardware.link_bytes_per_s)} nominal, of which single experts reach "
+            link += f"{100 * hardware.link_efficiency:.0f}%)"
         memory += f" The other {_gb(room['all_experts'] - room['experts'])} GB of experts lie "
         memory += f"behind a link of {link}."
-    lines = [found["verdict"], "", memory, ""]
-    lines = [each for line in lines for each in textwrap.wrap(line, width) or [""]]
-    if not room["whole"]:
-        lines += [*_table(rows), ""]
+        table = [*_table(found["rows"]), ""]
         for word, means in _WORDS.items():
-            said = f"{word:9s} {means}"
-            lines += textwrap.wrap(said, width, subsequent_indent=" " * 10)
-        lines.append("")
-    kinds = [key for key, text in hardware.sources.items() if "assumed" in text]
-    notes = [f"Stored weights: {model.stored.name}. Sizes: {model.source}."]
-    if not room["whole"]:
+            table += textwrap.wrap(f"{word:9s} {means}", width, subsequent_indent=" " * 10)
+        table.append("")
         notes.append(
             f"Misses are those of a routing of {found['routing']}, replayed from an empty cache; "
             f"its layers are charged as {model.name}'s."
         )
-    if kinds:
-        notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(kinds)}.")
+    if assumed := [key for key, text in hardware.sources.items() if "assumed" in text]:
+        notes.append(f"Assumed, not measured, of {hardware.name}: {', '.join(assumed)}.")
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
-    if not room["whole"]:
+    if not is_whole:
         notes.append(
             "Engines of today make less of a link than batched copies do: by published figures a "
             "third to a half of such speeds (docs/how_true.md). --bandwidth 8GB/s shows that end."
         )
-    return "\n".join([*lines, *(each for n in notes for each in textwrap.wrap(n, width)), ""])
+    head = [*textwrap.wrap(found["verdict"], width), "", *textwrap.wrap(memory, width), ""]
+    told = [line for note in notes for line in textwrap.wrap(note, width)]
+    return "\n".join([*head, *table, *told, ""])
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     """Lay out one line a capacity: its misses under LRU, and each policy's tokens a second."""
-    columns = ["experts", "GB", "cycles", "miss", "lru", "hazard", "prefetch", "host", "bound"]
-    head = [*columns, "waits for"]
-    body = []
+    policies = ["lru", "hazard", "prefetch", "host", "bound"]
+    lines = [["experts", "GB", "cycles", "miss", *policies, "waits for"]]
     for capacity in dict.fromkeys(row["capacity"] for row in rows):
         of = {row["policy"]: row for row in rows if row["capacity"] == capacity}
         lru = of["lru"]
-        speeds = [two_digits(of[n]["tok_per_s"]) if n in of else "-" for n in columns[4:]]
-        body.append(
-            [
-                f"{float(capacity[:-1]):.0f}%",
-                _gb(lru["capacity_bytes"]),
-                two_digits(lru["capacity_cycles"]),
-                f"{100 * lru['decode_miss_rate']:.0f}%",
-                *speeds,
-                lru["bound"],
-            ]
-        )
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-
-    def line(cells: list[str]) -> str:
-        return "  ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
-
-    left = sum(widths[:4]) + 8
-    over = " " * left + "tok/s under each policy"
-    return [over, line(head), *(line(cells) for cells in body)]
+        cells = [f"{float(capacity[:-1]):.0f}%", _gb(lru["capacity_bytes"])]
+        cells += [two_digits(lru["capacity_cycles"]), f"{100 * lru['decode_miss_rate']:.0f}%"]
+        cells += [two_digits(of[name]["tok_per_s"]) if name in of else "-" for name in policies]
+        lines.append([*cells, lru["bound"]])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    over = " " * (sum(widths[:4]) + 8) + "tok/s under each policy"
+    padded = ([c.rjust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+    return [over, *("  ".join(cells).rstrip() for cells in padded)]

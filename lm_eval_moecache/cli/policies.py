@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +18,9 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
 )
 from lm_eval_moecache.cli.parsers import listed, print_result, terminal_width, wrapped
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.paths import task_configs_dir
-from lm_eval_moecache.report.explain import as_text, explain
 
 _LEAD = 24
 
@@ -33,49 +35,52 @@ def run(arguments: Namespace) -> int:
     axes = AXES if arguments.axis is None else (arguments.axis,)
     if arguments.name is not None:
         found = explain(arguments.name, axes)
-        return print_result(arguments.json, found, as_text(found, terminal_width() - 1))
+        return print_result(arguments.json, found, _explained(found, terminal_width() - 1))
     listing, in_full = collect(axes), arguments.all or arguments.axis
     text = _in_full(listing, with_sources=arguments.all) if in_full else _in_short(listing)
     return print_result(arguments.json, listing, text)
 
 
+# --- what there is ---
+
+
 def collect(axes: Sequence[str] = AXES) -> dict[str, Any]:
     """Return what the folders hold (algorithms of these axes only), in the form `--json` prints."""
+    algorithms: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
+    for axis, found in algorithms.items():
+        for name in algorithm_names(axis):
+            algorithm = find_algorithm(axis, name)
+            parameters = {p["name"]: p["default"] for p in _parameters(algorithm)}
+            summary = (inspect.getdoc(algorithm) or "").split("\n")[0]
+            about = {"source": algorithm.source, "summary": summary}
+            found.append({"name": name, "parameters": parameters, **about})
     return {
         "task_configs": str(task_configs_dir()),
         "hardware": profile_names(),
         "compositions": [load_policy(name).as_dict() for name in policy_names()],
-        "algorithms": {
-            axis: [_algorithm(axis, name) for name in algorithm_names(axis)] for axis in axes
-        },
+        "algorithms": algorithms,
     }
 
 
-def _algorithm(axis: str, name: str) -> dict[str, Any]:
-    algorithm = find_algorithm(axis, name)
-    return {
-        "name": name,
-        "parameters": {
-            unmangle(key): _parameter(parameter)
-            for key, parameter in parameters_of(algorithm).items()
-        },
-        "source": algorithm.source,
-        "summary": (inspect.getdoc(algorithm) or "").split("\n")[0],
-    }
-
-
-def _parameter(parameter: inspect.Parameter) -> Any:
-    return None if parameter.default is inspect.Parameter.empty else parameter.default
+def _parameters(algorithm: Any) -> list[dict[str, Any]]:
+    """Return each parameter's name, its default (None where it has none) and its annotation."""
+    return [
+        {
+            "name": unmangle(key),
+            "default": None if parameter.default is parameter.empty else parameter.default,
+            "type": inspect.formatannotation(parameter.annotation).replace("typing.", ""),
+        }
+        for key, parameter in parameters_of(algorithm).items()
+    ]
 
 
 def _in_short(listing: Mapping[str, Any]) -> str:
     """Return the names alone: what each is, `moecache policies NAME` says."""
-    rows = [("policy=", [policy["name"] for policy in listing["compositions"]])]
-    rows += [(f"{axis}=", [a["name"] for a in found]) for axis, found in _axes(listing)]
-    rows += [("hardware=", listing["hardware"])]
+    rows = [("policy", [policy["name"] for policy in listing["compositions"]])]
+    rows += [(axis, [a["name"] for a in found]) for axis, found in listing["algorithms"].items()]
     lines = []
-    for key, names in rows:
-        lines += [key, *wrapped(", ".join(names), 2), ""]
+    for key, names in [*rows, ("hardware", listing["hardware"])]:
+        lines += [f"{key}=", *wrapped(", ".join(names), 2), ""]
     lines += ["`moecache policies NAME` explains one, `--axis AXIS` summarises those of an"]
     lines += ["axis, `--all` lists everything with parameters and sources."]
     return "\n".join([*lines, f"Our tasks: --include_path {listing['task_configs']}", ""])
@@ -86,10 +91,10 @@ def _in_full(listing: Mapping[str, Any], with_sources: bool) -> str:
     if with_sources:
         lines += ["Compositions (policy=NAME)", ""]
         for policy in listing["compositions"]:
-            choices = " + ".join(_shown(policy[axis]) for axis in AXES)
+            choices = " + ".join(_choice(policy[axis]) for axis in AXES)
             lines += listed([(policy["name"], f"{choices}. {policy['source']}")], _LEAD)
         lines.append("")
-    for axis, algorithms in _axes(listing):
+    for axis, algorithms in listing["algorithms"].items():
         lines += [f"Algorithms: {axis} ({axis}=NAME, {axis}.PARAMETER=VALUE)", ""]
         for found in algorithms:
             text = found["summary"]
@@ -101,13 +106,81 @@ def _in_full(listing: Mapping[str, Any], with_sources: bool) -> str:
     return "\n".join(lines)
 
 
-def _axes(listing: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
-    return list(listing["algorithms"].items())
+def _choice(choice: Mapping[str, Any]) -> str:
+    name = choice.get("name", choice.get("class_path"))
+    given = [f"{k}={v}" for k, v in choice.items() if k not in ("name", "class_path")]
+    return f"{name}({', '.join(given)})" if given else str(name)
 
 
-def _shown(choice: Mapping[str, Any]) -> str:
-    parameters = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
-    name = str(choice.get("name", choice.get("class_path")))
-    if not parameters:
-        return name
-    return f"{name}({', '.join(f'{k}={v}' for k, v in parameters.items())})"
+# --- what one is ---
+
+
+def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
+    """Return the algorithms of this name on these axes, and the composition with its own."""
+    algorithms = [_explain(axis, name, {}) for axis in axes if name in algorithm_names(axis)]
+    composition = None
+    if name in policy_names():
+        policy = load_policy(name)
+        composition = policy.as_dict()
+        parts = [(axis, getattr(policy, axis).name) for axis in axes]
+        algorithms += [_explain(a, n, composition[a]) for a, n in parts if n != name]
+    elif not algorithms:
+        known = {*policy_names(), *(n for axis in axes for n in algorithm_names(axis))}
+        raise unknown("policies", name, known)
+    return {"composition": composition, "algorithms": algorithms}
+
+
+def _explain(axis: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    algorithm = find_algorithm(axis, name)
+    doc = inspect.getdoc(algorithm) or ""
+    parameters = [
+        {
+            "name": each["name"],
+            "default": each["default"],
+            "value": given.get(each["name"]),
+            "type": each["type"],
+            "meaning": meaning_of(each["name"], doc),
+        }
+        for each in _parameters(algorithm)
+    ]
+    about = {"source": algorithm.source, "description": doc}
+    return {"axis": axis, "name": name, **about, "parameters": parameters}
+
+
+def meaning_of(parameter: str, doc: str) -> str:
+    """Return the sentences of a docstring that speak of a parameter: by `name` where they can."""
+    text = " ".join(doc.split())
+    # Not inside brackets, nor after an abbreviation: "HOBBIT et al." goes on.
+    sentences = re.split(r"(?<=[.;])(?<!et al\.)(?<!e\.g\.)(?<!eq\.)(?<!sec\.) (?![^(]*\))", text)
+    quoted = re.compile(rf"`(?:\w+\.)?{re.escape(parameter)}\b[^`]*`")
+    plain = re.compile(rf"(?<![\w`]){re.escape(parameter)}(?![\w`])")
+    for form in (quoted, plain):
+        found = [sentence for sentence in sentences if form.search(sentence)]
+        if found:
+            return " ".join(found).replace("Parameters: ", "")
+    return ""
+
+
+def _explained(found: Mapping[str, Any], width: int) -> str:
+    """Return the explanation for a terminal of this many columns."""
+
+    def filled(text: str, indent: int) -> list[str]:
+        lead = " " * indent
+        return [textwrap.fill(text, width, initial_indent=lead, subsequent_indent=lead), ""]
+
+    lines = []
+    if (composition := found["composition"]) is not None:
+        lines += [textwrap.fill(f"policy={composition['name']}: {composition['source']}", width)]
+        lines += [f"phases={composition['phases']}", ""]
+    for algorithm in found["algorithms"]:
+        axis = algorithm["axis"]
+        head = f"{axis}={algorithm['name']}   ({algorithm['source']})"
+        lines += [textwrap.fill(head, width, subsequent_indent="  "), ""]
+        for paragraph in algorithm["description"].split("\n\n"):
+            lines += filled(" ".join(paragraph.split()), 2)
+        for each in algorithm["parameters"]:
+            value, default = each["value"], each["default"]
+            here = "" if value is None or value == default else f", here {value}"
+            lines.append(f"  {axis}.{each['name']}={default}{here}   {each['type']}")
+            lines += filled(each["meaning"], 6)
+    return "\n".join(lines).rstrip() + "\n"

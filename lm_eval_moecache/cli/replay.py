@@ -47,7 +47,6 @@ from lm_eval_moecache.report.replays import (
     cells_of,
     plot_miss_rates,
     run_cells,
-    run_sweep,
 )
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.trace.use import load_use
@@ -69,6 +68,11 @@ _TEXTS = {
 def run_raw(argv: list[str]) -> int:
     """Replay; `--AXIS.PARAMETER=VALUE` is taken out first, as no parser knows all parameters."""
     arguments, overrides = _read_options(argv)
+    size = None
+    if arguments.expert_bytes is not None:
+        size = parse_bytes(arguments.expert_bytes, "expert_bytes")
+        if size < 1:
+            raise ValueError(f"expert_bytes={arguments.expert_bytes!r} must be above 0.")
     setting = SweepSetting(
         policies=_policies(arguments.policy, overrides),
         capacities=_split(arguments.capacity),
@@ -79,7 +83,7 @@ def run_raw(argv: list[str]) -> int:
         ],
         cache_reset=arguments.cache_reset,
         seed=None if arguments.seed is None else read_count("seed", arguments.seed),
-        expert_bytes=_expert_bytes(arguments.expert_bytes),
+        expert_bytes=size,
         bound=arguments.bound,
         link=arguments.link,
         execute=arguments.execute,
@@ -103,10 +107,10 @@ def run_raw(argv: list[str]) -> int:
 
 def _rows(files: Sequence[str], setting: SweepSetting, jobs: int) -> list[Row]:
     """Replay here, or in processes that each read a trace once for all its cells there."""
-    cells = cells_of(setting)
+    cells, is_quiet = cells_of(setting), not sys.stderr.isatty()
     jobs = min(jobs, len(files) * len(cells))
     if jobs == 1:
-        return run_sweep(files, setting, show_progress=sys.stderr.isatty())
+        return [row for file in files for row in run_cells(file, setting, cells, not is_quiet)]
     # Cells of one capacity share their bounds, and so go together while there are others.
     width, number = len(setting.capacities), range(len(cells))
     slices = -(-jobs // (len(files) * width))
@@ -120,20 +124,20 @@ def _rows(files: Sequence[str], setting: SweepSetting, jobs: int) -> list[Row]:
     found: dict[tuple[str, int], Row] = {}
     with local_pool(jobs) as pool:
         futures = submit(pool, _run_part, parts, setting)
-        done, is_quiet = as_completed(futures), not sys.stderr.isatty()
-        for future in tqdm(done, total=len(parts), unit="part", disable=is_quiet):
+        done = tqdm(as_completed(futures), total=len(parts), unit="part", disable=is_quiet)
+        for future in done:
             file, own = futures[future]
             found |= {(file, i): row for i, row in zip(own, future.result(), strict=True)}
     return [found[file, i] for file in files for i in number]
 
 
 def _run_part(part: tuple[str, Sequence[int]], setting: SweepSetting) -> list[Row]:
-    file, own = part
-    cells = cells_of(setting)
+    (file, own), cells = part, cells_of(setting)
     return run_cells(file, setting, [cells[i] for i in own])
 
 
 def parser(needs_traces: bool = True) -> ArgumentParser:
+    """Return the parser of what is no parameter of an algorithm."""
     epilog = "Parameters of an axis: --eviction.order=fifo; see `moecache policies NAME`."
     made = make_parser("moecache replay", __doc__, epilog)
     traces = "trace files: .parquet, .csv, .jsonl, .npz"
@@ -167,23 +171,27 @@ def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     The options of `--config` files come before those of the command line; who names an algorithm
     drops the parameters that were given to it before.
     """
-    words = list(argv)
+    files, plain, own = _split_words(argv)
     known = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
-    layers = [_of_file(file, known) for file in _take_configs(words)]
     traces: Any = []
     rest: list[str] = []
     parameters: dict[str, Any] = {}
-    for options in layers:
+    for options in [_of_file(file, known) for file in files]:
         traces = options.pop("traces", traces)
         new = {key: value for key, value in options.items() if "." in key}
         parameters = _over(parameters, set(options), new)
-        rest += [word for key, value in options.items() for word in _as_words(key, value)]
-    plain, new = _split_parameters(words)
+        for key, value in options.items():
+            # As it would stand on the command line.
+            if key in ("json", "all"):
+                rest += [f"--{key}"] if value else []
+            elif "." not in key:
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                rest.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
     named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
     arguments = parser(needs_traces=not traces).parse_args([*rest, *plain])
     arguments.traces = arguments.traces or (traces if isinstance(traces, list) else [traces])
     chosen = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
-    return arguments, chosen | _over(parameters, named, new)
+    return arguments, chosen | _over(parameters, named, own)
 
 
 def _over(before: Mapping[str, Any], named: set[str], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,13 +199,28 @@ def _over(before: Mapping[str, Any], named: set[str], new: Mapping[str, Any]) ->
     return {k: v for k, v in before.items() if k.partition(".")[0] not in named} | dict(new)
 
 
-def _take_configs(words: list[str]) -> list[str]:
-    """Take every `--config FILE` out of the words, and return the files."""
-    files = []
-    for at in reversed([i for i, word in enumerate(words) if word.split("=")[0] == "--config"]):
-        _, equals, value = words.pop(at).partition("=")
-        files.append(value if equals else _value_after(words, at, "--config"))
-    return files[::-1]
+def _split_words(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Return the files of `--config`, the parser's words, and every `--AXIS.PARAMETER=VALUE`."""
+    files: list[str] = []
+    rest: list[str] = []
+    parameters: dict[str, Any] = {}
+    words = iter(argv)
+    value: str | None
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        axis, dot, _ = name.partition(".")
+        if not word.startswith("--") or (name != "config" and not (dot and axis in AXES)):
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, None)
+            if value is None:
+                raise ValueError(f"{word} needs a value: {word}=VALUE.")
+        if name == "config":
+            files.append(value)
+        else:
+            parameters[name] = parse_yaml(value, f"--{name}={shown(value)}")
+    return files, rest, parameters
 
 
 def _of_file(file: str, known: set[str]) -> dict[str, Any]:
@@ -217,38 +240,6 @@ def _of_file(file: str, known: set[str]) -> dict[str, Any]:
     return options
 
 
-def _as_words(key: str, value: Any) -> list[str]:
-    """Return an option of a file as it would stand on the command line."""
-    if "." in key:
-        return []
-    if key in ("json", "all"):
-        return [f"--{key}"] if value else []
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return [f"--{key}={text.lower() if isinstance(value, bool) else text}"]
-
-
-def _split_parameters(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take `--AXIS.PARAMETER=VALUE` out of the words."""
-    rest: list[str] = []
-    parameters: dict[str, Any] = {}
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name.partition(".")[0] not in AXES or "." not in name:
-            rest.append(word)
-            continue
-        value = value if equals else _value_after(queue, 0, word)
-        parameters[name] = parse_yaml(value, f"--{name}={shown(value)}")
-    return rest, parameters
-
-
-def _value_after(words: list[str], at: int, option: str) -> str:
-    if at >= len(words):
-        raise ValueError(f"{option} needs a value: {option}=VALUE.")
-    return words.pop(at)
-
-
 def _split(text: Any) -> list[Any]:
     """Divide a list at its commas, those within brackets (`[12,10]/layer`) left out."""
     if text is None:
@@ -264,12 +255,3 @@ def _policies(names: str, overrides: Mapping[str, Any]) -> list[Policy]:
         policy = load_policy(name, {**overrides, **dict(zip(lists, chosen, strict=True))})
         found.setdefault(str(policy.as_dict()), policy)
     return list(found.values())
-
-
-def _expert_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    size = parse_bytes(text, "expert_bytes")
-    if size < 1:
-        raise ValueError(f"expert_bytes={text!r} must be above 0.")
-    return size

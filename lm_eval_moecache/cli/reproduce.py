@@ -41,7 +41,17 @@ def run(arguments: Namespace) -> int:
     recipe = fit(found, arguments.pretrained, arguments.limit)
     folder = Path(arguments.out or Path("reproduced") / found.name)
     folder.mkdir(parents=True, exist_ok=True)
-    code = _analyze(recipe, folder) if recipe.analyze else _sweep(recipe, folder, arguments)
+    if recipe.analyze:
+        given = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
+        code = moecache(["analyze", recipe.analyze.analysis, *given, f"--out={folder}"])
+    else:
+        path = folder / "sweep.yaml"
+        write_whole(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
+        options = [f"--jobs={arguments.jobs}", *(["--live"] if arguments.live else [])]
+        options += ["--dry-run"] if arguments.dry_run else []
+        code = moecache(["sweep", str(path), *options])
+        if not code and not arguments.dry_run:
+            code = moecache(["table", str(folder), "--write"]) or moecache(["plot", str(folder)])
     if code or arguments.dry_run:
         return code
     runs = load_runs(folder / RUNS) if recipe.sweep else []
@@ -63,24 +73,6 @@ def _list(as_json: bool) -> int:
         "model, `--pretrained MODEL` on another.\n"
     )
     return print_result(as_json, {"figures": rows}, text)
-
-
-def _sweep(recipe: Recipe, folder: Path, arguments: Namespace) -> int:
-    path = folder / "sweep.yaml"
-    write_whole(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
-    options = [f"--jobs={arguments.jobs}", *(["--live"] if arguments.live else [])]
-    if arguments.dry_run:
-        return moecache(["sweep", str(path), *options, "--dry-run"])
-    code = moecache(["sweep", str(path), *options])
-    if code:
-        return code
-    return moecache(["table", str(folder), "--write"]) or moecache(["plot", str(folder)])
-
-
-def _analyze(recipe: Recipe, folder: Path) -> int:
-    assert recipe.analyze is not None, "a recipe without an analysis"
-    given = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
-    return moecache(["analyze", recipe.analyze.analysis, *given, f"--out={folder}"])
 
 
 def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:

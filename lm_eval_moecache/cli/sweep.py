@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.schemas.inputs import read_jobs
-from lm_eval_moecache.sweep.spec import EXECUTORS, SweepFile, read_sweep
-
-if TYPE_CHECKING:
-    from lm_eval_moecache.sweep.run import Report
+from lm_eval_moecache.sweep.spec import EXECUTORS, read_sweep
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,26 +35,16 @@ def run(arguments: Namespace) -> int:
         # The file's options are for the file's executor.
         changes = {"executor": arguments.executor, "executor_options": {}}
         sweep = sweep.model_copy(update=changes)
-    if arguments.dry_run:
-        return _list(sweep, path.parent, arguments)
+    folder = path.parent
     # Imported late: it brings torch and lm-eval, and a file that is wrong should not wait for them.
-    from lm_eval_moecache.sweep.run import run_sweep
+    from lm_eval_moecache.sweep.run import estimate, run_sweep
 
-    report = run_sweep(sweep, path.parent, rerun=arguments.rerun, live=arguments.live)
-    print_result(arguments.json, report.as_dict(), _as_text(report, path.parent))
-    return 1 if report.failed else 0
-
-
-def _list(sweep: SweepFile, folder: Path, arguments: Namespace) -> int:
-    from lm_eval_moecache.sweep.run import estimate
-
-    found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
-    lines = [*(f"{row['state']:9s} {row['run_id']}" for row in found.rows), found.as_text(), ""]
-    told = {"experiment": sweep.name, **found.as_dict()}
-    return print_result(arguments.json, told, "\n".join(lines))
-
-
-def _as_text(report: Report, folder: Path) -> str:
+    if arguments.dry_run:
+        found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
+        lines = [*(f"{row['state']:9s} {row['run_id']}" for row in found.rows), found.as_text(), ""]
+        told = {"experiment": sweep.name, **found.as_dict()}
+        return print_result(arguments.json, told, "\n".join(lines))
+    report = run_sweep(sweep, folder, rerun=arguments.rerun, live=arguments.live)
     lines = [
         f"{report.experiment}: {len(report.done)} done, {len(report.skipped)} finished before, "
         f"{len(report.failed)} failed, of {report.runs} runs in {report.seconds:.1f} s"
@@ -69,10 +55,10 @@ def _as_text(report: Report, folder: Path) -> str:
     if by_replay:
         saved = f"; saved about {report.saved_seconds:.0f} s" if report.saved_seconds > 0 else ""
         lines.append(f"{report.by_model} ran the model, {by_replay} were replayed{saved}")
-    for outcome in report.failed:
-        lines += [f"  failed: {outcome.run_id}: {outcome.error}"]
+    lines += [f"  failed: {outcome.run_id}: {outcome.error}" for outcome in report.failed]
     if report.failed:
         lines.append(f"tracebacks: {folder / 'failed'}; the same command retries failed runs")
     else:
         lines.append(f"next: moecache table {folder}")
-    return "\n".join(lines) + "\n"
+    print_result(arguments.json, report.as_dict(), "\n".join([*lines, ""]))
+    return 1 if report.failed else 0

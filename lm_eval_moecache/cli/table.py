@@ -1,4 +1,4 @@
-"""Make leaderboard tables (md, csv, html, json, latex) from a folder of results."""
+"""Make leaderboard tables (md, csv, html, json) from a folder of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.inputs import Board
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report.columns import selected
-from lm_eval_moecache.report.render import FORMS, WRITTEN, rows_as_markdown
+from lm_eval_moecache.report.render import FORMS, rows_as_markdown
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs
 from lm_eval_moecache.report.tables import Table, distinct, leaderboard, view_table
 from lm_eval_moecache.sweep.spec import read_sweep
@@ -61,39 +61,37 @@ def run(arguments: Namespace) -> int:
         for each in board_folders(folder):
             _write(each, collect(each), chosen)
         for path, text in other_tables(folder).items():
-            write_whole(path, text.encode())
+            write_whole(path, text)
             sys.stdout.write(f"{path}\n")
-        return 0
-    tables = collect(folder, *given)
-    if arguments.write:
-        _write(folder, tables, chosen)
+    elif arguments.write:
+        _write(folder, collect(folder, *given), chosen)
     else:
-        sys.stdout.write(FORMS[chosen or "md"](tables))
+        sys.stdout.write(FORMS[chosen or "md"](collect(folder, *given)))
     return 0
+
+
+def _split(text: str | None) -> list[str] | None:
+    return [name.strip() for name in (text or "").split(",") if name.strip()] or None
 
 
 def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
     if not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
-    for name in [chosen] if chosen else WRITTEN:
-        path = folder / f"table.{'tex' if name == 'latex' else name}"
-        write_whole(path, FORMS[name](tables).encode())
-        sys.stdout.write(f"{path}\n")
+    for name in [chosen] if chosen else FORMS:
+        write_whole(folder / f"table.{name}", FORMS[name](tables))
+        sys.stdout.write(f"{folder / f'table.{name}'}\n")
 
 
 def board_folders(folder: Path) -> list[Path]:
     """Return the folders that have a table of their own: sweeps, and those with a `table.yaml`."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r}: there is no such folder.")
-    sweeps = {p.parent for p in folder.rglob("sweep.yaml") if _has_runs(p.parent)}
-    found = sorted(sweeps | {path.parent for path in folder.rglob(BOARD)})
+    sweeps = {path.parent for path in folder.rglob("sweep.yaml")}
+    finished = {f for f in sweeps if (f / PACKED).is_file() or any((f / RUNS).glob("*.json"))}
+    found = sorted(finished | {path.parent for path in folder.rglob(BOARD)})
     if not found:
         raise ValueError(f"{str(folder)!r} has neither finished sweeps nor a {BOARD} below it.")
     return found
-
-
-def _has_runs(folder: Path) -> bool:
-    return (folder / PACKED).is_file() or any((folder / RUNS).glob("*.json"))
 
 
 def other_tables(folder: Path) -> dict[Path, str]:
@@ -140,10 +138,18 @@ def collect(
     title: str | None = None,
 ) -> list[Table]:
     """Return the leaderboard of a folder, then the views that its `table.yaml` or sweep defines."""
-    runs, board = load_runs(folder), _board(folder)
+    runs, path = load_runs(folder), folder / BOARD
+    if path.is_file():
+        board = check(Board, read_yaml(path, str(path)), str(path))
+    elif (folder / "sweep.yaml").is_file():
+        # A sweep says only its title and its views.
+        sweep = read_sweep(folder / "sweep.yaml")
+        board = Board(title=sweep.title or sweep.name, views=sweep.views)
+    else:
+        board = Board()
     chosen = [run for run in runs if selected(run, board.where)]
     if not chosen:
-        raise ValueError(f"{folder / BOARD}: no run has where={board.where!r}.")
+        raise ValueError(f"{path}: no run has where={board.where!r}.")
     first = leaderboard(
         distinct(chosen) if board.distinct else chosen,
         title=board.title if title is None else title,
@@ -152,20 +158,3 @@ def collect(
         by=board.by,
     )
     return [first, *(view_table(runs, view) for view in board.views)]
-
-
-def _board(folder: Path) -> Board:
-    """Read what a folder says of its table; a sweep says only its title and its views."""
-    path = folder / BOARD
-    if path.is_file():
-        return check(Board, read_yaml(path, str(path)), str(path))
-    path = folder / "sweep.yaml"
-    if not path.is_file():
-        return Board()
-    sweep = read_sweep(path)
-    return Board(title=sweep.title or sweep.name, views=sweep.views)
-
-
-def _split(text: str | None) -> list[str] | None:
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    return names or None

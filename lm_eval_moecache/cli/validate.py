@@ -7,12 +7,11 @@ run on the device, check.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.hardware import load_hardware
@@ -25,27 +24,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("measured", type=str, help="its measurements: a CSV, a row a token")
     parser.add_argument("--hardware", type=str, required=True, help="profile, or YAML")
     parser.add_argument("--capacity", type=str, required=True, help="what the cache held: 4000MiB")
-    add_run_options(parser)
-    parser.add_argument(
-        "--columns", type=dict[str, str] | None, help="their names: '{wall_ms: total_ms}'"
-    )
-    parser.add_argument("--tokens", type=str, default=":", help="FIRST:LAST, as in Python")
-    parser.add_argument("--plot", type=str | None, help="write a picture of both over the tokens")
-
-
-def add_run_options(parser: ArgumentParser) -> None:
-    """Add what describes the engine that was measured."""
     parser.add_argument("--policy", type=str, default="on_demand", help="the engine's policy")
     parser.add_argument("--eviction", type=str, default="lru", help="its eviction")
-    parser.add_argument(
-        "--execute",
-        type=str,
-        default=TOGETHER,
-        help="experts run together once all are there, or as_they_arrive, the resident first",
-    )
-    parser.add_argument(
-        "--reads_per_expert", type=int, default=1, help="requests that one expert is read by"
-    )
+    order = "experts run together once all are there, or as_they_arrive, the resident first"
+    parser.add_argument("--execute", type=str, default=TOGETHER, help=order)
+    reads = "requests that one expert is read by"
+    parser.add_argument("--reads_per_expert", type=int, default=1, help=reads)
+    names = "their names: '{wall_ms: total_ms}'"
+    parser.add_argument("--columns", type=dict[str, str] | None, help=names)
+    parser.add_argument("--tokens", type=str, default=":", help="FIRST:LAST, as in Python")
+    parser.add_argument("--plot", type=str | None, help="write a picture of both over the tokens")
 
 
 def run(arguments: Namespace) -> int:
@@ -63,8 +51,4 @@ def run(arguments: Namespace) -> int:
     found = validation.compare(ours, theirs)
     if arguments.plot is not None:
         validation.plot(ours, theirs, Path(arguments.plot))
-    if arguments.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        sys.stdout.write(validation.as_text(found, theirs))
-    return 0
+    return print_result(arguments.json, found, validation.as_text(found, theirs))

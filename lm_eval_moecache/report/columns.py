@@ -68,17 +68,12 @@ def column(runs: Sequence[Run], name: str) -> Column:
     if found is not None:
         return found
     if is_setting(name, ()) or any(setting(run, name).raw is not None for run in runs):
-        return Column(
-            name,
-            name.replace("_", " ").capitalize(),
-            is_number=name == "capacity_bytes",
-            read=lambda run: setting(run, name),
-        )
+        heading, is_number = name.replace("_", " ").capitalize(), name == "capacity_bytes"
+        return Column(name, heading, is_number=is_number, read=lambda run: setting(run, name))
     tasks = [task for run in runs for task in run.results]
     given = [key for run in runs for key in (*run.model_args, *KEYS)]
-    raise unknown_column(
-        name, list(dict.fromkeys([*SETTINGS, *given, ACCURACY, *METRICS, *tasks, PARETO]))
-    )
+    known = dict.fromkeys([*SETTINGS, *given, ACCURACY, *METRICS, *tasks, PARETO])
+    raise unknown_column(name, list(known))
 
 
 def figure_column(runs: Sequence[Run], name: str) -> Column | None:
@@ -96,17 +91,30 @@ def metric_column(name: str) -> Column | None:
     found = METRICS.get(base.removeprefix(phase))
     if found is None or (dot and percentile not in PERCENTILES):
         return None
+    # Of a percentile there are no samples by document.
+    mean = metric.removesuffix(".mean")
+    kept, sign = _BY_DOCUMENT.get(mean, (mean, 1.0))
+
+    def samples(run: Run) -> dict[str, float]:
+        return {
+            f"{of} {doc}": sign * value
+            for of, metrics in run.speed.items()
+            if task in ("", of)
+            for doc, value in metrics.get(kept, {}).items()
+        }
+
     heading = f"{phase[:-1].capitalize()} {found.heading.lower()}" if phase else found.heading
     after = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
+    words = _PHASES.get(phase, "") + found.words + after
     return Column(
         name,
         heading + after,
         found.decimals,
         found.higher_is_better,
-        is_number=True,
-        words=_PHASES.get(phase, "") + found.words + after,
-        read=lambda run: metric_value(run, name),
-        samples=lambda run: _speeds(run, metric, task),
+        True,
+        words,
+        lambda run: metric_value(run, name),
+        samples,
     )
 
 
@@ -119,8 +127,7 @@ def metric_value(run: Run, name: str) -> Value:
     if isinstance(found, Mapping):
         stderr = found.get("stderr") if percentile in ("", "mean") else None
         found = found.get(percentile or "mean")
-    number = isinstance(found, (int, float))
-    return Value(found if number else None, stderr if number else None)
+    return Value(found, stderr) if isinstance(found, (int, float)) else Value(None)
 
 
 def score_column(runs: Sequence[Run], name: str) -> Column | None:
@@ -129,29 +136,25 @@ def score_column(runs: Sequence[Run], name: str) -> Column | None:
     if first is None:
         return None
     task, higher = name.partition(":")[0], first.higher_is_better
+    heading = f"{task} {first.metric}{'' if higher else ' (lower is better)'}"
+    words = f"{task} {first.metric.replace('_', ' ')}"
 
     def read(run: Run) -> Value:
         score = find_score(run, name)
         return Value(None) if score is None else Value(score.value, score.stderr)
 
-    return Column(
-        name,
-        f"{task} {first.metric}{'' if higher else ' (lower is better)'}",
-        3 if higher else 2,
-        higher,
-        is_number=True,
-        words=f"{task} {first.metric.replace('_', ' ')}",
-        read=read,
-        samples=lambda run: _of_score(run, task, find_score(run, name)),
-    )
+    def samples(run: Run) -> dict[str, float]:
+        return _documents(run, task, find_score(run, name))
+
+    return Column(name, heading, 3 if higher else 2, higher, True, words, read, samples)
 
 
 def find_score(run: Run, name: str) -> Score | None:
+    """Return a task's primary score, or that of `task:metric` (or `task:metric,filter`)."""
     task, colon, wanted = name.partition(":")
     if not colon:
         return run.score(task)
-    found = [s for s in run.scores(task) if wanted in (s.metric, s.key)]
-    return found[0] if found else None
+    return next((s for s in run.scores(task) if wanted in (s.metric, s.key)), None)
 
 
 def accuracy(run: Run) -> Value:
@@ -172,33 +175,18 @@ def _primary(run: Run) -> list[tuple[str, Score]]:
 
 def _answers(run: Run) -> dict[str, float]:
     """Return the answers to all documents whose primary score `accuracy` is the mean of."""
-    found: dict[str, float] = {}
-    for task, score in _primary(run):
-        found |= _of_score(run, task, score)
-    return found
+    parts = [_documents(run, task, score) for task, score in _primary(run)]
+    return {doc: value for part in parts for doc, value in part.items()}
 
 
-def _of_score(run: Run, task: str, score: Score | None) -> dict[str, float]:
+def _documents(run: Run, task: str, score: Score | None) -> dict[str, float]:
     """Return the scores of a task's documents; of texts their log-likelihoods, less is worse."""
     if score is None:
         return {}
     sign = 1.0 if score.higher_is_better else -1.0
-    documents = run.samples.get(task, {}).get(score.key, {})
     return {
         f"{task} {doc}": sign * value[0] if isinstance(value, list) else float(value)
-        for doc, value in documents.items()
-    }
-
-
-def _speeds(run: Run, metric: str, only: str) -> dict[str, float]:
-    """Return a metric by document: means only, as a percentile has no samples."""
-    name = metric.removesuffix(".mean")
-    kept, sign = _BY_DOCUMENT.get(name, (name, 1.0))
-    return {
-        f"{task} {doc}": sign * value
-        for task, metrics in run.speed.items()
-        if only in ("", task)
-        for doc, value in metrics.get(kept, {}).items()
+        for doc, value in run.samples.get(task, {}).get(score.key, {}).items()
     }
 
 

@@ -12,12 +12,12 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.report.columns import metric_column
 from lm_eval_moecache.report.metrics import METRICS
+from lm_eval_moecache.report.render import line
 from lm_eval_moecache.report.results import Run, Score, identity
 from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test
 
@@ -78,35 +78,21 @@ class Rules:
             return False
         return same_machine(old, new) if self.same_machine is None else self.same_machine
 
-    def floor_of(self, exact: bool) -> float:
-        usual = 0.0 if exact else DEFAULT_FLOOR
-        return usual if self.floor is None else self.floor
-
-    def tolerance_of(self, metric: str, clock: str, exact: bool) -> float:
-        usual = 0.0 if exact else TOLERANCE.get(clock, 0.0)
-        whole = usual if self.tolerance is None else self.tolerance
-        return self.tolerances.get(metric, whole)
-
 
 def same_machine(one: Run, other: Run) -> bool:
     """Whether both records name their CPU, instruction set, threads and libraries, and agree."""
-    first, second = _fingerprint(one.environment), _fingerprint(other.environment)
-    return first is not None and first == second
+    prints = []
+    for run in (one, other):
+        machine, versions = (run.environment.get(key, {}) for key in ("machine", "versions"))
+        libraries = [versions.get(name) for name in _LIBRARIES]
+        # Records from before the CPU was written down, and lm-eval's own files, cannot be told.
+        if not machine.get("cpu_model") or not all(libraries):
+            return False
+        prints.append([*map(machine.get, _MACHINE), *libraries])
+    return prints[0] == prints[1]
 
 
-def _fingerprint(environment: Mapping[str, Any]) -> list[Any] | None:
-    machine, versions = environment.get("machine", {}), environment.get("versions", {})
-    # Records from before the CPU was written down, and lm-eval's own files, cannot be told.
-    if not machine.get("cpu_model") or not all(versions.get(name) for name in _LIBRARIES):
-        return None
-    return [
-        *(machine.get(name) for name in _MACHINE),
-        *(versions.get(name) for name in _LIBRARIES),
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Test:
+class Test(NamedTuple):
     """A test of one figure: its p-value, and what was tested.
 
     `least_p` is the smallest p that this many changed samples can give, `least_possible` the
@@ -170,31 +156,23 @@ class Row:
 
 
 def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Samples) -> Test | None:
-    """Test whether a score fell, on the same documents where both sides have them.
+    """Test whether a score fell: McNemar's exact test on right and wrong, sign flips on others.
 
-    Else by the standard errors; None where lm-eval gives none.
+    On the same documents where both sides have them; pairs (log-likelihood, words) are judged by
+    the log-likelihood, of which more is better. Else by the standard errors; None where lm-eval
+    gives none.
     """
-    if old_samples and len(old_samples) > 1 and old_samples.keys() == samples.keys():
-        return _paired(old_samples, samples, baseline.higher_is_better)
-    if baseline.stderr is None or new.stderr is None:
-        return None
-    loss = baseline.value - new.value if baseline.higher_is_better else new.value - baseline.value
-    p = z_test(loss, math.hypot(baseline.stderr, new.stderr))
-    return Test(p=p, by="standard errors")
-
-
-def _paired(old: Samples, new: Samples, higher_is_better: bool) -> Test:
-    """McNemar's exact test on right and wrong, sign flips on anything else.
-
-    Pairs (log-likelihood, words) are judged by the log-likelihood, of which more is better.
-    """
+    sign = 1 if baseline.higher_is_better else -1
+    if len(old_samples) < 2 or old_samples.keys() != samples.keys():
+        if baseline.stderr is None or new.stderr is None:
+            return None
+        error = math.hypot(baseline.stderr, new.stderr)
+        return Test(z_test(sign * (baseline.value - new.value), error), "standard errors")
     losses = []
-    for doc, before in old.items():
-        after = new[doc]
-        if isinstance(before, list):
-            losses.append(before[0] - after[0])
-        else:
-            losses.append(before - after if higher_is_better else after - before)
+    for doc, before in old_samples.items():
+        after = samples[doc]
+        is_pair = isinstance(before, list)
+        losses.append(before[0] - after[0] if is_pair else sign * (before - after))
     if all(loss in (-1, 0, 1) for loss in losses):
         return mcnemar(losses.count(-1), losses.count(1), len(losses))
     return Test(
@@ -206,23 +184,9 @@ def _paired(old: Samples, new: Samples, higher_is_better: bool) -> Test:
 
 
 def mcnemar(won: int, lost: int, documents: int) -> Test:
-    return Test(
-        p=sign_test(won, lost),
-        by=f"McNemar: {lost} lost, {won} won of {documents} documents",
-        least_p=0.5 ** (won + lost),
-        least_possible=0.5**documents,
-    )
-
-
-def changes(old: Samples, new: Samples) -> tuple[int, int, int, int] | None:
-    """Return (right before, right after, won, lost) of right-or-wrong answers; None for others."""
-    if not old or old.keys() != new.keys():
-        return None
-    if any(value not in (0, 1) for side in (old, new) for value in side.values()):
-        return None
-    won = sum(new[doc] > old[doc] for doc in old)
-    lost = sum(new[doc] < old[doc] for doc in old)
-    return int(sum(old.values())), int(sum(new.values())), won, lost
+    """Test right-or-wrong answers to the same documents."""
+    by = f"McNemar: {lost} lost, {won} won of {documents} documents"
+    return Test(sign_test(won, lost), by, 0.5 ** (won + lost), 0.5**documents)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +219,7 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
     old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
     new_units, differing = _joined(old_units, new_units)
     rows: list[Row] = []
-    exact = 0
+    exact_runs = 0
     for key, tasks in old_units.items():
         found = new_units.get(key)
         if found is None:
@@ -264,29 +228,18 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
         shared = {task: (run, found[task]) for task, run in tasks.items() if task in found}
         for task, pair in shared.items():
             _check_identity(*pair, task, rules)
-        exact += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
-        rows += _compare_unit(key, tasks, found, rules)
+        exact_runs += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
+        for task in tasks:
+            if task in shared:
+                rows += _scores(key, task, *shared[task], rules)
+                rows += _speeds(key, task, *shared[task], rules)
+            else:
+                rows.append(Row(run=key, task=task, verdict=MISSING))
+        rows += _all_tasks(key, shared, rules)
+        rows += [Row(run=key, task=task, verdict=NEW) for task in found if task not in tasks]
     rows += [Row(run=key, verdict=NEW) for key in new_units if key not in old_units]
-    return _judged(rows, rules, differing, exact)
 
-
-def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
-    """Raise ValueError where more differs than what is compared, naming each key."""
-    one, other = identity(old, [task]), identity(new, [task])
-    pairs = {key: (one.get(key, "none"), other.get(key, "none")) for key in {**one, **other}}
-    apart = {k: pair for k, pair in pairs.items() if pair[0] != pair[1] and k not in rules.ignore}
-    if apart:
-        told = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in apart.items())
-        raise ValueError(
-            f"{old.run_id} and {new.run_id} are runs of different identity on {task}: {told}. "
-            f"`--ignore {','.join(apart)}` compares them all the same."
-        )
-
-
-def _judged(
-    rows: Sequence[Row], rules: Rules, differing: Mapping[str, tuple[str, str]], exact: int
-) -> Comparison:
-    """Correct the tests for their number and give the verdicts."""
+    # The tests are corrected for their number, but for those that could tell nothing.
     tests = [row.test for row in rows if row.test is not None]
     able = tarone([test.least_p for test in tests], rules.alpha)
     adjusted = iter(holm([test.p for test, one in zip(tests, able, strict=True) if one]))
@@ -304,7 +257,7 @@ def _judged(
         rows=tuple(judged),
         alpha=rules.alpha,
         differing=differing,
-        exact_runs=exact,
+        exact_runs=exact_runs,
         tests=len(tests),
         weak_tests=tuple(dict.fromkeys(weak)),
     )
@@ -340,29 +293,43 @@ def _joined(old: Units, new: Units) -> tuple[Units, dict[str, tuple[str, str]]]:
         )
     runs = [next(iter(units.values())) for units in (old[ours], new[theirs])]
     before, after = ({"model": run.model, **run.model_args, **run.options} for run in runs)
-    told = {
-        name: (str(before.get(name, "(not given)")), str(after.get(name, "(not given)")))
-        for name in dict.fromkeys([*before, *after])
+    return {ours: new[theirs]}, _apart(before, after, "(not given)")
+
+
+def _apart(
+    one: Mapping[str, Any], other: Mapping[str, Any], absent: str
+) -> dict[str, tuple[str, str]]:
+    """Return what differs between two mappings, as texts: name -> (one, other)."""
+    sides = {
+        key: (str(one.get(key, absent)), str(other.get(key, absent))) for key in {**one, **other}
     }
-    differing = {name: pair for name, pair in told.items() if pair[0] != pair[1]}
-    return {ours: new[theirs]}, differing
+    return {key: pair for key, pair in sides.items() if pair[0] != pair[1]}
 
 
-def _compare_unit(
-    key: str, tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
-) -> Iterator[Row]:
-    for task, run in tasks.items():
-        if task in found:
-            yield from _compare_scores(key, task, run, found[task], rules)
-            yield from _compare_speed(key, task, run, found[task], rules)
-        else:
-            yield Row(run=key, task=task, verdict=MISSING)
-    yield from _all_tasks(key, tasks, found, rules)
-    for task in [task for task in found if task not in tasks]:
-        yield Row(run=key, task=task, verdict=NEW)
+def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
+    """Raise ValueError where more differs than what is compared, naming each key."""
+    found = _apart(identity(old, [task]), identity(new, [task]), "none")
+    apart = {key: pair for key, pair in found.items() if key not in rules.ignore}
+    if apart:
+        told = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in apart.items())
+        raise ValueError(
+            f"{old.run_id} and {new.run_id} are runs of different identity on {task}: {told}. "
+            f"`--ignore {','.join(apart)}` compares them all the same."
+        )
 
 
-def _compare_scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
+def _tested(row: Row, test: Test | None, exact: bool, rules: Rules, unit: float = 1.0) -> Row:
+    """Return a score with what judges it; `unit` is what the floor is a share of."""
+    floor = rules.floor
+    if floor is None:
+        floor = 0.0 if exact else DEFAULT_FLOOR
+    judged_by = EXACTLY if exact and not floor else f"floor {floor:g}"
+    if exact or test is None:
+        return replace(row, allowed=floor * unit, judged_by=judged_by)
+    return replace(row, allowed=floor * unit, judged_by=test.by, test=test)
+
+
+def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
     exact = rules.is_exact(old, new)
     new_scores = {score.key: score for score in new.scores(task)}
     for score in old.scores(task):
@@ -371,64 +338,50 @@ def _compare_scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> It
         if score.key not in new_scores:
             yield Row(run=key, task=task, metric=score.key, verdict=MISSING)
             continue
-        after = new_scores[score.key]
-        samples = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
-        row = Row(run=key, task=task, metric=score.key, baseline=score.value, new=after.value)
-        higher = score.higher_is_better
-        # The smallest loss that matters: of a share in points, of others relative to it.
-        unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
-        yield _tested(
-            row, higher, unit, None if exact else score_test(score, after, *samples), exact, rules
-        )
-
-
-def _tested(
-    row: Row, higher: bool, unit: float, test: Test | None, exact: bool, rules: Rules
-) -> Row:
-    floor = rules.floor_of(exact)
-    judged_by = EXACTLY if exact and not floor else f"floor {floor:g}"
-    return replace(
-        row,
-        higher_is_better=higher,
-        allowed=floor * unit,
-        judged_by=judged_by if test is None else test.by,
-        test=test,
-    )
-
-
-def _all_tasks(
-    key: str, tasks: Mapping[str, Run], found: Mapping[str, Run], rules: Rules
-) -> Iterator[Row]:
-    """Judge the answers to all tasks' documents together: many small losses are one large one."""
-    counts, exact, documents = [], True, 0
-    for task, run in tasks.items():
-        score = run.score(task)
-        if task not in found or score is None or not score.higher_is_better:
-            continue
-        sides = [r.samples.get(task, {}).get(score.key, {}) for r in (run, found[task])]
-        counted = changes(*sides)
-        if counted is not None:
-            counts.append(counted)
-            documents += len(sides[0])
-            exact &= rules.is_exact(run, found[task])
-    if len(counts) > 1:
-        before, after, won, lost = (sum(column) for column in zip(*counts, strict=True))
+        after, higher = new_scores[score.key], score.higher_is_better
         row = Row(
             run=key,
-            task=ALL_TASKS,
-            metric="accuracy",
-            baseline=before / documents,
-            new=after / documents,
+            task=task,
+            metric=score.key,
+            baseline=score.value,
+            new=after.value,
+            higher_is_better=higher,
         )
-        yield _tested(
-            row, True, 1.0, None if exact else mcnemar(won, lost, documents), exact, rules
-        )
+        sides = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
+        test = None if exact else score_test(score, after, *sides)
+        # The smallest loss that matters: of a share in points, of others relative to it.
+        unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
+        yield _tested(row, test, exact, rules, unit)
 
 
-def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
+def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) -> Iterator[Row]:
+    """Judge the answers to all tasks' documents together: many small losses are one large one."""
+    answers: list[tuple[float, float]] = []
+    tasks, exact = 0, True
+    for task, pair in shared.items():
+        score = pair[0].score(task)
+        if score is None or not score.higher_is_better:
+            continue
+        old, new = (run.samples.get(task, {}).get(score.key, {}) for run in pair)
+        own = [(value, new[doc]) for doc, value in old.items() if doc in new]
+        right_or_wrong = all(value in (0, 1) for each in own for value in each)
+        if old and old.keys() == new.keys() and right_or_wrong:
+            tasks += 1
+            answers += own
+            exact &= rules.is_exact(*pair)
+    if tasks > 1:
+        before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
+        row = Row(run=key, task=ALL_TASKS, metric="accuracy", baseline=before, new=after)
+        won, lost = sum(a < b for a, b in answers), sum(a > b for a, b in answers)
+        row = replace(row, higher_is_better=True)
+        yield _tested(row, mcnemar(won, lost, len(answers)), exact, rules)
+
+
+def _speeds(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
     if task not in old.moecache["tasks"]:
         return
-    exact, clock = rules.is_exact(old, new), str(old.moecache["clock"])
+    usual = 0.0 if rules.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
+    usual = usual if rules.tolerance is None else rules.tolerance
     for name in rules.metrics:
         metric, at, wanted = name.partition("@")
         if at and wanted != task:
@@ -436,9 +389,9 @@ def _compare_speed(key: str, task: str, old: Run, new: Run, rules: Rules) -> Ite
         column = metric_column(f"{metric}@{task}")
         assert column is not None, metric
         before, after = (column.read(run).number for run in (old, new))
-        tolerance = rules.tolerance_of(name, clock, exact)
         row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
         if before is not None and after is not None:
+            tolerance = rules.tolerances.get(name, usual)
             yield replace(
                 row,
                 higher_is_better=column.higher_is_better,
@@ -458,30 +411,34 @@ def as_json(comparison: Comparison, *, everything: bool = True) -> str:
         "weak_tests": list(comparison.weak_tests),
         "exact_runs": comparison.exact_runs,
         "differing": {name: list(pair) for name, pair in comparison.differing.items()},
-        "rows": [_as_dict(row) for row in comparison.rows],
+        "rows": [
+            {
+                **{name: getattr(row, name) for name in _TOLD},
+                "p": None if row.test is None else row.test.p,
+                "p_corrected": row.corrected,
+                "verdict": row.verdict,
+            }
+            for row in comparison.rows
+        ],
     }
     return json.dumps(told, indent=2) + "\n"
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
-    return {
-        "run": row.run,
-        "task": row.task,
-        "metric": row.metric,
-        "baseline": row.baseline,
-        "new": row.new,
-        "change": row.change,
-        "allowed": row.allowed,
-        "judged_by": row.judged_by,
-        "p": None if row.test is None else row.test.p,
-        "p_corrected": row.corrected,
-        "verdict": row.verdict,
-    }
+_TOLD = ("run", "task", "metric", "baseline", "new", "change", "allowed", "judged_by")
 
 
 def as_text(comparison: Comparison, *, everything: bool = False) -> str:
     """One line a figure that changed (or all), and the verdict last, where a log is read first."""
-    lines = [_line(row) for row in _chosen(comparison, everything)]
+    lines = []
+    for row in _chosen(comparison, everything):
+        text = f"{row.verdict:8s} {' '.join(filter(None, (row.task or WHOLE_RUN, row.metric)))}"
+        if row.change is not None:
+            text += f": {_number(row.baseline)} -> {_number(row.new)} (change {row.change:+.4g}, "
+            text += f"allowed {row.allowed:.4g}, {row.judged_by}"
+            if row.test is not None:
+                text += f", p {row.test.p:.2g}, corrected {row.corrected:.2g}"
+            text += ")"
+        lines.append(f"{text}  [{row.run}]")
     return "\n".join([*_notes(comparison), *lines, _summary(comparison)]) + "\n"
 
 
@@ -494,51 +451,16 @@ def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
         lines += ["| | Run | Task | Metric | Baseline | New | Change | Allowed | Judged by | p |"]
         lines += ["| --- | --- | --- | --- | --: | --: | --: | --: | --- | --: |"]
     for row in chosen:
-        cells = [
-            f"**{row.verdict}**" if row.is_regression else row.verdict,
-            f"`{row.run}`",
-            row.task or WHOLE_RUN,
-            row.metric or "",
-            *map(_number, (row.baseline, row.new, row.change)),
-            _number(row.allowed) if row.baseline is not None else "",
-            row.judged_by,
-            _number(row.corrected, 2),
-        ]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        verdict = f"**{row.verdict}**" if row.is_regression else row.verdict
+        allowed = None if row.baseline is None else row.allowed
+        cells = [verdict, f"`{row.run}`", row.task or WHOLE_RUN, row.metric or ""]
+        cells += map(_number, (row.baseline, row.new, row.change, allowed))
+        cells += [row.judged_by, _number(row.corrected, 2)]
+        lines.append(line([cell.replace("|", "\\|") for cell in cells]))
     return "\n".join(lines) + "\n"
 
 
-def as_junit(comparison: Comparison, *, everything: bool = True) -> str:
-    """One suite a run, one case a figure: what CI systems show as tests."""
-    head = {"name": "moecache compare", **_counts(comparison.rows)}
-    root = ElementTree.Element("testsuites", head)
-    for name in dict.fromkeys(row.run for row in comparison.rows):
-        rows = [row for row in comparison.rows if row.run == name]
-        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(rows)})
-        for row in rows:
-            place = " ".join(filter(None, (row.task or WHOLE_RUN, row.metric)))
-            case = ElementTree.SubElement(suite, "testcase", classname=name, name=place)
-            if row.is_regression:
-                failure = ElementTree.SubElement(
-                    case, "failure", type=row.verdict, message=_line(row)
-                )
-                failure.text = "\n".join(_notes(comparison))
-    ElementTree.indent(root)
-    text = ElementTree.tostring(root, encoding="unicode")
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
-
-
-FORMS: Mapping[str, Callable[..., str]] = {
-    "text": as_text,
-    "md": as_markdown,
-    "json": as_json,
-    "junit": as_junit,
-}
-
-
-def _counts(rows: Sequence[Row]) -> dict[str, str]:
-    failed = sum(row.is_regression for row in rows)
-    return {"tests": str(len(rows)), "failures": str(failed), "errors": "0"}
+FORMS: Mapping[str, Callable[..., str]] = {"text": as_text, "md": as_markdown, "json": as_json}
 
 
 def _chosen(comparison: Comparison, everything: bool) -> list[Row]:
@@ -568,25 +490,11 @@ def _notes(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _line(row: Row) -> str:
-    place = " ".join(filter(None, (row.task or WHOLE_RUN, row.metric)))
-    text = f"{row.verdict:8s} {place}"
-    if row.change is not None:
-        text += (
-            f": {_number(row.baseline)} -> {_number(row.new)} "
-            f"(change {row.change:+.4g}, allowed {row.allowed:.4g}, {row.judged_by}"
-        )
-        if row.test is not None:
-            text += f", p {row.test.p:.2g}, corrected {row.corrected:.2g}"
-        text += ")"
-    return f"{text}  [{row.run}]"
-
-
 def _summary(comparison: Comparison) -> str:
-    rows = comparison.rows
-    verdicts = [row.verdict for row in rows]
+    verdicts = [row.verdict for row in comparison.rows]
     told = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts))
-    return f"{'REGRESSION' if comparison.is_regression else 'pass'}: {len(rows)} figures: {told}"
+    kind = "REGRESSION" if comparison.is_regression else "pass"
+    return f"{kind}: {len(verdicts)} figures: {told}"
 
 
 def _number(value: float | None, digits: int = 6) -> str:

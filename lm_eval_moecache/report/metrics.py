@@ -190,13 +190,6 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-_ON_HOST: Mapping[str, tuple[str, str, int]] = {
-    "host_share": ("host_executed", "executed", 1),
-    "host_utilization": ("host_s", "duration_s", 1),
-    "host_wait_ms_per_token": ("host_wait_s", "tokens", 1000),
-}
-
-
 def totals(passes: Sequence[PassRecord]) -> Totals:
     """Add up what some passes counted."""
     summed = total(passes)
@@ -205,20 +198,20 @@ def totals(passes: Sequence[PassRecord]) -> Totals:
     return Totals(**counted, tokens=tokens, duration_s=duration_s)
 
 
-def rates(passes: Sequence[PassRecord], prefix: str = "") -> Metrics:
-    """Rates per request (unique experts per event), for all passes or one phase of them."""
+def rates(passes: Sequence[PassRecord], prefix: str = "", *, by_phase: bool = True) -> Metrics:
+    """The metrics that come by phase, or those that do not, of these passes."""
     found = totals(passes)
-    return {prefix + name: m.of(found) for name, m in METRICS.items() if m.of and m.by_phase}
+    chosen = {n: m.of for n, m in METRICS.items() if m.of and m.by_phase == by_phase}
+    return {prefix + name: of(found) for name, of in chosen.items()}
 
 
 def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
     """Everything about a set of passes that does not need to know whose requests they served."""
-    found = totals(passes)
     return {
         **rates(passes),
         **rates([p for p in passes if p.phase == PREFILL], "prefill_"),
         **rates([p for p in passes if p.phase != PREFILL], "decode_"),
-        **{name: m.of(found) for name, m in METRICS.items() if m.of and not m.by_phase},
+        **rates(passes, by_phase=False),
     }
 
 
@@ -272,7 +265,11 @@ def host_metrics(passes: Sequence[PassRecord]) -> Metrics:
     found = totals(passes)
     if not found.host_executed:
         return {}
-    return {name: per(*parts)(found) for name, parts in _ON_HOST.items()}
+    return {
+        "host_share": share(found.host_executed, found.executed),
+        "host_utilization": share(found.host_s, found.duration_s),
+        "host_wait_ms_per_token": per("host_wait_s", "tokens", 1000)(found),
+    }
 
 
 def inter_token_ms(request: RequestRecord) -> list[float]:
@@ -317,11 +314,17 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
 
 
 def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Metrics:
-    """The figures of a set of requests; a pass that several of them share is counted once."""
+    """The figures of a set of requests; a pass that several of them share is counted once.
+
+    Throughput (vLLM's names) is per second of serving: that of these passes, one after another.
+    """
     passes = unique_passes(requests)
     generating = [r for r in requests if r.kind == GENERATE]
     generation_s = sum(p.duration_s for p in unique_passes(generating))
+    duration_s = sum(p.duration_s for p in passes)
     prefills = [p for p in passes if p.phase == PREFILL]
+    read, prefill_s = sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
+    output = sum(r.output_tokens or 0 for r in requests)
     singles = [request_metrics(r) for r in requests]
     itl_ms = [wait for request in generating for wait in inter_token_ms(request)]
     return {
@@ -331,29 +334,16 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
         **summary("itl_ms", itl_ms),
         **summary("e2el_ms", (s["e2el_ms"] for s in singles if "e2el_ms" in s)),
         "tok_per_s": share(sum(r.output_tokens or 0 for r in generating), generation_s),
-        "prompt_tok_per_s": share(
-            sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
-        ),
-        **throughput(requests, passes),
+        "prompt_tok_per_s": share(read, prefill_s),
+        "request_throughput": share(len(requests), duration_s),
+        "output_throughput": share(output, duration_s) if generating else None,
+        "total_token_throughput": share(read + output, duration_s),
         **cache_metrics(passes),
         "miss_rate_stderr": miss_rate_stderr(requests),
         **prefill_metrics(requests),
         **draft_metrics(passes),
         **host_metrics(passes),
         "peak_cache_bytes": peak_cache_bytes,
-    }
-
-
-def throughput(requests: Sequence[RequestRecord], passes: Sequence[PassRecord]) -> Metrics:
-    """vLLM's names: per second of serving, which is that of these passes, one after another."""
-    duration_s = sum(p.duration_s for p in passes)
-    output = sum(r.output_tokens or 0 for r in requests)
-    read = sum(p.num_tokens for p in passes if p.phase == PREFILL)
-    generates = any(r.kind == GENERATE for r in requests)
-    return {
-        "request_throughput": share(len(requests), duration_s),
-        "output_throughput": share(output, duration_s) if generates else None,
-        "total_token_throughput": share(read + output, duration_s),
     }
 
 
@@ -368,16 +358,10 @@ def summary(name: str, values: Iterable[float]) -> Metrics:
     array = np.asarray(list(values), dtype=np.float64)
     if not array.size:
         return {}
-    p50, p90, p99 = np.percentile(array, [50, 90, 99])
-    return {
-        name: {
-            "mean": float(array.mean()),
-            "p50": float(p50),
-            "p90": float(p90),
-            "p99": float(p99),
-            "stderr": float(array.std(ddof=1) / np.sqrt(array.size)) if array.size > 1 else None,
-        }
-    }
+    percentiles = zip(("p50", "p90", "p99"), np.percentile(array, [50, 90, 99]), strict=True)
+    found: Metrics = {"mean": float(array.mean()), **{key: float(p) for key, p in percentiles}}
+    spread = float(array.std(ddof=1) / np.sqrt(array.size)) if array.size > 1 else None
+    return {name: found | {"stderr": spread}}
 
 
 def miss_rate_stderr(requests: Sequence[RequestRecord]) -> float | None:

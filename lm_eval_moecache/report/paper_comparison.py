@@ -15,22 +15,27 @@ SEE = "see the table and the picture"
 
 def comparison_table(title: str, said: Sequence[PaperValue], runs: Sequence[Run]) -> Table:
     """Return what the paper says, what we have, and where that is read from."""
-    columns = (
-        Column("what", "What"),
-        Column("paper", "Paper"),
-        Column("ours", "Ours"),
-        Column("from", "Ours is"),
+    heads = {"what": "What", "paper": "Paper", "ours": "Ours", "from": "Ours is"}
+    rows = []
+    for each in said:
+        paper, ours, source = each.paper, SEE, ""
+        if isinstance(paper, list):
+            paper = f"{paper[0]:g} to {paper[1]:g}"
+        if each.ours is not None:
+            value, source = our_value(each.ours, runs), _source(each.ours)
+            ours = "none" if value is None else f"{value:.4g}"
+        texts = (each.what, paper if isinstance(paper, str) else f"{paper:g}", ours, source)
+        rows.append(tuple(map(Value, texts)))
+    return Table(title, tuple(Column(*pair) for pair in heads.items()), tuple(rows))
+
+
+def _source(ours: ReproducedValue) -> str:
+    place, other = (
+        ", ".join(f"{key}={value}" for key, value in (where or {}).items())
+        for where in (ours.where, ours.versus)
     )
-    rows = tuple(
-        (
-            Value(each.what),
-            Value(_text(each.paper)),
-            Value(SEE if each.ours is None else _shown(our_value(each.ours, runs))),
-            Value("" if each.ours is None else _told(each.ours)),
-        )
-        for each in said
-    )
-    return Table(title, columns, rows)
+    told = f"{ours.metric} at {place}" if place else ours.metric
+    return told if ours.form == "value" else f"{ours.form} of {told} against {other}"
 
 
 def our_value(ours: ReproducedValue, runs: Sequence[Run]) -> float | None:
@@ -58,22 +63,3 @@ def _value(metric: str, where: Mapping[str, Any], runs: Sequence[Run]) -> float 
         raise ValueError(f"said: where={dict(where)!r} picks {len(found)} runs: {names} ...")
     column = figure_column(found, metric)
     return column.read(found[0]).number if found and column is not None else None
-
-
-def _told(ours: ReproducedValue) -> str:
-    place = ", ".join(f"{key}={value}" for key, value in ours.where.items())
-    told = f"{ours.metric} at {place}" if place else ours.metric
-    if ours.form == "value":
-        return told
-    other = ", ".join(f"{key}={value}" for key, value in (ours.versus or {}).items())
-    return f"{ours.form} of {told} against {other}"
-
-
-def _text(paper: float | list[float] | str) -> str:
-    if isinstance(paper, list):
-        return f"{paper[0]:g} to {paper[1]:g}"
-    return paper if isinstance(paper, str) else f"{paper:g}"
-
-
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"

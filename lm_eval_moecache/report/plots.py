@@ -6,7 +6,7 @@ joined. The same runs give the same files to the byte, on one version of matplot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -14,12 +14,10 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.columns import (
     ACCURACY,
     Column,
-    Value,
     column,
     score_column,
     selected,
@@ -59,11 +57,17 @@ class Axis:
     scale: float = 1.0
     log: bool = False
 
+    @property
+    def short(self) -> str:
+        """The words without unit and direction, for a title."""
+        return self.label.partition("\n")[0].partition(" [")[0].partition(" (")[0]
+
     def at(self, run: Run) -> tuple[float, float] | None:
         """Return a run's figure and half of its 95% interval, 0 where no error was kept."""
         value = self.column.read(run)
-        number = _number(value)
-        if number is None:
+        # A figure, or the number that a setting like `8/layer` or `5%` begins with.
+        kind, number, _ = sort_key(value)
+        if value.raw is None or kind == 2:
             return None
         return number / self.scale, Z_95 * (value.stderr or 0.0) / self.scale
 
@@ -75,6 +79,38 @@ class Drawn:
     title: str
     series: dict[str, list[Run]]
 
+    @property
+    def runs(self) -> list[Run]:
+        return [run for members in self.series.values() for run in members]
+
+
+def axis_of(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
+    """Return a column as an axis: bytes in MB, perplexities relative to the lowest shown."""
+    found = column(runs, name)
+    label = found.words or found.heading.removesuffix(" (lower is better)")
+    scale, log = (MEGABYTE if "[MB]" in found.words else 1.0), False
+    if name == ACCURACY:
+        label = "accuracy (mean of tasks)"
+    elif name == "capacity_bytes":
+        scale, label = MEGABYTE, "capacity of the cache [MB]"
+    elif name == _CAPACITY:
+        # Its unit is told by how it was given.
+        given = {str(setting(run, _CAPACITY).raw) for run in shown}
+        for ending, unit in (("/layer", "experts a layer"), ("%", "% of all expert bytes")):
+            if all(each.endswith(ending) for each in given):
+                label = f"capacity [{unit}]"
+    if "perplexity" in found.words:
+        numbers = [n for run in shown if (n := found.read(run).number)]
+        if numbers and max(numbers) > 100:
+            # Words of many tokens: their perplexity says nothing by itself.
+            scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
+            label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
+    better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
+    return Axis(found, label + better[found.higher_is_better], scale, log)
+
+
+# --- the figures that a sweep file names ---
+
 
 def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) -> list[Path]:
     """Write every figure of a sweep file as `<folder>/<name>.svg` and `.png`; return the files.
@@ -83,10 +119,11 @@ def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) 
     `where` of its own), `group` (the settings that give a run its colour), and perhaps `title`,
     `where`, and `line: true`, which joins a group's points in order of x.
     """
-    written: list[Path] = []
-    for figure in figures:
-        written += save_as(draw_figure(runs, figure), folder / figure.name)
-    return written
+    return [
+        path
+        for figure in figures
+        for path in save_as(draw_figure(runs, figure), folder / figure.name)
+    ]
 
 
 def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
@@ -96,7 +133,7 @@ def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
         for place, panel in zip(places, figure.panels, strict=True):
             _draw_panel(place, runs, figure, panel)
         bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
-        legend(picture, _handles(places), "bars: 95% intervals" if bars else None)
+        legend(picture, handles(places), "bars: 95% intervals" if bars else None)
         # One line of a picture this wide holds about so many letters; more would be cut off.
         width = _LETTERS_A_PANEL * len(figure.panels)
         picture.suptitle("\n".join(wrap(plain(figure.title), width)))
@@ -106,30 +143,29 @@ def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
 def _draw_panel(place: Any, runs: Sequence[Run], figure: Figure, panel: Panel) -> None:
     where = {**figure.where, **panel.where}
     chosen = [run for run in runs if selected(run, where)]
-    x, y = (_axis(runs, chosen, name) for name in (panel.x, panel.y))
+    x, y = (axis_of(runs, chosen, name) for name in (panel.x, panel.y))
     series: dict[str, list[Run]] = {}
     for run in chosen:
         if x.at(run) is not None and y.at(run) is not None:
-            series.setdefault(_name(run, figure.group or ["policy"]), []).append(run)
+            values = (setting(run, name).raw for name in figure.group or ["policy"])
+            name = " ".join(str(value) for value in values if value is not None)
+            series.setdefault(name, []).append(run)
     if not series:
         raise ValueError(f"figures: {figure.name!r}: no run has where={where!r} and figures.")
-    title = panel.title or ("" if figure.title else f"{_short(y)} against {_short(x)}")
-    drawn = Drawn(title, dict(sorted(series.items())))
     if figure.line:
-        for name, members in drawn.series.items():
-            _check_joined(figure.name, name, members, panel.x)
+        own = {panel.x, *(RATES if panel.x in ("hardware", "bandwidth") else ())}
+        for name, members in sorted(series.items()):
+            if apart := [key for key in varying(members) if key not in own]:
+                raise ValueError(
+                    f"figures: {figure.name!r}: the line {name!r} would join runs that differ in "
+                    f"{', '.join(apart)}. Add these to `group`, or a `where`."
+                )
+    title = panel.title or ("" if figure.title else f"{y.short} against {x.short}")
+    drawn = Drawn(title, dict(sorted(series.items())))
     _draw(place, drawn, x, y, list(drawn.series), is_curve=figure.line, bars=True)
 
 
-def _check_joined(figure: str, name: str, members: Sequence[Run], x: str) -> None:
-    """Raise ValueError where a line would join runs of different identity."""
-    own = {x, *(RATES if x in ("hardware", "bandwidth") else ())}
-    apart = [key for key in varying(members) if key not in own]
-    if apart:
-        raise ValueError(
-            f"figures: {figure!r}: the line {name!r} would join runs that differ in "
-            f"{', '.join(apart)}. Add these to `group`, or a `where`."
-        )
+# --- the usual trade-offs, where no figures are named ---
 
 
 def write_plots(
@@ -152,61 +188,29 @@ def write_plots(
         pairs += [("capacity_bytes", name, True) for name in (quality, *CURVES)]
     written: list[Path] = []
     for x, y, is_curve in pairs:
-        axes = [_axis(runs, runs, name) for name in (x, y)]
+        axes = [axis_of(runs, runs, name) for name in (x, y)]
         known = [run for run in runs if all(axis.at(run) is not None for axis in axes)]
         if len(known) < 2:
             continue
-        first, second = ("capacity", y) if is_curve else (y, x)
-        name = "_".join(
-            part.replace("capacity_bytes", "memory").replace(":", "_").replace(",", "_")
-            for part in (first, second)
-        )
+        name = f"capacity_{y}" if is_curve else f"{y}_{x.replace('capacity_bytes', 'memory')}"
         drawn = draw_tradeoff(known, axes[0], axes[1], group or "policy", is_curve=is_curve)
-        written += save_as(drawn, folder / name)
-    documents: dict[str, list[Mapping[str, float]]] = {}
-    for run in runs:
-        settings = [group or "policy", *_varying(runs, besides=[group or "policy"])]
-        if own := documents_of(run):
-            documents.setdefault(_name(run, settings), []).extend(own)
-    if documents:
-        written += save_as(draw_latencies(documents), folder / "latency_and_prompt_tokens")
+        written += save_as(drawn, folder / name.replace(":", "_").replace(",", "_"))
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
 
 
-def documents_of(run: Run) -> list[Mapping[str, float]]:
-    """Return each document's figures of speed, where `--log_samples` left them beside the run."""
-    stamp = run.path.stem.removeprefix("results_")
-    found: list[Mapping[str, float]] = []
-    for task in run.tasks:
-        path = run.path.with_name(f"samples_{task}_{stamp}.jsonl")
-        if path.is_file():
-            what = repr(str(path))
-            lines = read_text(path, what).removesuffix("\n").split("\n")
-            told = [parse_json(line, what).get("speed") or {} for line in lines]
-            found += [speed for speed in told if "prompt_tokens" in speed]
-    return found
-
-
-def draw_latencies(documents: Mapping[str, Sequence[Mapping[str, float]]]) -> Any:
-    """Return TTFT and TPOT [ms] of each document against its prompt's tokens, drawn by series."""
-    latencies = {"ttft_ms": "time to first token [ms]", "tpot_ms": "time per output token [ms]"}
-    figure, places = new_figure(columns=len(latencies))
-    with pyplot().rc_context(STYLE):
-        for place, (key, words) in zip(places, latencies.items(), strict=True):
-            for index, name in enumerate(sorted(documents)):
-                points = [(d["prompt_tokens"], d[key]) for d in documents[name] if key in d]
-                if points:
-                    drawn = look(index)
-                    place.plot(
-                        *zip(*points, strict=True), **drawn, linestyle="none", label=plain(name)
-                    )
-            place.set_xlabel("tokens of the prompt")
-            place.set_ylabel(words)
-        legend(figure, _handles(places))
-        figure.suptitle("Latency of each document against its prompt's length")
-    return figure
+def _check_group(runs: Sequence[Run], group: str) -> None:
+    """Raise ValueError where a setting tells no runs apart: all would have one colour."""
+    values = {setting(run, group).raw for run in runs}
+    if values == {None}:
+        given = {key for run in runs for key in (*run.model_args, *run.options)}
+        raise unknown("group", group, {*AXES, *given, "policy", "model", "experiment", "hardware"})
+    if len(values) == 1:
+        raise ValueError(
+            f"group={group!r} has no effect: all runs have {next(iter(values))!r}. What varies: "
+            f"{', '.join(_varying(runs, besides=[]))}."
+        )
 
 
 def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:
@@ -217,17 +221,103 @@ def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve
     names = sorted({name for panel in panels for name in panel.series})
     for place in places[len(panels) :]:
         place.set_visible(False)
+    places = places[: len(panels)]
     with pyplot().rc_context(STYLE):
-        for place, panel in zip(places, panels, strict=False):
+        for place, panel in zip(places, panels, strict=True):
             if is_curve:
                 _check_one_run_a_place(panel, x)
             _draw(place, panel, x, y, names, is_curve=is_curve, bars=False)
             if not is_curve:
                 _ring_front(place, panel, x, y)
-        _share_limits(places[: len(panels)])
-        legend(figure, _handles(places))
-        figure.suptitle(plain(f"{_short(y).capitalize()} against {_short(x)}"))
+        # Panels are compared with each other, so they have one scale.
+        for get, put in (("get_xlim", "set_xlim"), ("get_ylim", "set_ylim")):
+            lows, highs = zip(*(getattr(place, get)() for place in places), strict=True)
+            for place in places:
+                getattr(place, put)(min(lows), max(highs))
+        legend(figure, handles(places))
+        figure.suptitle(plain(f"{y.short.capitalize()} against {x.short}"))
     return figure
+
+
+def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Drawn]:
+    """Split runs into panels of at most 20 series; `x` is the setting of the abscissa.
+
+    The group gives the series their names, and whatever else varies is told beside it; where the
+    series are too many for one picture, the setting with the fewest values heads panels. Raises
+    ValueError where that is not enough, naming what varies.
+    """
+    others = _varying(runs, besides=[group, x])
+    if len({_text(run, group) for run in runs}) == 1 and others:
+        group, others = others[0], others[1:]
+    names = [group, *others]
+    whole = _series(runs, names)
+    if len(whole) <= MAX_SERIES:
+        return [Drawn("", whole)]
+    fits = []
+    for head in names:
+        parts: dict[str, list[Run]] = {}
+        for run in runs:
+            parts.setdefault(_text(run, head), []).append(run)
+        rest = [name for name in names if name != head]
+        split = [Drawn(f"{head}: {v}", _series(own, rest)) for v, own in sorted(parts.items())]
+        if len(split) <= MAX_PANELS and all(len(p.series) <= MAX_SERIES for p in split):
+            fits.append(split)
+    if fits:
+        return min(fits, key=len)
+    raise ValueError(
+        f"no plot: {len(whole)} series ({', '.join(names)} vary) are too many for "
+        f"{MAX_PANELS} panels of {MAX_SERIES}. Choose --group, or some of the runs by "
+        "--where SETTING=VALUE,..., or name `figures` in the sweep's file."
+    )
+
+
+def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
+    """Return the settings that tell the runs apart, without those of `besides`."""
+    given = {key for run in runs for key in (*run.model_args, *run.options)}
+    if all(run.label is not None for run in runs):
+        names = [_INSTEAD_OF_ALL]
+    else:
+        others = sorted(given - {*AXES, "policy", "label"})
+        names = ["experiment", "model", "policy", *AXES, *others]
+    # An axis that follows from the policy tells nothing more, nor one parameter from another.
+    names = list(dict.fromkeys([*names, *varying(runs)]))
+    return telling(names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides)
+
+
+def _series(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        told = [_text(run, name) for name in names]
+        parts = [
+            # A number alone does not say what it is the number of.
+            text if i == 0 or text[:1].isalpha() else f"{names[i]}={text}"
+            for i, text in enumerate(told)
+            if text
+        ]
+        found.setdefault(", ".join(parts), []).append(run)
+    return dict(sorted(found.items()))
+
+
+def _text(run: Run, name: str) -> str:
+    raw = setting(run, name).raw
+    return "" if raw is None else str(raw)
+
+
+def _check_one_run_a_place(panel: Drawn, x: Axis) -> None:
+    """Raise ValueError where two runs of a series have one place: which would be drawn?"""
+    for label, runs in panel.series.items():
+        places: dict[Any, list[str]] = {}
+        for run in runs:
+            places.setdefault(x.at(run), []).append(run.run_id)
+        for place, twins in places.items():
+            if place is not None and len(twins) > 1:
+                raise ValueError(
+                    f"no plot: {label!r} has several runs at {x.short} {place[0]:g}: "
+                    f"{', '.join(twins)}."
+                )
+
+
+# --- one pair of axes ---
 
 
 def _draw(
@@ -254,9 +344,10 @@ def _draw(
             label=plain(name),
             **look(names.index(name)),
         )
-    runs = [run for members in panel.series.values() for run in members]
-    if y.column.name == ACCURACY or (y.column.decimals == 3 and _is_share(runs, y)):
-        heights = [(b, h if bars else 0.0) for _, _, b, h in _points(runs, x, y)]
+    task = y.column.name.partition(":")[0]
+    is_score = y.column.decimals == 3 and y.column.higher_is_better is True
+    if y.column.name == ACCURACY or (is_score and any(run.score(task) for run in panel.runs)):
+        heights = [(b, h if bars else 0.0) for _, _, b, h in _points(panel.runs, x, y)]
         end_at_one(place, [end for b, h in heights for end in (max(b - h, min(b, 0.0)), b)])
     if y.log:
         place.set_yscale("log")
@@ -265,189 +356,26 @@ def _draw(
     place.set_ylabel(y.label)
 
 
-def _is_share(runs: Sequence[Run], axis: Axis) -> bool:
-    """Whether an axis has a task's shares of right answers."""
-    name = axis.column.name
-    return axis.column.higher_is_better is True and any(
-        run.score(name.partition(":")[0]) is not None for run in runs
-    )
-
-
-def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
-    """Mark what no other run of its identity is known to beat."""
-    runs = [run for members in panel.series.values() for run in members]
-    axes = (x.column, y.column)
-    front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
-    if front:
-        points = sorted({(a, b) for a, _, b, _ in _points(front, x, y)})
-        place.plot(
-            [a for a, _ in points],
-            [b for _, b in points],
-            linestyle="none",
-            marker="o",
-            markersize=12,
-            markerfacecolor="none",
-            color="0.35",
-            label="Pareto front",
-        )
-
-
 def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float, float, float]]:
     """Return x, half of its interval, y, half of its interval."""
     pairs = [(x.at(run), y.at(run)) for run in runs]
     return [(*a, *b) for a, b in pairs if a is not None and b is not None]
 
 
-def _handles(places: Sequence[Any]) -> dict[str, Any]:
+def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
+    """Mark what no other run of its identity is known to beat."""
+    runs, axes = panel.runs, (x.column, y.column)
+    front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
+    if front:
+        points = sorted({(a, b) for a, _, b, _ in _points(front, x, y)})
+        ring = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "color": "0.35"}
+        across, up = zip(*points, strict=True)
+        place.plot(across, up, linestyle="none", label="Pareto front", **ring)
+
+
+def handles(places: Sequence[Any]) -> dict[str, Any]:
+    """Return what a legend of all these axes shows: name -> what is drawn."""
     found: dict[str, Any] = {}
     for place in places:
         found |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
     return found
-
-
-def _share_limits(places: Sequence[Any]) -> None:
-    """Panels are compared with each other, so they have one scale."""
-    for get, put in (("get_xlim", "set_xlim"), ("get_ylim", "set_ylim")):
-        limits = [getattr(place, get)() for place in places]
-        for place in places:
-            getattr(place, put)(min(low for low, _ in limits), max(high for _, high in limits))
-
-
-def _axis(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
-    """Return a column as an axis: bytes in MB, perplexities relative to the lowest shown."""
-    found = column(runs, name)
-    better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
-    label = _label(found, shown)
-    scale, log = (MEGABYTE if "[MB]" in found.words else 1.0), False
-    if name == "capacity_bytes":
-        scale, label = MEGABYTE, "capacity of the cache [MB]"
-    if "perplexity" in found.words:
-        numbers = [n for run in shown if (n := found.read(run).number)]
-        if numbers and max(numbers) > 100:
-            # Words of many tokens: their perplexity says nothing by itself.
-            scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
-            label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
-    return Axis(found, label + better[found.higher_is_better], scale, log)
-
-
-def _label(column: Column, runs: Sequence[Run]) -> str:
-    """Words and unit; a capacity's unit is told by how it was given."""
-    if column.name == ACCURACY:
-        return "accuracy (mean of tasks)"
-    if column.name == _CAPACITY:
-        given = {str(setting(run, _CAPACITY).raw) for run in runs}
-        for ending, unit in (("%", "% of all expert bytes"), ("/layer", "experts a layer")):
-            if all(each.endswith(ending) for each in given):
-                return f"capacity [{unit}]"
-    return column.words or column.heading.removesuffix(" (lower is better)")
-
-
-def _short(axis: Axis) -> str:
-    """Return an axis' words without unit and direction, for a title."""
-    return axis.label.partition("\n")[0].partition(" [")[0].partition(" (")[0]
-
-
-def _number(value: Value) -> float | None:
-    """A figure, or the number that a setting like `8/layer` or `5%` begins with."""
-    if value.raw is None:
-        return None
-    kind, number, _ = sort_key(value)
-    return number if kind < 2 else None
-
-
-def _name(run: Run, names: Sequence[str]) -> str:
-    values = (setting(run, name).raw for name in names)
-    return " ".join(str(value) for value in values if value is not None)
-
-
-def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
-    """Return the settings that tell the runs apart, without those of `besides`."""
-    given = {key for run in runs for key in (*run.model_args, *run.options)}
-    if all(run.label is not None for run in runs):
-        names = [_INSTEAD_OF_ALL]
-    else:
-        names = ["policy", *AXES, *sorted(given - {*AXES, "policy", "label"})]
-        names = ["experiment", "model", *names]
-    # An axis that follows from the policy tells nothing more, nor one parameter from another.
-    names = list(dict.fromkeys([*names, *varying(runs)]))
-    return telling(names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides)
-
-
-def _check_group(runs: Sequence[Run], group: str) -> None:
-    """Raise ValueError where a setting tells no runs apart: all would have one colour."""
-    values = {setting(run, group).raw for run in runs}
-    if values == {None}:
-        given = {key for run in runs for key in (*run.model_args, *run.options)}
-        raise unknown("group", group, {*AXES, *given, "policy", "model", "experiment", "hardware"})
-    if len(values) == 1:
-        raise ValueError(
-            f"group={group!r} has no effect: all runs have {next(iter(values))!r}. What varies: "
-            f"{', '.join(_varying(runs, besides=[]))}."
-        )
-
-
-def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Drawn]:
-    """Split runs into panels of at most 20 series; `x` is the setting of the abscissa.
-
-    The group gives the series their names, and whatever else varies is told beside it; where the
-    series are too many for one picture, the setting with the fewest values heads panels. Raises
-    ValueError where that is not enough, naming what varies.
-    """
-    others = _varying(runs, besides=[group, x])
-    if len({_text(run, group) for run in runs}) == 1 and others:
-        group, others = others[0], others[1:]
-    names = [group, *others]
-    if len(_series(runs, names)) <= MAX_SERIES:
-        return [Drawn("", _series(runs, names))]
-    fits = [split for split in _splits(runs, names) if len(split) <= MAX_PANELS]
-    fits = [split for split in fits if all(len(p.series) <= MAX_SERIES for p in split)]
-    if fits:
-        return min(fits, key=len)
-    raise ValueError(
-        f"no plot: {len(_series(runs, names))} series ({', '.join(names)} vary) are too many for "
-        f"{MAX_PANELS} panels of {MAX_SERIES}. Choose --group, or some of the runs by "
-        "--where SETTING=VALUE,..., or name `figures` in the sweep's file."
-    )
-
-
-def _splits(runs: Sequence[Run], names: Sequence[str]) -> Iterator[list[Drawn]]:
-    for head in names:
-        values = sorted({_text(run, head) for run in runs})
-        rest = [name for name in names if name != head]
-        yield [
-            Drawn(f"{head}: {value}", _series([r for r in runs if _text(r, head) == value], rest))
-            for value in values
-        ]
-
-
-def _check_one_run_a_place(panel: Drawn, x: Axis) -> None:
-    """Raise ValueError where two runs of a series have one place: which would be drawn?"""
-    for label, runs in panel.series.items():
-        places: dict[Any, list[str]] = {}
-        for run in runs:
-            places.setdefault(x.at(run), []).append(run.run_id)
-        for place, twins in places.items():
-            if place is not None and len(twins) > 1:
-                raise ValueError(
-                    f"no plot: {label!r} has several runs at {_short(x)} {place[0]:g}: "
-                    f"{', '.join(twins)}."
-                )
-
-
-def _series(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        told = [_text(run, name) for name in names]
-        parts = [
-            # A number alone does not say what it is the number of.
-            text if i == 0 or text[:1].isalpha() else f"{names[i]}={text}"
-            for i, text in enumerate(told)
-            if text
-        ]
-        found.setdefault(", ".join(parts), []).append(run)
-    return dict(sorted(found.items()))
-
-
-def _text(run: Run, name: str) -> str:
-    raw = setting(run, name).raw
-    return "" if raw is None else str(raw)

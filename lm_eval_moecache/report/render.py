@@ -1,4 +1,4 @@
-"""Writes tables as Markdown, CSV, JSON, LaTeX and HTML, without anything that would change.
+"""Writes tables as Markdown, CSV, JSON and HTML, without anything that would change.
 
 The HTML page needs nothing else: sortable, filterable, from a file.
 """
@@ -13,55 +13,36 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.report.columns import (
-    ACCURACY,
-    PARETO,
-    Column,
-    Value,
-    metric_column,
-    shown,
-)
+from lm_eval_moecache.report.columns import ACCURACY, PARETO, Column, Value, metric_column, shown
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.tables import Table
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_LATEX = {
-    **{each: f"\\{each}" for each in "&%$#_{}"},
-    "\\": "\\textbackslash{}",
-    "~": "\\textasciitilde{}",
-    "^": "\\textasciicircum{}",
-    "<": "\\textless{}",
-    ">": "\\textgreater{}",
-    "±": "$\\pm$",
-}
 _LEGEND = "Bold: best of a column, told from all else by a test over the documents (p ≤ 0.05)"
 _FRONT = "`*`: beaten by no other row in accuracy and tok/s, as far as that test tells"
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
-    return "\n".join(_one_markdown(table) for table in tables)
+    """Return the tables below each other; what their marks mean stands below each."""
+    texts = []
+    for table in tables:
+        lines = [f"## {_in_markdown(table.title)}", ""] if table.title else []
+        lines.append(line([_in_markdown(column.heading) for column in table.columns]))
+        marks = [":-:" if c.name == PARETO else "---" for c in table.columns]
+        numbers = zip(table.columns, marks, strict=True)
+        lines.append(line(["--:" if c.is_number else mark for c, mark in numbers]))
+        for i, row in enumerate(table.rows):
+            cells = [_in_markdown(shown(*cell)) for cell in zip(table.columns, row, strict=True)]
+            best = [f"**{text}**" if (i, j) in table.best else text for j, text in enumerate(cells)]
+            lines.append(line(best))
+        told = "; ".join(notes(table))
+        texts.append("\n".join([*lines, "", *([f"{told}.", ""] if told else [])]))
+    return "\n".join(texts)
 
 
-def _one_markdown(table: Table) -> str:
-    lines = [f"## {_in_markdown(table.title)}", ""] if table.title else []
-    lines.append(_line([_in_markdown(column.heading) for column in table.columns]))
-    lines.append(_line(_aligned(table, "--:", ":-:", "---")))
-    lines += map(_line, _texts(table, _in_markdown, "**{}**"))
-    told = "; ".join(notes(table))
-    return "\n".join([*lines, "", *([f"{told}.", ""] if told else [])])
-
-
-def _texts(table: Table, escape: Callable[[str], str], bold: str) -> list[list[str]]:
-    """Return the cells as text, the best figures in bold."""
-    rows = []
-    for i, row in enumerate(table.rows):
-        texts = [escape(shown(c, v)) for c, v in zip(table.columns, row, strict=True)]
-        rows.append([bold.format(t) if (i, j) in table.best else t for j, t in enumerate(texts)])
-    return rows
-
-
-def _aligned(table: Table, number: str, mark: str, text: str) -> list[str]:
-    return [number if c.is_number else mark if c.name == PARETO else text for c in table.columns]
+def line(cells: Sequence[str]) -> str:
+    """Return one line of a table in Markdown; the cells are in it already."""
+    return f"| {' | '.join(cells)} |"
 
 
 def notes(table: Table) -> list[str]:
@@ -74,10 +55,6 @@ def notes(table: Table) -> list[str]:
     return found
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _in_markdown(text: str) -> str:
     """Keep a cell one cell, and what it says text: names may come from anybody's files."""
     escaped = harmless(text.replace("\\", "\\\\").replace("|", "\\|"))
@@ -87,71 +64,6 @@ def _in_markdown(text: str) -> str:
 def harmless(text: str) -> str:
     """Return a text of Markdown without HTML and without links, which may run what they like."""
     return text.replace("<", "&lt;").replace("[", "\\[")
-
-
-def as_csv(tables: Sequence[Table]) -> str:
-    """Write the first table: full precision, one header line, `<column>_stderr` beside a score."""
-    records = as_records(tables[0])
-    names = []
-    for column in tables[0].columns:
-        names.append(column.name)
-        if any(f"{column.name}_stderr" in record for record in records):
-            names.append(f"{column.name}_stderr")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: _in_csv(cell) for name, cell in record.items()} for record in records)
-    return text.getvalue()
-
-
-def _in_csv(cell: Any) -> Any:
-    """A spreadsheet would run a text like `=1+1` as a formula; numbers stay as they are."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
-
-
-def as_latex(tables: Sequence[Table]) -> str:
-    """Return a `table` for each, with rules of the package booktabs; best figures in bold."""
-    return "\n".join(_one_latex(table) for table in tables)
-
-
-def _one_latex(table: Table) -> str:
-    lines = ["% needs \\usepackage{booktabs}", "\\begin{table}", "\\centering"]
-    lines += [f"\\caption{{{_in_latex(table.title)}}}"] if table.title else []
-    lines += [f"\\begin{{tabular}}{{{''.join(_aligned(table, 'r', 'c', 'l'))}}}", "\\toprule"]
-    lines += [" & ".join(_in_latex(c.heading) for c in table.columns) + " \\\\", "\\midrule"]
-    lines += [" & ".join(row) + " \\\\" for row in _texts(table, _in_latex, "\\textbf{{{}}}")]
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
-
-
-def _in_latex(text: str) -> str:
-    return " ".join("".join(_LATEX.get(each, each) for each in text).splitlines())
-
-
-def as_json(tables: Sequence[Table]) -> str:
-    """Return `{"title", "columns", "rows", "views": [{"title", "columns", "rows"}]}`."""
-    first, *views = [_plain(table) for table in tables]
-    return json.dumps({**first, "views": views}, indent=1, ensure_ascii=False) + "\n"
-
-
-def _plain(table: Table) -> dict[str, Any]:
-    return {
-        "title": table.title,
-        "columns": [column.name for column in table.columns],
-        "rows": as_records(table),
-    }
-
-
-def as_records(table: Table) -> list[dict[str, Any]]:
-    """Return the rows as plain mappings, standard errors under `<column>_stderr`."""
-    records = []
-    for row in table.rows:
-        record: dict[str, Any] = {}
-        for column, value in zip(table.columns, row, strict=True):
-            record[column.name] = value.raw
-            if value.stderr is not None:
-                record[f"{column.name}_stderr"] = value.stderr
-        records.append(record)
-    return records
 
 
 def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -173,13 +85,56 @@ def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
     return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
 
 
+def as_csv(tables: Sequence[Table]) -> str:
+    """Write the first table: full precision, one header line, `<column>_stderr` beside a score."""
+    records = _records(tables[0])
+    told = {name for record in records for name in record}
+    names = []
+    for column in tables[0].columns:
+        names += [column.name, *({f"{column.name}_stderr"} & told)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        # A spreadsheet would run a text like `=1+1` as a formula; numbers stay as they are.
+        writer.writerow(
+            {
+                name: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+                for name, cell in record.items()
+            }
+        )
+    return text.getvalue()
+
+
+def as_json(tables: Sequence[Table]) -> str:
+    """Return `{"title", "columns", "rows", "views": [{"title", "columns", "rows"}]}`."""
+    first, *views = [
+        {"title": each.title, "columns": [c.name for c in each.columns], "rows": _records(each)}
+        for each in tables
+    ]
+    return json.dumps({**first, "views": views}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _records(table: Table) -> list[dict[str, Any]]:
+    """Return the rows as plain mappings, standard errors under `<column>_stderr`."""
+    records = []
+    for row in table.rows:
+        record: dict[str, Any] = {}
+        for column, value in zip(table.columns, row, strict=True):
+            record[column.name] = value.raw
+            if value.stderr is not None:
+                record[f"{column.name}_stderr"] = value.stderr
+        records.append(record)
+    return records
+
+
 _PAGE = Path(__file__).with_name("page.html")
 # What a reader asks first; other figures follow in the table's order.
 _FIRST = (ACCURACY, "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate")
 # Of the settings these name a run; all of them open below the name.
+_NAMING = ("run", "policy", "capacity")
 _PLACES = ("experiment", "tasks", "model")
 _IDLE = ("standard", "none", "fetch")
-_NAMING = ("run", "policy", "capacity")
 
 
 def as_html(tables: Sequence[Table]) -> str:
@@ -190,14 +145,33 @@ def as_html(tables: Sequence[Table]) -> str:
     # Its import takes as long as the rest of `moecache table`.
     from jinja2 import Environment
 
+    first, *views = tables
+    has_mean = any(column.name == ACCURACY for column in first.columns)
+
+    def rank(place: int) -> int:
+        """The mark, accuracy (without a mean of several: the scores), speed, the rest."""
+        name = first.columns[place].name
+        if name == PARETO:
+            return -1
+        if metric_column(name) is None and name != ACCURACY and not has_mean:
+            return 0
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+    is_setting = [_kind(column) == "setting" for column in first.columns]
+    settings = [j for j, is_one in enumerate(is_setting) if is_one]
+    figures = sorted((j for j, is_one in enumerate(is_setting) if not is_one), key=rank)
+    rows = [_row(first, i, settings, figures) for i in range(len(first.rows))]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         _PAGE.read_text(encoding="utf-8")
     )
-    first, *views = tables
     text = template.render(
         title=first.title or "moecache results",
         about=first.about,
-        board=_board(first),
+        board={
+            "columns": [first.columns[j] for j in figures],
+            "settings": [first.columns[j].heading for j in settings],
+            "rows": sorted(rows, key=lambda row: not row["is_front"]),
+        },
         views=[
             {
                 "title": view.title,
@@ -212,51 +186,27 @@ def as_html(tables: Sequence[Table]) -> str:
     return text + "\n"
 
 
-def _board(table: Table) -> dict[str, Any]:
-    places = range(len(table.columns))
-    figures = [j for j in places if _kind(table.columns[j]) != "setting"]
-    settings = [j for j in places if j not in figures]
-    has_mean = any(c.name == ACCURACY for c in table.columns)
-    figures.sort(key=lambda j: _rank(table.columns[j], has_mean))
-    rows = [_row(table, i, settings, figures) for i in range(len(table.rows))]
-    return {
-        "columns": [table.columns[j] for j in figures],
-        "settings": [table.columns[j].heading for j in settings],
-        "rows": sorted(rows, key=lambda row: not row["is_front"]),
-    }
-
-
-def _rank(column: Column, has_mean: bool) -> int:
-    """The mark, accuracy (or, where there is no mean of several, the scores), speed, the rest."""
-    if column.name == PARETO:
-        return -1
-    if metric_column(column.name) is None and column.name != ACCURACY and not has_mean:
-        return 0
-    return _FIRST.index(column.name) if column.name in _FIRST else len(_FIRST)
-
-
 def _row(table: Table, i: int, settings: Sequence[int], figures: Sequence[int]) -> dict[str, Any]:
+    """Return a row of the leaderboard: a short name, and one click away what tells it apart."""
     row = list(zip(table.columns, table.rows[i], strict=True))
     told = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
-    given = [(c, text) for c, text in told if text]
-    others = [_told(c, text) for c, text in given if c.name not in (*_NAMING, *_PLACES)]
-    others += [text for c, text in given if c.name in _PLACES]
-    # The name is short; whatever tells two runs of one name apart is one click away.
+    given = [(column, text) for column, text in told if text]
+    others = []
+    for column, text in given:
+        if column.name in AXES or column.name == "parameters":
+            # An algorithm by its name, none where it does nothing.
+            others.append("" if column.name in AXES and text in _IDLE else text)
+        elif column.name not in (*_NAMING, *_PLACES):
+            others.append(f"{column.heading.lower()} {text}")
+    others += [text for column, text in given if column.name in _PLACES]
     return {
-        "name": " ".join(text for c, text in given if c.name in _NAMING) or "run",
+        "name": " ".join(text for column, text in given if column.name in _NAMING) or "run",
         "more": ", ".join(filter(None, others)),
-        "settings": [(c.heading, text) for c, text in given],
+        "settings": [(column.heading, text) for column, text in given],
         "keys": [text for _, text in told],
         "cells": _cells(table, i, figures),
         "is_front": any(c.name == PARETO and value.raw == "*" for c, value in row),
     }
-
-
-def _told(column: Column, text: str) -> str:
-    """An algorithm by its name, none where it does nothing; other settings with theirs."""
-    if column.name in AXES:
-        return "" if text in _IDLE else text
-    return text if column.name == "parameters" else f"{column.heading.lower()} {text}"
 
 
 def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
@@ -264,17 +214,10 @@ def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
     for j in places:
         column, value = table.columns[j], table.rows[i][j]
         text, _, error = brief(column, value).partition(" ±")
-        cells.append(
-            {
-                # What the page sorts by; a text that begins with a number is told apart there.
-                "key": "" if value.raw is None else str(value.raw),
-                "label": column.heading,
-                "kind": _kind(column),
-                "text": text,
-                "error": error,
-                "is_best": (i, j) in table.best,
-            }
-        )
+        # By its key the page sorts; a text that begins with a number is told apart there.
+        cell = {"key": "" if value.raw is None else str(value.raw), "label": column.heading}
+        cell |= {"kind": _kind(column), "text": text, "error": error}
+        cells.append({**cell, "is_best": (i, j) in table.best})
     return cells
 
 
@@ -283,14 +226,9 @@ def brief(column: Column, value: Value) -> str:
     number = value.number
     if number is None or not column.words or column.name == ACCURACY or value.stderr is not None:
         return shown(column, value)
-    if "[MB]" in column.words:
-        return f"{_four_digits(number / MEGABYTE)} MB"
-    return _four_digits(number)
-
-
-def _four_digits(number: float) -> str:
-    whole = len(str(int(abs(number))))
-    return f"{number:.{max(0, 4 - whole)}f}"
+    unit = " MB" if "[MB]" in column.words else ""
+    number = number / MEGABYTE if unit else number
+    return f"{number:.{max(0, 4 - len(str(int(abs(number)))))}f}{unit}"
 
 
 def _kind(column: Column) -> str:
@@ -306,7 +244,4 @@ FORMS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "csv": as_csv,
     "html": as_html,
     "json": as_json,
-    "latex": as_latex,
 }
-WRITTEN = ("md", "csv", "html", "json")
-"""What `moecache table --write` writes where no form is named."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -44,6 +44,7 @@ LRU, FEWEST = "lru", "bound"
 PHASES_SHOWN = ("", "decode_")
 _PICTURES = (".svg", ".png", ".pdf")
 _ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch"}
+_FORESEEING = ("prefetch", "eviction")
 _PATIENCE_S = 2.0
 """Shorter replays show no progress bar."""
 
@@ -81,8 +82,14 @@ class Row:
     metrics: dict[str, Any]
     warnings: tuple[str, ...]
     """Settings that did nothing on this trace."""
-    cycles: float
-    """Tokens' worth of experts that the capacity holds."""
+    regime: dict[str, Any]
+    """Of it only `capacity_cycles` means something where the trace says no sizes."""
+    emulates: str = ""
+    """The model whose sizes the layers were charged as."""
+    uncompiled: str = ""
+    """Why the replay went event by event, and so is slower; empty where a compiled loop did it."""
+    warmed_by: str = ""
+    """The profile of use that the caches began with."""
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate, and the one that no eviction on
     demand goes below in that phase; empty where not asked for."""
@@ -92,14 +99,6 @@ class Row:
     victim_share: float | None = None
     """Of the misses above the fewest of a cache that may turn experts away, too, what better
     victims would save; the rest is what only a choice of whom to admit could."""
-    emulates: str = ""
-    """The model whose sizes the layers were charged as."""
-    uncompiled: str = ""
-    """Why the replay went event by event, and so is slower; empty where a compiled loop did it."""
-    warmed_by: str = ""
-    """The profile of use that the caches began with."""
-    regime: dict[str, Any] | None = None
-    """None where the trace says no sizes, and none are emulated."""
 
     @property
     def open_loop(self) -> bool:
@@ -116,40 +115,29 @@ def cells_of(setting: SweepSetting) -> list[Cell]:
 
     Raises ValueError for a setting that a live run refuses, too.
     """
-    _check(setting)
+    for text in setting.capacities:
+        check_capacity(text)
+        for policy in setting.policies:
+            check_cache_form(policy, is_per_layer(text))
+    if setting.seed is not None and setting.seed < 0:
+        raise ValueError(f"seed={setting.seed} must be a whole number of 0 or more.")
     return [*product(setting.policies, setting.hardwares, setting.capacities)]
-
-
-def run_sweep(
-    files: Sequence[str], setting: SweepSetting, *, show_progress: bool = False
-) -> list[Row]:
-    """Replay each trace under each policy, on each machine, at each capacity, in the order given.
-
-    Raises ValueError for a setting that a live run refuses, too, before any trace is read.
-    """
-    cells = cells_of(setting)
-    return [row for file in files for row in run_cells(file, setting, cells, show_progress)]
 
 
 def run_cells(
     file: str, setting: SweepSetting, cells: Sequence[Cell], show_progress: bool = False
 ) -> list[Row]:
     """Replay a trace as these cells, in one reading of it."""
-    foresees = setting.bound or any(map(_is_offline, setting.policies))
-    trace = _trace(file, setting, foresees)
+    replays = _Replays(file, setting)
     bounds = len({capacity for *_, capacity in cells}) if setting.bound else 0
     with tqdm(
-        total=trace.num_passes * (len(cells) + bounds),
-        desc=trace.name,
+        total=replays.trace.num_passes * (len(cells) + bounds),
+        desc=replays.trace.name,
         unit="pass",
         delay=_PATIENCE_S,
         disable=not show_progress,
     ) as bar:
-        replays = _Replays(trace, setting, foresees, bar)
-        rows = []
-        for policy, hardware, text in cells:
-            capacity = _capacity(text, trace, setting.emulate, policy)
-            rows.append(_row(file, replays, policy, hardware, capacity))
+        rows = [replays.row(cell, bar.update) for cell in cells]
         bar.refresh()
     return rows
 
@@ -157,29 +145,16 @@ def run_cells(
 def one_replay(
     files: Sequence[str], setting: SweepSetting
 ) -> tuple[Trace | StreamedTrace, Setting, Future | None]:
-    """Return what `run_sweep` replays where it is a single replay; ValueError where it is more."""
-    parts = (files, setting.policies, setting.capacities, setting.hardwares)
-    if any(len(part) != 1 for part in parts):
+    """Return what is replayed where it is a single replay; ValueError where it is more."""
+    cells = cells_of(setting)
+    if len(files) != 1 or len(cells) != 1:
         raise ValueError(
             "timeline: a timeline is of one replay. Give one trace, policy, capacity and hardware."
         )
-    _check(setting)
-    (policy,), foresees = setting.policies, any(map(_is_offline, setting.policies))
-    trace = _trace(files[0], setting, foresees)
-    replays = _Replays(trace, setting, foresees, None)
-    capacity = _capacity(setting.capacities[0], trace, setting.emulate, policy)
-    found = replays.setting_of(policy, capacity, setting.hardwares[0])
-    return trace, found, replays.future
-
-
-def _trace(file: str, setting: SweepSetting, foresees: bool) -> Trace | StreamedTrace:
-    """Read a trace; a large one of our own is streamed, unless something has to know its future."""
-    return (load_trace if foresees else open_any)(
-        file,
-        logits=any(map(_uses_logits, setting.policies)),
-        predicted=any(map(_uses_predictions, setting.policies)),
-        expert_bytes=setting.expert_bytes,
-    )
+    replays = _Replays(files[0], replace(setting, bound=False))
+    policy, hardware, text = cells[0]
+    found = replays.setting_of(policy, replays.capacity(policy, text), hardware)
+    return replays.trace, found, replays.future
 
 
 def closeness(lru: float, policy: float, fewest: float) -> float | None:
@@ -195,8 +170,7 @@ def victim_share(policy: int, fewest: int, turning_away: int) -> float | None:
     return (policy - fewest) / (policy - turning_away) if policy > fewest else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """What a replay came to: `misses` are late and absent requests."""
 
     metrics: dict[str, Any]
@@ -209,161 +183,143 @@ class _Found:
 class _Replays:
     """The replays of one trace, each setting once: a bound may be what was asked for."""
 
-    def __init__(
-        self, trace: Trace | StreamedTrace, setting: SweepSetting, foresees: bool, bar: Any
-    ) -> None:
-        self.trace, self.setting, self._bar = trace, setting, bar
-        self.future = Future(trace) if foresees and isinstance(trace, Trace) else None
+    def __init__(self, file: str, setting: SweepSetting) -> None:
+        policies = setting.policies
+        offline = any(getattr(p, a).algorithm.is_offline for p in policies for a in _FORESEEING)
+        foresees = setting.bound or offline
+        # A large trace of our own is streamed, unless something has to know its future.
+        self.trace: Trace | StreamedTrace = (load_trace if foresees else open_any)(
+            file,
+            logits=any(map(_uses_logits, policies)),
+            # Only then are a trace's predictions worth the memory.
+            predicted=any(
+                p.routing.algorithm.depth or p.prefetch.algorithm.is_active for p in policies
+            ),
+            expert_bytes=setting.expert_bytes,
+        )
+        self.file, self.setting = file, setting
+        self.future = Future(self.trace) if foresees and isinstance(self.trace, Trace) else None
+        self.lru = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
         self._done: dict[str, _Found] = {}
         self._fewest: dict[tuple[Capacity, bool, bool], tuple[int, int]] = {}
 
-    def run(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> _Found:
+    def capacity(self, policy: Policy, text: str) -> Capacity:
+        own, emulate = self.trace.geometry, self.setting.emulate
+        if not self.trace.has_sizes and emulate is None:
+            check_sized(text, self.trace.name, "--expert_bytes")
+        charged = own if emulate is None else emulate.emulated_by(own)
+        return parse_capacity(text, charged, per_layer=policy.per_layer)
+
+    def setting_of(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> Setting:
+        asked = self.setting
+        return Setting(
+            policy=policy,
+            capacity=capacity,
+            hardware=hardware,
+            seed=self.trace.seed if asked.seed is None else asked.seed,
+            emulate=asked.emulate,
+            link=asked.link,
+            execute=asked.execute,
+            reads_per_expert=asked.reads_per_expert,
+            attention=asked.attention,
+            warm=placement(policy, asked.warm, self.trace.geometry),
+        )
+
+    def row(self, cell: Cell, on_progress: Callable[[int], object]) -> Row:
+        policy, hardware, text = cell
+        capacity = self.capacity(policy, text)
+        own = self._run(policy, capacity, hardware, on_progress)
+        emulate = self.setting.emulate
+        warm = placement(policy, self.setting.warm, self.trace.geometry)
+        idle = ""
+        if policy.prefetch.algorithm.is_active and not own.proposed:
+            idle = "nothing of this trace made it propose an expert"
+            if policy.prefetch.name == "history":
+                requests = len(self.trace.requests)
+                idle = f"it learns from earlier requests, and the trace has {requests}"
+        row = Row(
+            trace=self.file,
+            has_sizes=self.trace.has_sizes or emulate is not None,
+            policy=policy,
+            capacity=capacity,
+            hardware=hardware,
+            metrics=own.metrics,
+            warnings=(f"prefetch={policy.prefetch.name} did nothing: {idle}.",) if idle else (),
+            regime=own.regime,
+            emulates="" if emulate is None else emulate.name,
+            uncompiled=own.uncompiled,
+            warmed_by="" if warm is None else warm.name,
+        )
+        if not self.setting.bound:
+            return row
+        # Nothing is prefetched, so the machine says when and not what.
+        lru = self._run(self.lru, capacity, self.setting.hardwares[0], on_progress)
+        bounds: dict[str, dict[str, float | None]] = {}
+        for phase in PHASES_SHOWN:
+            misses, requests = self._bound(capacity, decode=bool(phase))
+            rate = misses / requests if requests else None
+            bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
+        fewest, requests = self._bound(capacity)
+        least, _ = self._bound(capacity, turns_away=True)
+        return replace(
+            row,
+            bounds=bounds,
+            closeness=closeness(lru.misses, own.misses, fewest),
+            regret=(own.misses - fewest) / requests if requests else None,
+            victim_share=victim_share(own.misses, fewest, least),
+        )
+
+    def _run(
+        self,
+        policy: Policy,
+        capacity: Capacity,
+        hardware: Hardware,
+        on_progress: Callable[[int], object],
+    ) -> _Found:
         axes = [getattr(policy, axis).as_dict() for axis in AXES]
         key = repr((axes, policy.phases, capacity, hardware))
         if key in self._done:
-            self._bar.update(self.trace.num_passes)
+            on_progress(self.trace.num_passes)
             return self._done[key]
         engine = replay(
             self.trace,
             self.setting_of(policy, capacity, hardware),
             future=self.future,
             cache_reset=self.setting.cache_reset,
-            on_progress=self._bar.update,
+            on_progress=on_progress,
         )
         engine.check_integrity()
-        misses = sum(p.late + p.misses for p in engine.ledger.passes)
-        requests, geometry = engine.ledger.requests, engine.geometry
+        passes, requests, geometry = engine.ledger.passes, engine.ledger.requests, engine.geometry
         regime = regime_of(geometry, capacity.total_bytes, hardware)
         found = _Found(
             metrics=task_metrics(requests, engine.peak_cache_bytes),
             regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
-            misses=misses,
-            proposed=sum(p.predicted for p in engine.ledger.passes),
+            misses=sum(p.late + p.misses for p in passes),
+            proposed=sum(p.predicted for p in passes),
             uncompiled=engine.uncompiled,
         )
         return self._done.setdefault(key, found)
 
-    def fewest(
+    def _bound(
         self, capacity: Capacity, *, decode: bool = False, turns_away: bool = False
     ) -> tuple[int, int]:
         """Return the bound on misses, and the requests it is of: all, or those after prefills."""
         key = capacity, decode, turns_away
         if key not in self._fewest:
             assert isinstance(self.trace, Trace), "a bound of a trace that is streamed"
-            lru = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
             self._fewest[key] = fewest_misses(
                 self.trace,
-                self.setting_of(lru, capacity, self.setting.hardwares[0]),
+                self.setting_of(self.lru, capacity, self.setting.hardwares[0]),
                 cache_reset=self.setting.cache_reset,
                 free_prefill=decode,
                 turns_away=turns_away,
             )
         return self._fewest[key]
 
-    def setting_of(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> Setting:
-        seed = self.trace.seed if self.setting.seed is None else self.setting.seed
-        return Setting(
-            policy=policy,
-            capacity=capacity,
-            hardware=hardware,
-            seed=seed,
-            emulate=self.setting.emulate,
-            link=self.setting.link,
-            execute=self.setting.execute,
-            reads_per_expert=self.setting.reads_per_expert,
-            attention=self.setting.attention,
-            warm=placement(policy, self.setting.warm, self.trace.geometry),
-        )
-
-
-def _row(
-    file: str, replays: _Replays, policy: Policy, hardware: Hardware, capacity: Capacity
-) -> Row:
-    own = replays.run(policy, capacity, hardware)
-    emulate = replays.setting.emulate
-    warm = placement(policy, replays.setting.warm, replays.trace.geometry)
-    has_sizes = replays.trace.has_sizes or emulate is not None
-    return Row(
-        trace=file,
-        has_sizes=has_sizes,
-        policy=policy,
-        capacity=capacity,
-        hardware=hardware,
-        metrics=own.metrics,
-        warnings=_idle(policy, own, len(replays.trace.requests)),
-        cycles=own.regime["capacity_cycles"],
-        emulates="" if emulate is None else emulate.name,
-        uncompiled=own.uncompiled,
-        warmed_by="" if warm is None else warm.name,
-        regime=own.regime if has_sizes else None,
-        **(_bounds(replays, own, capacity) if replays.setting.bound else {}),
-    )
-
-
-def _bounds(replays: _Replays, own: _Found, capacity: Capacity) -> dict[str, Any]:
-    """Return a row's bounds by phase, how close to them it comes, and what it regrets."""
-    # Nothing is prefetched, so the machine says when and not what.
-    machine = replays.setting.hardwares[0]
-    policy = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
-    lru = replays.run(policy, capacity, machine)
-    bounds: dict[str, dict[str, float | None]] = {}
-    for phase in PHASES_SHOWN:
-        misses, requests = replays.fewest(capacity, decode=bool(phase))
-        rate = misses / requests if requests else None
-        bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
-    fewest, requests = replays.fewest(capacity)
-    least, _ = replays.fewest(capacity, turns_away=True)
-    return {
-        "bounds": bounds,
-        "closeness": closeness(lru.misses, own.misses, fewest),
-        "regret": (own.misses - fewest) / requests if requests else None,
-        "victim_share": victim_share(own.misses, fewest, least),
-    }
-
-
-def _idle(policy: Policy, found: _Found, requests: int) -> tuple[str, ...]:
-    """Say where a prefetcher was asked for that never proposed anything."""
-    if not policy.prefetch.algorithm.is_active or found.proposed:
-        return ()
-    why = "nothing of this trace made it propose an expert"
-    if policy.prefetch.name == "history":
-        why = f"it learns from earlier requests, and the trace has {requests}"
-    return (f"prefetch={policy.prefetch.name} did nothing: {why}.",)
-
-
-def _check(setting: SweepSetting) -> None:
-    for text in setting.capacities:
-        check_capacity(text)
-        for policy in setting.policies:
-            check_cache_form(policy, is_per_layer(text))
-    if setting.seed is not None and setting.seed < 0:
-        raise ValueError(f"seed={setting.seed} must be a whole number of 0 or more.")
-
-
-def _capacity(
-    text: str, trace: Trace | StreamedTrace, emulate: RealModel | None, policy: Policy
-) -> Capacity:
-    if not trace.has_sizes and emulate is None:
-        check_sized(text, trace.name, "--expert_bytes")
-    own = trace.geometry
-    charged = own if emulate is None else emulate.emulated_by(own)
-    return parse_capacity(text, charged, per_layer=policy.per_layer)
-
-
-def _is_offline(policy: Policy) -> bool:
-    axes = (policy.prefetch, policy.eviction)
-    return any(axis.algorithm.is_offline for axis in axes)
-
 
 def _uses_logits(policy: Policy) -> bool:
-    axes = (policy.routing, policy.prefetch, policy.eviction, policy.miss)
     weighs_changes = policy.eviction.algorithm.uses_weights and not policy.is_lossless
-    return weighs_changes or any(axis.algorithm.uses_logits for axis in axes)
-
-
-def _uses_predictions(policy: Policy) -> bool:
-    """Whether the predictions of a trace have to be read: only then is it worth the memory."""
-    return bool(policy.routing.algorithm.depth or policy.prefetch.algorithm.is_active)
+    return weighs_changes or any(getattr(policy, axis).algorithm.uses_logits for axis in AXES)
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -384,7 +340,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "has_sizes": row.has_sizes,
                 "emulate": row.emulates or None,
                 "warm": row.warmed_by or None,
-                "regime": row.regime,
+                "regime": row.regime if row.has_sizes else None,
                 "compiled": not row.uncompiled,
                 "uncompiled_because": row.uncompiled or None,
                 "metrics": row.metrics,
@@ -403,40 +359,63 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _hardware(row: Row) -> str:
+    return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
+
+
+# What heads a column, a row's figure, its form; `~` marks what has to know an expert's size.
+_COLUMNS: tuple[tuple[str, Callable[[Row], Any], str], ...] = (
+    ("Capacity", lambda row: row.capacity.text, "{}"),
+    ("Cycles", lambda row: row.regime["capacity_cycles"], "{:.2f}"),
+    ("MB", lambda row: row.capacity.total_bytes / MEGABYTE, "~{:.1f}"),
+    ("Hit", lambda row: row.metrics["hit_rate"], "{:.4f}"),
+    ("Miss", lambda row: row.metrics["miss_rate"], "{:.4f}"),
+    ("LRU miss", lambda row: row.bounds.get("", {}).get(LRU), "{:.4f}"),
+    ("Fewest", lambda row: row.bounds.get("", {}).get(FEWEST), "{:.4f}"),
+    ("Closeness", lambda row: row.closeness, "{:.3f}"),
+    ("Regret", lambda row: row.regret, "{:.4f}"),
+    ("Victims", lambda row: row.victim_share, "{:.3f}"),
+    ("Decode miss", lambda row: row.metrics["decode_miss_rate"], "{:.4f}"),
+    ("LRU decode", lambda row: row.bounds.get("decode_", {}).get(LRU), "{:.4f}"),
+    ("Fewest decode", lambda row: row.bounds.get("decode_", {}).get(FEWEST), "{:.4f}"),
+    ("MB read", lambda row: row.metrics["bytes_moved"] / MEGABYTE, "~{:.1f}"),
+    ("TPOT ms", lambda row: (row.metrics.get("tpot_ms") or {}).get("mean"), "~{:.3f}"),
+    ("tok/s", lambda row: row.metrics["tok_per_s"], "~{:.1f}"),
+    ("Stall ms/tok", lambda row: row.metrics["stall_ms_per_token"], "~{:.3f}"),
+    ("Transfer/layer", lambda row: row.regime.get("transfer_per_layer"), "~{:.3g}"),
+    ("Bound", lambda row: row.regime.get("bound"), "~{}"),
+)
+_SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "TPOT ms", "tok/s")
+
+
 def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
     """Return a Markdown table, one row per replay; what all rows share stands above it.
 
     Short, it fits a terminal; in full, it has every column.
     """
-    names: dict[str, Callable[[Row], str]] = {
-        "Trace": lambda row: Path(row.trace).name,
-        "Policy": lambda row: row.policy.name,
-        "Hardware": _hardware,
+    has_bounds, first = any(row.bounds for row in rows), rows[0]
+    names: dict[str, list[str]] = {
+        "Trace": [Path(row.trace).name for row in rows],
+        "Policy": [row.policy.name for row in rows],
+        "Hardware": [_hardware(row) for row in rows],
     }
-    varying = {k: of for k, of in names.items() if in_full or len({of(row) for row in rows}) > 1}
-    short = [k for k in _SHORT if k != "Fewest" or any(row.bounds for row in rows)]
-    columns = {**varying, **(_COLUMNS if in_full else {k: _COLUMNS[k] for k in short})}
-    table = padded(list(columns), [[of(row) for of in columns.values()] for row in rows])
-    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
-    title = textwrap.wrap(_title(rows, varying), width)
-    return "\n".join([*title, table, *_notes(rows)])
-
-
-def _title(rows: Sequence[Row], varying: Collection[str]) -> str:
-    """Name what all rows share."""
-    first = rows[0]
+    columns = {head: cells for head, cells in names.items() if in_full or len(set(cells)) > 1}
     axes = " + ".join(getattr(first.policy, axis).name for axis in AXES)
-    parts = [
-        *([] if "Trace" in varying else [Path(first.trace).name]),
-        *([] if "Policy" in varying else [f"{first.policy.name}: {axes}"]),
-        *([f"layers charged as: {first.emulates}"] if first.emulates else []),
-        *([f"warmed by: {first.warmed_by}"] if first.warmed_by else []),
-        *([] if "Hardware" in varying else [f"hardware: {_hardware(first)}"]),
-    ]
-    return f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
+    shared = {
+        "Trace": Path(first.trace).name,
+        "Policy": f"{first.policy.name}: {axes}",
+        "": f"layers charged as: {first.emulates}" if first.emulates else "",
+        "warm": f"warmed by: {first.warmed_by}" if first.warmed_by else "",
+        "Hardware": f"hardware: {_hardware(first)}",
+    }
+    parts = [text for head, text in shared.items() if text and head not in columns]
+    title = f"moecache replay ({', '.join(parts)})" if parts else "moecache replay"
+    for head, of, form in _COLUMNS:
+        if in_full or (head in _SHORT and (head != "Fewest" or has_bounds)):
+            values = [of(row) if row.has_sizes or form[0] != "~" else None for row in rows]
+            shown = form.removeprefix("~")
+            columns[head] = ["" if value is None else shown.format(value) for value in values]
 
-
-def _notes(rows: Sequence[Row]) -> list[str]:
     notes = []
     if any(row.open_loop for row in rows):
         notes.append("open loop: the policy changes routing, and hidden states do not follow.")
@@ -448,50 +427,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         if row.uncompiled
     )
     notes += dict.fromkeys(f"Warning: {text}" for row in rows for text in row.warnings)
-    if any(row.bounds for row in rows):
+    if has_bounds:
         notes.append("Fewest: no eviction on demand misses less (Belady, where all events fit).")
-    return notes
-
-
-def _hardware(row: Row) -> str:
-    return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
-
-
-def _bound(row: Row, phase: str, name: str) -> str:
-    return _number(row.bounds.get(phase, {}).get(name), "{:.4f}")
-
-
-def _sized(row: Row, value: float | None, form: str) -> str:
-    """Bytes and times are known where the trace says how large an expert is."""
-    return _number(value if row.has_sizes else None, form)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-_COLUMNS: Mapping[str, Callable[[Row], str]] = {
-    "Capacity": lambda row: row.capacity.text,
-    "Cycles": lambda row: _number(row.cycles, "{:.2f}"),
-    "MB": lambda row: _sized(row, row.capacity.total_bytes / MEGABYTE, "{:.1f}"),
-    "Hit": lambda row: _number(row.metrics["hit_rate"], "{:.4f}"),
-    "Miss": lambda row: _number(row.metrics["miss_rate"], "{:.4f}"),
-    "LRU miss": lambda row: _bound(row, "", LRU),
-    "Fewest": lambda row: _bound(row, "", FEWEST),
-    "Closeness": lambda row: _number(row.closeness, "{:.3f}"),
-    "Regret": lambda row: _number(row.regret, "{:.4f}"),
-    "Victims": lambda row: _number(row.victim_share, "{:.3f}"),
-    "Decode miss": lambda row: _number(row.metrics["decode_miss_rate"], "{:.4f}"),
-    "LRU decode": lambda row: _bound(row, "decode_", LRU),
-    "Fewest decode": lambda row: _bound(row, "decode_", FEWEST),
-    "MB read": lambda row: _sized(row, row.metrics["bytes_moved"] / MEGABYTE, "{:.1f}"),
-    "TPOT ms": lambda row: _sized(row, (row.metrics.get("tpot_ms") or {}).get("mean"), "{:.3f}"),
-    "tok/s": lambda row: _sized(row, row.metrics["tok_per_s"], "{:.1f}"),
-    "Stall ms/tok": lambda row: _sized(row, row.metrics["stall_ms_per_token"], "{:.3f}"),
-    "Transfer/layer": lambda row: _number((row.regime or {}).get("transfer_per_layer"), "{:.3g}"),
-    "Bound": lambda row: str((row.regime or {}).get("bound", "")),
-}
-_SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "TPOT ms", "tok/s")
+    table = padded(list(columns), [*zip(*columns.values(), strict=True)])
+    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
+    return "\n".join([*textwrap.wrap(title, width), table, *notes])
 
 
 def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
@@ -502,35 +442,28 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
             f"plot={file!r}: the suffix {path.suffix!r} is not known. Allowed: "
             f"{', '.join(_PICTURES)}."
         )
+    series: dict[tuple[str, str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.capacity.total_bytes):
+        series.setdefault((row.trace, row.policy.name, _hardware(row)), []).append(row)
+    many = len({machine for *_, machine in series}) > 1
     figure, (axes,) = new_figure()
     drawn: set[str] = set()
-    for trace, named, machine in dict.fromkeys(map(_series, rows)):
-        own = [row for row in rows if _series(row) == (trace, named, machine)]
-        own.sort(key=lambda row: row.capacity.total_bytes)
+    for place in dict.fromkeys((row.trace, row.policy.name, _hardware(row)) for row in rows):
+        (trace, named, machine), own = place, series[place]
         # Where a trace says no sizes, a byte stands for one expert.
         unit = MEGABYTE if own[0].has_sizes else 1
         sizes = [row.capacity.total_bytes / unit for row in own]
-        name = Path(trace).name
-        policy = own[0].policy
-        label = f"{name}: {named} ({policy.eviction.name})"
-        label += f", {machine}" if len({_series(row)[2] for row in rows}) > 1 else ""
+        name, eviction = Path(trace).name, own[0].policy.eviction.name
+        label = f"{name}: {named} ({eviction}){f', {machine}' if many else ''}"
         axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=plain(label))
         for bound, style in ((LRU, ":"), (FEWEST, "--")):
-            if (
-                trace not in drawn
-                and own[0].bounds
-                and not (bound == LRU and policy.eviction.name == LRU)
-            ):
+            if trace not in drawn and own[0].bounds and not bound == eviction == LRU:
                 rates = [row.bounds[""][bound] for row in own]
-                label = f"{name}: {bound}, on demand"
-                axes.plot(sizes, rates, style, color="black", label=plain(label))
+                label = plain(f"{name}: {bound}, on demand")
+                axes.plot(sizes, rates, style, color="black", label=label)
         drawn.add(trace)
     axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
     axes.set_ylabel("miss rate [of requests]")
     axes.set_ylim(0, 1)
     axes.legend(fontsize="small")
     save(figure, path)
-
-
-def _series(row: Row) -> tuple[str, str, str]:
-    return row.trace, row.policy.name, _hardware(row)

@@ -49,6 +49,10 @@ RATES = (
 )
 _SEEDS = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _MODEL = ("model_revision", "model_sha", "model_num_parameters", "model_dtype")
+_PROMPTS = (
+    ("chat_template", "apply_chat_template"),
+    ("system_instruction", "system_instruction"),
+)
 _OPTIONS = ("limit", "fewshot_as_multiturn")
 KEYS = (
     *("pretrained", *_MODEL, "tasks", "task_versions", "num_fewshot", "batch_size"),
@@ -101,34 +105,29 @@ class Run:
 
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
-        directions = self.higher_is_better.get(task, {})
+        figures, directions = self.results.get(task, {}), self.higher_is_better.get(task, {})
         found = []
-        for key, value in self.results.get(task, {}).items():
+        for key, value in figures.items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or filter_name == SPEED_FILTER:
                 continue
-            if not isinstance(value, (int, float)):
-                continue
-            stderr = self.results[task].get(f"{metric}_stderr,{filter_name}")
-            found.append(
-                Score(
+            if isinstance(value, (int, float)):
+                error = figures.get(f"{metric}_stderr,{filter_name}")
+                score = Score(
                     metric=metric,
                     filter=filter_name,
                     value=float(value),
-                    stderr=float(stderr) if isinstance(stderr, (int, float)) else None,
+                    stderr=float(error) if isinstance(error, (int, float)) else None,
                     higher_is_better=directions.get(metric) is not False,
                 )
-            )
+                found.append(score)
         return found
 
     def score(self, task: str) -> Score | None:
         """Return a task's primary metric under its first filter."""
         found = self.scores(task)
-        for metric in _PREFERRED:
-            for score in found:
-                if score.metric == metric:
-                    return score
-        return found[0] if found else None
+        preferred = (each for metric in _PREFERRED for each in found if each.metric == metric)
+        return next(preferred, found[0] if found else None)
 
     @property
     def tasks(self) -> list[str]:
@@ -138,13 +137,14 @@ class Run:
     @property
     def scored(self) -> list[str]:
         """What a table shows: groups that have a score of their own, else their tasks."""
-        children = {name for names in self.subtasks.values() for name in names}
-        return [n for root in self.results if root not in children for n in self._scored(root)]
 
-    def _scored(self, name: str) -> Iterable[str]:
-        if self.score(name) is not None:
-            return [name]
-        return [n for child in self.subtasks.get(name, []) for n in self._scored(child)]
+        def below(name: str) -> list[str]:
+            if self.score(name) is not None:
+                return [name]
+            return [leaf for child in self.subtasks.get(name, []) for leaf in below(child)]
+
+        children = {name for names in self.subtasks.values() for name in names}
+        return [n for root in self.results if root not in children for n in below(root)]
 
 
 def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
@@ -154,27 +154,28 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
     documents, batch size, prompts, seeds and device. What a record leaves out is missing.
     `tasks` are those whose versions count; by default all, and then which they are counts, too.
     """
-    config, report, given = run.facts.get("config", {}), run.moecache, run.model_args
+    facts, config = run.facts, run.facts.get("config", {})
+    report, hardware, given = run.moecache, run.moecache["hardware"], run.model_args
     of_tasks = run.tasks if tasks is None else tasks
     found: dict[str, Any] = {
         "pretrained": given.get("pretrained", given.get("trace", "tiny")),
         **{key: config.get(key) for key in _MODEL},
         "tasks": "+".join(sorted(run.tasks)) if tasks is None else None,
-        "task_versions": _by_task(run.facts.get("versions"), of_tasks),
-        "num_fewshot": _by_task(run.facts.get("n-shot"), of_tasks),
+        "task_versions": _by_task(facts.get("versions"), of_tasks),
+        "num_fewshot": _by_task(facts.get("n-shot"), of_tasks),
         "batch_size": given.get("batch_size") or config.get("batch_size") or 1,
-        "chat_template": _told(run, "chat_template", "apply_chat_template"),
-        "system_instruction": _told(run, "system_instruction", "system_instruction"),
+        **{
+            # lm-eval's files keep a digest of a prompt's text.
+            name: str(facts.get(f"{name}_sha") or "")[:12] or run.options.get(option) or "none"
+            for name, option in _PROMPTS
+        },
         "gen_kwargs": run.options.get("gen_kwargs") or config.get("gen_kwargs") or None,
         **{key: run.options.get(key, config.get(key)) for key in _OPTIONS},
         **{key: config.get(key) for key in _SEEDS},
-        "seed": report.get("seed"),
-        "clock": report["clock"],
-        "scoring": report.get("scoring"),
-        "cache_reset": report.get("cache_reset"),
-        "hardware": report["hardware"]["name"],
+        **{key: report.get(key) for key in ("seed", "clock", "scoring", "cache_reset")},
+        "hardware": hardware["name"],
         "emulate": (report.get("emulate") or {}).get("name"),
-        **{key: report["hardware"].get(key) or None for key in RATES},
+        **{key: hardware.get(key) or None for key in RATES},
     }
     if report["clock"] == "wall":
         found["device"] = given.get("device", config.get("device"))
@@ -191,17 +192,9 @@ def _by_task(values: Any, tasks: Sequence[str]) -> str | None:
     return ", ".join(f"{task}={value}" for task, value in sorted(told.items())) or None
 
 
-def _told(run: Run, name: str, option: str) -> str:
-    """Return by which prompt text a run was asked: lm-eval's files keep a digest of it."""
-    digest, given = run.facts.get(f"{name}_sha"), run.options.get(option)
-    return str(digest)[:12] if digest else str(given) if given else "none"
-
-
 def _text(value: Any) -> str:
     """Return `40` for 40 and 40.0, and the text of anything else."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
@@ -246,8 +239,12 @@ def load_runs(place: Path) -> list[Run]:
     if place.is_file():
         runs = _load(place)
     else:
-        paths = [*place.rglob("*.json"), *place.rglob(PACKED)]
-        runs = [run for path in sorted(paths) for run in _load_or_tell(path)]
+        runs = []
+        for path in sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
+            try:
+                runs += _load(path)
+            except ValueError as error:
+                logger.warning("left out: %s", error)
     if not runs:
         raise ValueError(
             f"{str(place)!r} holds no results of moecache runs: JSON files written by "
@@ -256,20 +253,11 @@ def load_runs(place: Path) -> list[Run]:
     return sorted(runs, key=lambda run: (run.experiment, run.run_id, str(run.path)))
 
 
-def _load_or_tell(path: Path) -> list[Run]:
-    try:
-        return _load(path)
-    except ValueError as error:
-        logger.warning("left out: %s", error)
-        return []
-
-
 def _load(path: Path) -> list[Run]:
     """Return the runs in a file; none where the file is some other JSON."""
-    if path.name == PACKED:
-        return [run for record in read_packed(path) if (run := _run(record, path))]
-    run = _run(read_json(path, repr(str(path))), path)
-    return [] if run is None else [run]
+    packed = path.name == PACKED
+    records = read_packed(path) if packed else [read_json(path, repr(str(path)))]
+    return [run for record in records if (run := _run(record, path)) is not None]
 
 
 def _run(data: Any, path: Path) -> Run | None:
@@ -279,58 +267,49 @@ def _run(data: Any, path: Path) -> Run | None:
         return None
     found = check(ResultsFile, data, repr(str(path)))
     config, report = data["config"], data["config"]["moecache"]
-    given = _given(config) if found.configuration is None else data["configuration"]
-    options = {k: v for k, v in given.items() if k not in ("model", "model_args", "tasks")}
+    if found.configuration is not None:
+        given = data["configuration"]
+        options = {k: v for k, v in given.items() if k not in ("model", "model_args", "tasks")}
+    else:
+        # lm-eval's own file: what a user gave it, in the form of a sweep's `configuration`.
+        given = {"model": "moecache", **config, "model_args": config.get("model_args") or {}}
+        options = {"limit": config["limit"]} if config.get("limit") is not None else {}
+        if isinstance(given["model_args"], str):
+            pairs = (item.partition("=") for item in given["model_args"].split(",") if item)
+            given["model_args"] = {key.strip(): value for key, _, value in pairs}
+    scores: dict[str, dict[str, Any]] = {}
+    speed: dict[str, dict[str, Any]] = {}
+    for task, metrics in found.scores.items():
+        for key, values in metrics.items():
+            name = key.removesuffix(f",{SPEED_FILTER}")
+            if name != key:
+                speed.setdefault(task, {})[_NAMED_SINCE.get(name, name)] = values
+            else:
+                scores.setdefault(task, {})[key] = values
     return Run(
         path=path,
         run_id=found.run_id or path.stem,
         experiment=found.experiment or path.parent.name,
         label=found.label,
         model=str(given["model"]),
-        tasks_given=tuple(given.get("tasks", ())),
+        tasks_given=() if found.configuration is None else tuple(found.configuration.tasks),
         model_args=_renamed(given["model_args"], "hardware"),
         options=options,
         moecache={**report, "hardware": _renamed(report["hardware"], "name")},
         results=data["results"],
         higher_is_better={k: v or {} for k, v in found.higher_is_better.items()},
         subtasks={k: v for k, v in found.group_subtasks.items() if v},
-        samples=_part(found.scores, speed=False),
-        speed=_part(found.scores, speed=True),
+        samples=scores,
+        speed=speed,
         environment=data.get("environment", {}),
         facts={key: data[key] for key in _FACTS if isinstance(data.get(key), (str, dict))},
     )
 
 
-def _part(scores: Mapping[str, Mapping[str, Any]], *, speed: bool) -> dict[str, dict[str, Any]]:
-    """Return the scores of a record's documents, or their figures of speed (without the filter)."""
-    end = f",{SPEED_FILTER}"
-    found = {}
-    for task, metrics in scores.items():
-        kept = {key: values for key, values in metrics.items() if key.endswith(end) == speed}
-        if speed:
-            names = {key: key.removesuffix(end) for key in kept}
-            kept = {_NAMED_SINCE.get(names[key], names[key]): kept[key] for key in kept}
-        if kept:
-            found[task] = kept
-    return found
-
-
 def _renamed(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return the values with this hardware profile under the name that it has now."""
-    found = dict(values)
-    if isinstance(found.get(key), str):
-        found[key] = RENAMED.get(found[key], found[key])
-    return found
-
-
-def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a user gave to lm-eval, in the form of a sweep's `configuration`."""
-    model_args = config.get("model_args") or {}
-    if isinstance(model_args, str):
-        pairs = (item.partition("=") for item in model_args.split(",") if item)
-        model_args = {key.strip(): value for key, _, value in pairs}
-    given = {"model": config.get("model", "moecache"), "model_args": model_args}
-    return given | ({"limit": config["limit"]} if config.get("limit") is not None else {})
+    name = values.get(key)
+    return {**values, key: RENAMED.get(name, name)} if isinstance(name, str) else dict(values)
 
 
 def read_packed(path: Path) -> list[Record]:
@@ -393,22 +372,21 @@ def unpack(folder: Path) -> int:
     source = folder / PACKED
     if not source.is_file():
         return 0
-    records = _by_id(source)
+    records, waiting = _by_id(source), {}
     for name in records:
         # It becomes a file's name: what somebody else packed writes nowhere else.
         if set(name) & {"/", "\\", "\0"}:
             raise ValueError(f"{str(source)!r}: run_id={shown(name)} is no name of a file.")
-    paths = {name: folder / RUNS / f"{name}.json" for name in records}
-    for path in paths.values():
+        path = folder / RUNS / f"{name}.json"
         if path.exists():
             _own_record(path)
-    waiting = [name for name, path in paths.items() if not path.exists()]
-    for name in waiting:
+        else:
+            waiting[name] = path
+    for name, path in waiting.items():
         text = json.dumps(records[name], indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(paths[name], f"{text}\n")
-    for name in waiting:
-        if _own_record(paths[name]) != records[name]:
-            raise ValueError(f"{str(paths[name])!r} does not hold what was written to it.")
+        write_whole(path, f"{text}\n")
+        if _own_record(path) != records[name]:
+            raise ValueError(f"{str(path)!r} does not hold what was written to it.")
     source.unlink()
     return len(records)
 

@@ -31,12 +31,20 @@ def speed_table(report: Mapping[str, Any]) -> str:
 
     The title says under what; a line below warns of each setting that did nothing.
     """
-    rows = [*report["tasks"].items(), ("**all**", report["totals"])]
-    cells = [[name, *(_cell(metrics, c) for c in _COLUMNS)] for name, metrics in rows]
-    table = padded(["Task", *map(_heading, _COLUMNS)], cells)
+    heads, cells = ["Task"], [[task] for task in (*report["tasks"], "**all**")]
+    for name in _COLUMNS:
+        column = metric_column(name)
+        assert column is not None, name
+        in_mb = name == "bytes_moved"
+        heads.append("MB moved" if in_mb else column.heading)
+        decimals, unit = (1, MEGABYTE) if in_mb else (column.decimals, 1)
+        for row, metrics in zip(cells, (*report["tasks"].values(), report["totals"]), strict=True):
+            value = metrics.get(name)
+            value = value["mean"] if isinstance(value, Mapping) else value
+            row.append("" if value is None else f"{value / unit:.{decimals}f}")
     warnings = [f"Warning: {text}" for text in report["warnings"]]
     regime = [regime_line(report["regime"])] if "regime" in report else []
-    return "\n".join([_title(report), table, *regime, *warnings])
+    return "\n".join([_title(report), padded(heads, cells), *regime, *warnings])
 
 
 def regime_line(regime: Mapping[str, Any]) -> str:
@@ -76,24 +84,3 @@ def _title(report: Mapping[str, Any]) -> str:
         f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings.get(k, usual) != usual
     ]
     return ", ".join(parts)
-
-
-def _heading(name: str) -> str:
-    if name == "bytes_moved":
-        return "MB moved"
-    column = metric_column(name)
-    assert column is not None
-    return column.heading
-
-
-def _cell(metrics: Mapping[str, Any], name: str) -> str:
-    value = metrics.get(name)
-    if isinstance(value, Mapping):
-        value = value["mean"]
-    if value is None:
-        return ""
-    if name == "bytes_moved":
-        return f"{value / MEGABYTE:.1f}"
-    column = metric_column(name)
-    assert column is not None
-    return f"{value:.{column.decimals}f}"

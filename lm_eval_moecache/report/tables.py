@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
@@ -78,7 +80,12 @@ def leaderboard(
         has_scores = any(accuracy(run).raw is not None for run in runs)
         sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
     ordered = sorted_runs(runs, sort)
-    ranked = [part for group in groups(ordered) for part in _split(ordered, group, by)]
+    ranked: list[list[int]] = []
+    for group in groups(ordered):
+        parts: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for i in group:
+            parts[_place(ordered[i], by)].append(i)
+        ranked += parts.values()
     rows = [[each.read(run) for each in found] for run in ordered]
     if PARETO in names:
         axes = [column(runs, name) for name in (ACCURACY, "tok_per_s")]
@@ -91,22 +98,9 @@ def leaderboard(
         for group in ranked
         for i in _best(ordered, group, each)
     }
-    return Table(
-        title,
-        tuple(found),
-        tuple(map(tuple, rows)),
-        frozenset(best),
-        about(runs),
-        tuple(dict.fromkeys([*varying(runs), *by])),
-    )
-
-
-def _split(runs: Sequence[Run], group: Sequence[int], by: Sequence[str]) -> list[list[int]]:
-    """Divide a group's places by the settings `by`."""
-    parts: dict[tuple[str, ...], list[int]] = {}
-    for i in group:
-        parts.setdefault(tuple(setting(runs[i], name).identity for name in by), []).append(i)
-    return list(parts.values())
+    apart = tuple(dict.fromkeys([*varying(runs), *by]))
+    shown_rows = tuple(map(tuple, rows))
+    return Table(title, tuple(found), shown_rows, frozenset(best), about(runs), apart)
 
 
 def expanded(columns: Sequence[str]) -> list[str]:
@@ -120,46 +114,41 @@ def expanded(columns: Sequence[str]) -> list[str]:
 
 def default_columns(runs: Sequence[Run]) -> list[str]:
     """Policy, capacity and what else varies; the scores; the main figures of speed."""
+
+    def varies(name: str) -> bool:
+        return len({setting(run, name).raw for run in runs}) > 1
+
+    def varies_within_policy(axis: str) -> bool:
+        """An axis is worth a column only where the policy's name does not tell it."""
+        seen = defaultdict(set)
+        for run in runs:
+            seen[setting(run, "policy").identity].add(setting(run, axis).raw)
+        return any(len(values) > 1 for values in seen.values())
+
+    def has(metric: str) -> bool:
+        return any(metric_value(run, metric).raw is not None for run in runs)
+
     names = [] if all(run.label is None for run in runs) else ["run"]
-    names += [n for n in ("experiment",) if _varies(runs, n)]
-    names += ["policy", *(a for a in AXES if _varies_within_policy(runs, a)), "capacity"]
-    given = {k for run in runs for k in (*run.model_args, *run.options)}
-    names += [k for k in sorted(given - {*names, *AXES, "label"}) if _varies(runs, k)]
+    names += ["experiment"] if varies("experiment") else []
+    names += ["policy", *filter(varies_within_policy, AXES), "capacity"]
+    given = {key for run in runs for key in (*run.model_args, *run.options)}
+    names += filter(varies, sorted(given - {*names, *AXES, "label"}))
     # What of the identity is untold by these; other tasks have columns of their own.
     untold = [name for name in varying(runs) if name != "tasks"]
     names += telling(
         untold, lambda keys: {tuple(str(setting(r, n).raw) for n in keys) for r in runs}, names
     )
     scored = list(dict.fromkeys(name for run in runs for name in run.scored))
-    if len([n for n in scored if _is_accuracy(runs, n)]) > 1:
+    columns = [score_column(runs, name) for name in scored]
+    if sum(each is not None and each.higher_is_better is True for each in columns) > 1:
         names.append(ACCURACY)
-    names += scored
-    names += [m for m in _SPEED if any(metric_value(r, m).raw is not None for r in runs)]
-    if any(metric_value(r, "collision_miss_rate").number for r in runs):
+    names += [*scored, *filter(has, _SPEED)]
+    if any(metric_value(run, "collision_miss_rate").number for run in runs):
         names.append("collision_miss_rate")
-    has_speed = any(metric_value(run, "tok_per_s").raw is not None for run in runs)
-    return [*names, PARETO] if has_speed else names
+    return [*names, PARETO] if has("tok_per_s") else names
 
 
-def _varies(runs: Sequence[Run], name: str) -> bool:
-    return len({setting(run, name).raw for run in runs}) > 1
-
-
-def _varies_within_policy(runs: Sequence[Run], axis: str) -> bool:
-    """An axis is worth a column only where the policy's name does not tell it."""
-    seen: dict[Any, set[Any]] = {}
-    for run in runs:
-        seen.setdefault(setting(run, "policy").identity, set()).add(setting(run, axis).raw)
-    return any(len(values) > 1 for values in seen.values())
-
-
-def _is_accuracy(runs: Sequence[Run], name: str) -> bool:
-    column = score_column(runs, name)
-    return column is not None and column.higher_is_better is True
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
+class _Sampled(NamedTuple):
     """A run's figure in a column, with its error (0 for none), and the samples it is made of.
 
     More is better: where less is, or no end is the better one, the sign is turned.
@@ -168,6 +157,18 @@ class _Sampled:
     figure: float
     stderr: float
     samples: Mapping[str, float]
+
+    def is_worse(self, best: _Sampled) -> float:
+        """Return the chance of being as much worse than another if they were alike (one-sided).
+
+        By the exact sign test over the documents of both (McNemar's, of right and wrong answers),
+        else by the standard errors. Figures that have neither are counts: any difference is one.
+        """
+        own, other = self.samples, best.samples
+        if len(own) > 1 and own.keys() == other.keys():
+            losses = [other[doc] - own[doc] for doc in own]
+            return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
+        return z_test(best.figure - self.figure, math.hypot(self.stderr, best.stderr))
 
 
 def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, _Sampled]:
@@ -182,18 +183,6 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
     return found
 
 
-def _worse(one: _Sampled, best: _Sampled) -> float:
-    """Return the chance of one being as much worse than another if they were alike (one-sided).
-
-    By the exact sign test over the documents of both (McNemar's, of right and wrong answers), else
-    by the standard errors. Figures that have neither are counts: any difference is one.
-    """
-    if len(one.samples) > 1 and one.samples.keys() == best.samples.keys():
-        losses = [best.samples[doc] - one.samples[doc] for doc in one.samples]
-        return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
-    return z_test(best.figure - one.figure, math.hypot(one.stderr, best.stderr))
-
-
 def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]:
     """Return the places of the best figure of a group and of those that no test tells from it.
 
@@ -203,14 +192,14 @@ def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]
     if len({each.figure for each in found.values()}) < 2:
         return set()
     best = max(found.values(), key=lambda each: each.figure)
-    chances = holm([_worse(each, best) for each in found.values()])
+    chances = holm([each.is_worse(best) for each in found.values()])
     marked = {
         i
         for (i, each), chance in zip(found.items(), chances, strict=True)
         if each.figure == best.figure or chance > ALPHA
     }
     others = found.keys() - marked
-    apart = all(_worse(found[i], found[j]) <= ALPHA for i in others for j in marked)
+    apart = all(found[i].is_worse(found[j]) <= ALPHA for i in others for j in marked)
     return marked if others and apart else set()
 
 
@@ -225,13 +214,12 @@ def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Colum
     if len(known) < 2:
         return set()
 
-    def is_worse(one: int, other: int) -> list[bool]:
-        return [_worse(side[one], side[other]) <= ALPHA for side in sides]
+    def is_worse(one: int, other: int) -> bool:
+        return any(side[one].is_worse(side[other]) <= ALPHA for side in sides)
 
-    def beats(one: int, other: int) -> bool:
-        return any(is_worse(other, one)) and not any(is_worse(one, other))
-
-    return {i for i in known if not any(beats(j, i) for j in known if j != i)}
+    return {
+        i for i in known if not any(is_worse(i, j) and not is_worse(j, i) for j in known if j != i)
+    }
 
 
 def sorted_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
@@ -247,7 +235,8 @@ def sorted_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
         read = found.read
         present = [run for run in ordered if read(run).raw is not None]
         absent = [run for run in ordered if read(run).raw is None]
-        ordered = sorted(present, key=lambda r: sort_key(read(r)), reverse=descending) + absent
+        present = sorted(present, key=lambda run: sort_key(read(run)), reverse=descending)
+        ordered = present + absent
     return ordered
 
 
@@ -262,9 +251,8 @@ def sort_key(value: Value) -> tuple[int, float, str]:
     if value.number is not None:
         return (0, value.number, "")
     text = str(value.raw)
-    digits = text.rstrip("%")
     try:
-        return (1, float(digits.partition("/")[0]), text)
+        return (1, float(text.rstrip("%").partition("/")[0]), text)
     except ValueError:
         return (2, 0.0, text)
 
@@ -279,36 +267,36 @@ def distinct(runs: Iterable[Run]) -> list[Run]:
         report = run.moecache
         told: dict[str, Any] = {key: report.get(key) for key in _RESOLVED}
         told |= {key: value for key, value in report["policy"].items() if key not in _CALLED}
-        told["model"] = run.model
+        told |= {"model": run.model}
         told |= {key: run.model_args.get(key) for key in ("precision", "warm")}
-        key = json.dumps([told, identity(run)], sort_keys=True, default=str)
-        found.setdefault(key, run)
+        found.setdefault(json.dumps([told, identity(run)], sort_keys=True, default=str), run)
     return list(found.values())
 
 
 def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     """Return (name, text) pairs: when, on what and with which versions; what is unknown is left."""
-    dates = sorted(str(d)[:10] for run in runs if (d := run.environment.get("date")))
+
+    def listed(texts: Iterable[object]) -> str:
+        names = sorted({str(text) for text in texts if text})
+        rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+        return ", ".join(names[:_MOST_LISTED]) + rest
+
+    dates = sorted(str(date)[:10] for run in runs if (date := run.environment.get("date")))
     machines = [run.environment.get("machine", {}) for run in runs]
     versions = [run.environment.get("versions", {}) for run in runs]
     found = {
         "Runs": str(len(runs)),
         "Date": " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
-        "Model": _listed(str(run.moecache.get("model", {}).get("model", "")) for run in runs),
-        "Hardware": _listed(str(setting(run, "hardware").raw) for run in runs),
-        "Clock": _listed(str(run.moecache["clock"]) for run in runs),
-        "Run on": _listed(
-            str(m.get("gpu") or m.get("cpu_model") or m.get("cpu", "")) for m in machines
-        ),
+        "Model": listed(run.moecache.get("model", {}).get("model") for run in runs),
+        "Hardware": listed(setting(run, "hardware").raw for run in runs),
+        "Clock": listed(run.moecache["clock"] for run in runs),
+        "Run on": listed(m.get("gpu") or m.get("cpu_model") or m.get("cpu") for m in machines),
+        **{name: listed(each.get(name) for each in versions) for name in _VERSIONS},
     }
-    found |= {name: _listed(str(v.get(name, "")) for v in versions) for name in _VERSIONS}
     return tuple((name, text) for name, text in found.items() if text)
 
 
-def _listed(texts: Iterable[str]) -> str:
-    names = sorted({text for text in texts if text})
-    rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + rest
+# --- views: one setting across, changes against a baseline, the best within a budget ---
 
 
 def view_table(runs: Sequence[Run], view: View) -> Table:
@@ -336,7 +324,13 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     if across:
         heads = [str(setting(run, across).raw) for run in sorted_runs(chosen, [across])]
         flat = _pivot(flat, len(rows), list(dict.fromkeys(heads)))
-    return without_empty_columns(flat)
+    kept = [j for j in range(len(flat.columns)) if any(r[j].raw is not None for r in flat.rows)]
+    return replace(
+        flat,
+        columns=tuple(flat.columns[j] for j in kept),
+        rows=tuple(tuple(row[j] for j in kept) for row in flat.rows),
+        best=frozenset((i, kept.index(j)) for i, j in flat.best if j in kept),
+    )
 
 
 def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
@@ -354,16 +348,12 @@ def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
             )
         cells[place] = row[width + 1 :]
     single = len(figures) == 1
-    columns = [
-        replace(
-            each,
-            name=f"{each.name}[{across}={label}]",
-            heading=f"{across} {label}" if single else f"{each.heading} at {label}",
-            words="",
-        )
-        for label in labels
-        for each in figures
-    ]
+    columns = []
+    for label in labels:
+        for each in figures:
+            heading = f"{across} {label}" if single else f"{each.heading} at {label}"
+            name = f"{each.name}[{across}={label}]"
+            columns.append(replace(each, name=name, heading=heading, words=""))
     empty = [Value(None)] * len(figures)
     body = tuple(
         (*map(Value, names), *(v for label in labels for v in cells.get((names, label), empty)))
@@ -384,43 +374,23 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
         if name not in names:
             raise unknown("views: relative_to", name, names)
     others = [i for i, name in enumerate(names) if name not in relative_to]
-    wanted = [(names.index(name), str(value)) for name, value in relative_to.items()]
-
-    def place(row: Sequence[Value]) -> tuple[str, ...]:
-        return tuple(row[i].identity for i in others)
-
-    def is_base(row: Sequence[Value]) -> bool:
-        return all(row[i].identity == value for i, value in wanted)
-
-    bases = {place(row): row for row in table.rows if is_base(row)}
+    wanted = {names.index(name): str(value) for name, value in relative_to.items()}
+    places = [tuple(row[i].identity for i in others) for row in table.rows]
+    is_base = [all(row[i].identity == value for i, value in wanted.items()) for row in table.rows]
+    bases = dict(compress(zip(places, table.rows, strict=True), is_base))
     columns = [*table.columns[:num_settings]]
     for each in table.columns[num_settings:]:
         change = Column(f"{each.name}_change", f"{each.heading} change %", 1, None, True)
         columns += [each, change]
     rows = []
-    for row in table.rows:
-        base = None if is_base(row) else bases.get(place(row))
+    for row, place, is_own in zip(table.rows, places, is_base, strict=True):
+        base = None if is_own else bases.get(place)
         cells = [*row[:num_settings]]
         for j in range(num_settings, len(row)):
-            cells += [row[j], _change(row[j], None if base is None else base[j])]
+            new, old = row[j].number, None if base is None else base[j].number
+            cells += [row[j], Value(100 * (new / old - 1) if old and new is not None else None)]
         rows.append(tuple(cells))
     return Table(table.title, tuple(columns), tuple(rows), apart=table.apart)
-
-
-def _change(value: Value, base: Value | None) -> Value:
-    if base is None or value.number is None or not base.number:
-        return Value(None)
-    return Value(100 * (value.number / base.number - 1))
-
-
-def without_empty_columns(table: Table) -> Table:
-    kept = [j for j in range(len(table.columns)) if any(r[j].raw is not None for r in table.rows)]
-    return replace(
-        table,
-        columns=tuple(table.columns[j] for j in kept),
-        rows=tuple(tuple(row[j] for j in kept) for row in table.rows),
-        best=frozenset((i, kept.index(j)) for i, j in table.best if j in kept),
-    )
 
 
 def pick(
@@ -438,30 +408,25 @@ def pick(
         raise unknown("views: pick: best", rule.best, allowed)
     sign = 1 if figures.higher_is_better else -1
     others = [name for name in settings if name not in rule.relative_to]
-    bases = {_place(r, others): r for r in runs if _has(r, rule.relative_to)}
+    base_place = tuple(str(value) for value in rule.relative_to.values())
+    bases = {_place(r, others): r for r in runs if _place(r, [*rule.relative_to]) == base_place}
     best: dict[tuple[str, ...], tuple[float, Run]] = {}
     for run in chosen:
         base, figure = bases.get(_place(run, others)), figures.read(run).number
-        if base is None or figure is None or _loss(run, base, rule.score) > rule.loss:
+        if base is None or figure is None:
             continue
+        new, old = (find_score(each, rule.score) for each in (run, base))
+        if new is None or old is None or not old.value:
+            raise ValueError(
+                f"views: pick: {run.run_id} or its baseline has no score of {rule.score!r}."
+            )
+        change = new.value / old.value - 1
+        loss = -change if old.higher_is_better else change
         group = _place(run, settings)
-        if group not in best or sign * figure > best[group][0]:
+        if loss <= rule.loss and (group not in best or sign * figure > best[group][0]):
             best[group] = sign * figure, run
     return [run for _, run in best.values()]
 
 
 def _place(run: Run, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(setting(run, name).identity for name in names)
-
-
-def _has(run: Run, wanted: Mapping[str, Any]) -> bool:
-    return all(setting(run, name).identity == str(value) for name, value in wanted.items())
-
-
-def _loss(run: Run, base: Run, task: str) -> float:
-    """How much worse a score is than the baseline's, as a share of it."""
-    new, old = find_score(run, task), find_score(base, task)
-    if new is None or old is None or not old.value:
-        raise ValueError(f"views: pick: {run.run_id} or its baseline has no score of {task!r}.")
-    change = new.value / old.value - 1
-    return -change if old.higher_is_better else change

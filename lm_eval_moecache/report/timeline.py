@@ -149,10 +149,6 @@ def write_timeline(files: Sequence[str], setting: SweepSetting, path: str) -> No
     trace, replayed, future = one_replay(files, setting)
     timeline = Timeline()
     engine = replay(
-        trace,
-        replayed,
-        future=future,
-        cache_reset=setting.cache_reset,
-        on_engine=timeline.watch,
+        trace, replayed, future=future, cache_reset=setting.cache_reset, on_engine=timeline.watch
     )
     write_whole(Path(path), json.dumps(timeline.as_dict(engine)))

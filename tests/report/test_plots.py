@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path:
     for panel in panels:
         assert list(panel.series) == [f"rule{i}" for i in range(7)]
         assert all(len(members) == 2 for members in panel.series.values())
-    x, y = (plots._axis(runs, runs, name) for name in ("capacity_bytes", "tok_per_s"))
+    x, y = (plots.axis_of(runs, runs, name) for name in ("capacity_bytes", "tok_per_s"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=True)
     drawn = [line for place in figure.axes for line in place.lines]
     assert sorted(y for line in drawn for y in line.get_ydata()) == sorted(
@@ -113,7 +112,7 @@ def test_seventy_series_look_different() -> None:
 def test_axes_of_accuracy_end_at_one_and_the_front_is_ringed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = load_runs(leaderboard_of_four(tmp_path))
-    x, y = (plots._axis(runs, runs, name) for name in ("tok_per_s", "accuracy"))
+    x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False)
     [place] = figure.axes
     low, high = place.get_ylim()
@@ -132,7 +131,7 @@ def test_a_perplexity_of_words_is_drawn_against_the_lowest(tmp_path: Path) -> No
         each["higher_is_better"] = {"quiz": {"word_perplexity": False}}
         made.append(each)
     runs = load_runs(write(tmp_path, *made))
-    axis = plots._axis(runs, runs, "quiz")
+    axis = plots.axis_of(runs, runs, "quiz")
     assert [axis.at(run) for run in runs] == [(1.0, 0.0), (pytest.approx(1.01), 0.0)]
     assert "of the lowest, 16000" in axis.label and not axis.log
 
@@ -211,23 +210,3 @@ def test_a_label_never_breaks_a_plot_and_is_never_hidden(tmp_path: Path, label: 
     save(figure, tmp_path / "label.svg")
     assert len(shown) == 1
     assert label.strip("_") in (tmp_path / "label.svg").read_text().replace("\\$", "$")
-
-
-def test_latencies_stand_against_the_length_of_their_prompts(tmp_path: Path) -> None:
-    """From the samples that lm-eval writes beside its results, and only from those."""
-    pytest.importorskip("matplotlib")
-    folder = write(tmp_path / "runs", record("a"))
-    (run,) = load_runs(folder)
-    assert not plots.documents_of(run)
-    told = [
-        {"prompt_tokens": 9, "ttft_ms": 2.5, "tpot_ms": 1.5},
-        {"prompt_tokens": 70, "ttft_ms": 4},
-    ]
-    samples = run.path.with_name(f"samples_quiz_{run.path.stem.removeprefix('results_')}.jsonl")
-    samples.write_text("".join(json.dumps({"doc_id": 0, "speed": t}) + "\n" for t in told))
-    assert plots.documents_of(run) == told
-    assert main(["plot", str(folder), f"--output={tmp_path / 'out'}"]) == 0
-    assert (tmp_path / "out" / "latency_and_prompt_tokens.svg").is_file()
-    first, later = plots.draw_latencies({"specmd": told}).axes
-    assert first.lines[0].get_xydata().tolist() == [[9, 2.5], [70, 4]]
-    assert later.lines[0].get_xydata().tolist() == [[9, 1.5]]

@@ -240,20 +240,6 @@ def test_parameters_of_algorithms_can_stand_in_one_column(
     assert lines[2:4] == ["| specmd | miss.h=1, eviction.order=fifo |", "| specmd |  |"]
 
 
-def test_latex_has_rules_bold_and_escapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = leaderboard_of_four(tmp_path)
-    assert table(folder, "--format=latex", "--title=50% & more") == 0
-    out = capsys.readouterr().out
-    assert r"\caption{50\% \& more}" in out
-    assert r"\begin{tabular}{llrrrrrc}" in out
-    assert r"specmd & 50\% & 0.500 $\pm$0.289 & 2.000 & \textbf{200.0}" in out
-    assert out.count(r"\toprule") == out.count(r"\end{tabular}") == 1
-    assert table(folder, "--format=latex", "--write") == 0
-    assert (folder / "table.tex").is_file()
-
-
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-cmd", "@SUM(A1)", "\t=1"])
 def test_no_csv_cell_is_a_formula(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
