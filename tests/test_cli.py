@@ -20,112 +20,94 @@ from lm_eval_moecache.records.paths import task_configs_dir
 Captured = pytest.CaptureFixture[str]
 
 
-def test_policies_as_json_has_the_form_of_the_design(capsys: Captured) -> None:
-    assert main(["policies", "--json"]) == 0
-    listing = json.loads(capsys.readouterr().out)
+NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(axis)))
+
+
+def said(capsys: Captured, *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("axes", [AXES, ("eviction",)])
+def test_policies_as_json_has_the_form_of_the_design(
+    axes: tuple[str, ...], capsys: Captured
+) -> None:
+    chosen = [] if axes == AXES else ["--axis", *axes]
+    listing = json.loads(said(capsys, "policies", "--json", *chosen))
     assert {"task_configs", "compositions", "algorithms"} <= set(listing)
     assert Path(listing["task_configs"]).is_dir()
     assert [c["name"] for c in listing["compositions"]] == policy_names()
     for composition in listing["compositions"]:
-        assert set(AXES) <= set(composition)
-        for axis in AXES:
-            assert composition[axis]["name"] in algorithm_names(axis)
-    assert set(listing["algorithms"]) == set(AXES)
-    for axis in AXES:
-        found = listing["algorithms"][axis]
+        assert all(composition[axis]["name"] in algorithm_names(axis) for axis in AXES)
+    assert tuple(listing["algorithms"]) == axes
+    for axis, found in listing["algorithms"].items():
         assert [algorithm["name"] for algorithm in found] == algorithm_names(axis)
         for algorithm in found:
-            assert {"name", "parameters", "source"} <= set(algorithm)
-            assert algorithm["source"]
+            assert {"name", "parameters", "source"} <= set(algorithm) and algorithm["source"]
 
 
 def test_policies_as_text_names_everything_with_defaults_and_sources(capsys: Captured) -> None:
-    assert main(["policies"]) == 0
-    text = capsys.readouterr().out
+    text = said(capsys, "policies")
     assert "--include_path" in text
     assert "a100-5GBps" in text and "a100-5gbps" not in text
-    for name in (*policy_names(), *(n for axis in AXES for n in algorithm_names(axis))):
-        assert name in text
-    assert main(["policies", "--all"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for name in (*policy_names(), *(n for axis in AXES for n in algorithm_names(axis))):
-        assert name in text
-    assert "overfetch=1.0" in text
-    assert "SpecMD section 4.2" in text
+    assert all(name in text for name in NAMES)
+    text = " ".join(said(capsys, "policies", "--all").split())
+    assert all(name in text for name in (*NAMES, "overfetch=1.0", "SpecMD section 4.2"))
 
 
-def test_policies_of_one_axis(capsys: Captured) -> None:
-    assert main(["policies", "--axis", "eviction"]) == 0
-    text = capsys.readouterr().out
-    assert "least_stale" in text
-    assert "next_gate" not in text
-    assert "Compositions" not in text
-
-
-def test_policies_of_one_axis_as_json(capsys: Captured) -> None:
-    assert main(["policies", "--axis", "eviction", "--json"]) == 0
-    listing = json.loads(capsys.readouterr().out)
-    assert {"task_configs", "compositions", "algorithms"} <= set(listing)
-    assert list(listing["algorithms"]) == ["eviction"]
-    names = [algorithm["name"] for algorithm in listing["algorithms"]["eviction"]]
-    assert names == algorithm_names("eviction")
+def test_policies_of_one_axis_may_be_asked_for_in_a_file(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("axis: eviction\n")
+    text = said(capsys, "policies", "--axis", "eviction")
+    assert "least_stale" in text and "next_gate" not in text and "Compositions" not in text
+    assert said(capsys, "policies", "--config", str(tmp_path / "options.yaml")) == text
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_every_parameter_of_every_algorithm_is_explained(axis: str, capsys: Captured) -> None:
     for name in algorithm_names(axis):
-        assert main(["policies", name, "--axis", axis, "--json"]) == 0
-        (found, *_) = json.loads(capsys.readouterr().out)["algorithms"]
-        for parameter in found["parameters"]:
+        found = json.loads(said(capsys, "policies", name, "--axis", axis, "--json"))
+        for parameter in found["algorithms"][0]["parameters"]:
             assert len(parameter["meaning"].split()) > 2, (name, parameter["name"])
             assert parameter["type"]
 
 
-def test_a_policy_is_explained_with_what_it_sets(capsys: Captured) -> None:
-    assert main(["policies", "hobbit"]) == 0
-    text = capsys.readouterr().out
-    assert "policy=hobbit: HOBBIT" in text
-    assert "miss=cascade" in text
-    assert "`upgrade` an important expert" in " ".join(text.split())
-    assert main(["policies", "specmd"]) == 0
-    assert "prefetch.percentile=80.0" in capsys.readouterr().out
-
-
-def test_a_name_of_two_axes_is_explained_on_both(capsys: Captured) -> None:
-    assert main(["policies", "score"]) == 0
-    text = capsys.readouterr().out
-    assert "prefetch=score" in text
-    assert "eviction=score" in text
-    assert main(["policies", "scroe"]) == 2
-    assert "Did you mean 'score'?" in capsys.readouterr().err
-
-
-def test_options_may_come_from_a_file(capsys: Captured, tmp_path: Path) -> None:
-    path = tmp_path / "options.yaml"
-    path.write_text("axis: miss\n")
-    assert main(["policies", "--config", str(path)]) == 0
-    text = capsys.readouterr().out
-    assert "fetch" in text
-    assert "least_stale" not in text
-
-
-def test_an_unknown_command_is_answered_with_the_nearest_and_exit_code_two(
-    capsys: Captured,
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hobbit", ("policy=hobbit: HOBBIT", "miss=cascade", "`upgrade` an important expert")),
+        ("specmd", ("prefetch.percentile=80.0",)),
+        ("score", ("prefetch=score", "eviction=score")),
+    ],
+)
+def test_a_name_is_explained_with_what_it_sets_on_every_axis(
+    name: str, parts: tuple[str, ...], capsys: Captured
 ) -> None:
-    assert main(["polices"]) == 2
+    text = " ".join(said(capsys, "policies", name).split())
+    assert all(part in text for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["polices"], "command='polices' is not known. Did you mean 'policies'?"),
+        (["policies", "scroe"], "Did you mean 'score'?"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_in_one_line_and_exit_code_two(
+    words: list[str], message: str, capsys: Captured
+) -> None:
+    assert main(words) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "command='polices' is not known. Did you mean 'policies'?" in captured.err
+    assert captured.out == "" and message in captured.err
     assert len(captured.err.strip().split("\n")) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command_with_its_summary(capsys: Captured, arguments: list[str]) -> None:
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
+    lines = [line.split() for line in said(capsys, *arguments).split("\n")]
     for name in command_names():
-        (line,) = [line for line in text.split("\n") if line.split()[:1] == [name]]
-        assert len(line.split()) > 1
+        (words,) = [words for words in lines if words[:1] == [name]]
+        assert len(words) > 1
 
 
 def test_an_unknown_option_is_an_error(capsys: Captured) -> None:
@@ -136,26 +118,22 @@ def test_an_unknown_option_is_an_error(capsys: Captured) -> None:
 
 
 def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"moecache {version('lm-eval-moecache')}\n"
+    assert said(capsys, "--version") == f"moecache {version('lm-eval-moecache')}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_every_command_and_its_options(capsys: Captured, shell: str) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+def test_completion_knows_every_command_and_its_options(
+    capsys: Captured, shell: str, tmp_path: Path
+) -> None:
+    script = said(capsys, "completion", shell)
     for word in (*command_names(), "model_args", "capacity", "buddies", "include_path", "rerun"):
         assert word in script, word
-
-
-def test_the_script_for_bash_completes_a_command(capsys: Captured, tmp_path: Path) -> None:
-    assert main(["completion", "bash"]) == 0
-    path = tmp_path / "complete.sh"
-    path.write_text(capsys.readouterr().out)
-    ask = 'COMP_WORDS=(moecache re); COMP_CWORD=1; _shtab_moecache; echo "${COMPREPLY[@]}"'
-    command = ["bash", "-c", f"source {path}; {ask}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "replay" in done.stdout.split()
+    if shell == "bash":
+        (tmp_path / "complete.sh").write_text(script)
+        ask = 'COMP_WORDS=(moecache re); COMP_CWORD=1; _shtab_moecache; echo "${COMPREPLY[@]}"'
+        command = ["bash", "-c", f"source {tmp_path / 'complete.sh'}; {ask}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "replay" in done.stdout.split()
 
 
 def test_eval_help_names_our_keys_below_lm_evals_options(capsys: Captured) -> None:

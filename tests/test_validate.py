@@ -18,16 +18,10 @@ from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.engine import traces
 
-KEYS = [
-    "tokens",
-    "bytes_ratio",
-    "bytes_correlation",
-    "hit_rate_difference",
-    "stall_ratio",
-    "stall_median_error",
-    "wall_ratio",
-    "wall_median_error",
-]
+EXACT = {
+    **{"tokens": 15, "bytes_ratio": 1, "bytes_correlation": 1, "hit_rate_difference": 0},
+    **{"stall_ratio": 1, "stall_median_error": 0, "wall_ratio": 1, "wall_median_error": 0},
+}
 CAPACITY = "12kB"
 ENGINE = SimpleNamespace(
     policy="on_demand", eviction="lru", capacity=CAPACITY, execute="as_they_arrive"
@@ -71,12 +65,8 @@ def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
     measured = dict(measured_by(trace, load_hardware(str(device))).columns)
     table = write(tmp_path / "measured.csv", measured, "# a comment\n")
     found = validated(capsys, trace, table, "--hardware", device)
-    assert list(found) == KEYS
-    assert found["tokens"] == 15
-    exact = {"bytes_ratio": 1, "bytes_correlation": 1, "stall_ratio": 1, "wall_ratio": 1}
-    none = dict.fromkeys(("hit_rate_difference", "stall_median_error", "wall_median_error"), 0)
-    for key, value in {**exact, **none}.items():
-        assert found[key] == pytest.approx(value, abs=1e-9), key
+    assert list(found) == list(EXACT)
+    assert found == pytest.approx(EXACT, abs=1e-9)
 
 
 def test_ratios_and_errors_are_ours_to_theirs_under_other_names(
@@ -102,10 +92,9 @@ def test_tables_that_do_not_fit_are_refused(
 ) -> None:
     trace, _ = traces.record(tmp_path)
     device = profile(tmp_path)
-    good = write(tmp_path / "good.csv", {"wall_ms": range(15)})
-    short = write(tmp_path / "short.csv", {"wall_ms": range(3)})
-    words = write(tmp_path / "words.csv", {"wall_ms": ["fast"] * 15})
-    other = write(tmp_path / "other.csv", {"time": range(15)})
+    tables = {"good": {"wall_ms": range(15)}, "short": {"wall_ms": range(3)}}
+    tables |= {"words": {"wall_ms": ["fast"] * 15}, "other": {"time": range(15)}}
+    good, short, words, other = (write(tmp_path / name, table) for name, table in tables.items())
     cases: list[tuple[list[object], str]] = [
         ([short], "15 decoded tokens and the measured table 3 rows"),
         ([words], "row 1, wall_ms='fast'"),

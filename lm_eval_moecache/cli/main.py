@@ -54,14 +54,13 @@ def command_names() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; what a user got wrong is said in one line, with exit code 2."""
-    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    name, rest = arguments[0], arguments[1:]
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        code = _answered(name, rest)
+        code = _run(name, rest)
         sys.stdout.flush()
         return code
     except ValueError as error:
-        return _told(name, str(error), 2)
+        said, code = str(error), 2
     except BrokenPipeError:
         # Who read has enough, as in `| head`. What waits to be written would fail again at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -70,29 +69,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What the machine does not let us do: a full disk, a folder that may not be written.
         reason = error.strerror or str(error)
         place = f"{error.filename}: " if error.filename is not None and error.strerror else ""
-        return _told(name, f"{place}{reason}", 2)
+        said, code = f"{place}{reason}", 2
     except KeyboardInterrupt:
-        return _told(name, f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130)
-
-
-def _answered(name: str, rest: list[str]) -> int:
-    if name in ("-h", "--help"):
-        sys.stdout.write(_overview())
-        return 0
-    if name == "--version" and not rest:
-        sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
-        return 0
-    if name not in command_names():
-        raise unknown("command", name, command_names())
-    return _run(name, rest)
-
-
-def _told(name: str, text: str, code: int) -> int:
-    sys.stderr.write(f"moecache {name}: {text}\n")
+        said, code = f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130
+    sys.stderr.write(f"moecache {name}: {said}\n")
     return code
 
 
 def _run(name: str, argv: list[str]) -> int:
+    if name in ("-h", "--help"):
+        width = shutil.get_terminal_size((80, 24)).columns - 1
+        lines = ["usage: moecache COMMAND [options]", ""]
+        for each in command_names():
+            lead, rest = f"  {each:10s} ", " " * 13
+            text = summary_of(each)
+            lines += textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=rest)
+        sys.stdout.write("\n".join([*lines, "", _HINTS, ""]))
+        return 0
+    if name == "--version" and not argv:
+        sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
+        return 0
+    if name not in command_names():
+        raise unknown("command", name, command_names())
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     if hasattr(module, "run_raw"):
         return int(module.run_raw(argv))
@@ -156,17 +154,6 @@ def check_plain_numbers(argv: Sequence[str], arguments: Namespace) -> None:
             raise ValueError(f"--{key}={shown(text)} must be a number in plain digits.")
         if equals or not isinstance(value, list):
             key = ""  # What follows is no value of it.
-
-
-def _overview() -> str:
-    lines = ["usage: moecache COMMAND [options]", ""]
-    width = shutil.get_terminal_size((80, 24)).columns - 1
-    for name in command_names():
-        lead = f"  {name:10s} "
-        lines += textwrap.wrap(
-            summary_of(name), width, initial_indent=lead, subsequent_indent=" " * 13
-        )
-    return "\n".join([*lines, "", _HINTS, ""])
 
 
 def summary_of(name: str) -> str:

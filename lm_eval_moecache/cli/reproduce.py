@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -11,13 +13,15 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.cli.main import main as moecache
 from lm_eval_moecache.cli.parsers import print_result
 from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.schemas.inputs import Recipe, check_limit, read_jobs
-from lm_eval_moecache.report.paper_comparison import comparison_table
+from lm_eval_moecache.records.schemas.inputs import Recipe, ReproducedValue, check_limit, read_jobs
+from lm_eval_moecache.report.columns import Column, Value, figure_column, selected
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.results import RUNS, Run, load_runs
+from lm_eval_moecache.report.tables import Table
 from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
 
 SAID = "paper.md"
+SEE = "see the table and the picture"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -76,11 +80,59 @@ def _list(as_json: bool) -> int:
 
 
 def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
-    """Return the page of the paper's numbers beside ours."""
+    """Return the page of the paper's numbers beside ours, and where ours are read from."""
     head = [f"# {name}: {recipe.title}", "", f"{recipe.paper}, {recipe.where}."]
     if recipe.claims:
         head.append(f"Claims: {', '.join(recipe.claims)}.")
     if recipe.notes:
         head += ["", recipe.notes.strip()]
-    table = comparison_table("The paper's numbers beside ours", recipe.said, runs)
+    heads = {"what": "What", "paper": "Paper", "ours": "Ours", "from": "Ours is"}
+    rows = []
+    for each in recipe.said:
+        paper, ours, source = each.paper, SEE, ""
+        if isinstance(paper, list):
+            paper = f"{paper[0]:g} to {paper[1]:g}"
+        if each.ours is not None:
+            value, source = our_value(each.ours, runs), _source(each.ours)
+            ours = "none" if value is None else f"{value:.4g}"
+        texts = (each.what, paper if isinstance(paper, str) else f"{paper:g}", ours, source)
+        rows.append(tuple(map(Value, texts)))
+    columns = tuple(Column(*pair) for pair in heads.items())
+    table = Table("The paper's numbers beside ours", columns, tuple(rows))
     return "\n".join([*head, "", as_markdown([table])])
+
+
+def _source(ours: ReproducedValue) -> str:
+    place, other = (
+        ", ".join(f"{key}={value}" for key, value in (where or {}).items())
+        for where in (ours.where, ours.versus)
+    )
+    told = f"{ours.metric} at {place}" if place else ours.metric
+    return told if ours.form == "value" else f"{ours.form} of {told} against {other}"
+
+
+def our_value(ours: ReproducedValue, runs: Sequence[Run]) -> float | None:
+    """Return our figure, or None where a run is missing or has none.
+
+    Raises ValueError where the settings pick several runs: the recipe is at fault.
+    """
+    own = _value(ours.metric, ours.where, runs)
+    if ours.form == "value":
+        return own
+    other = _value(ours.metric, {**ours.where, **(ours.versus or {})}, runs)
+    if own is None or other is None:
+        return None
+    if ours.form == "difference":
+        return own - other
+    if not other:
+        return None
+    return own / other if ours.form == "ratio" else 1 - own / other
+
+
+def _value(metric: str, where: Mapping[str, Any], runs: Sequence[Run]) -> float | None:
+    found = [run for run in runs if selected(run, where)]
+    if len(found) > 1:
+        names = ", ".join(run.run_id for run in found[:3])
+        raise ValueError(f"said: where={dict(where)!r} picks {len(found)} runs: {names} ...")
+    column = figure_column(found, metric)
+    return column.read(found[0]).number if found and column is not None else None

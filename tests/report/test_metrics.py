@@ -41,47 +41,40 @@ def three_passes() -> list[PassRecord]:
     ]
 
 
-def test_a_generation_is_timed_by_first_token_then_by_the_rest() -> None:
-    figures = request_metrics(generation(three_passes(), 3))
-    # first token after 4 s; end to end 8 s; (8 - 4) / (3 - 1) = 2 s a further token; 3 / 8 tok/s.
-    assert figures["ttft_ms"] == 4000.0
-    assert figures["e2el_ms"] == 8000.0
-    assert figures["tpot_ms"] == 2000.0
-    assert figures["request_tok_per_s"] == 0.375
+@pytest.mark.parametrize(
+    ("request_", "figures"),
+    [
+        # First token after 4 s, end to end 8 s, (8 - 4) / (3 - 1) = 2 s a further token, 3 / 8.
+        (
+            generation(three_passes(), 3),
+            {"ttft_ms": 4000, "e2el_ms": 8000, "tpot_ms": 2000, "request_tok_per_s": 0.375},
+        ),
+        # An answer of one token has no time per further token.
+        (
+            generation(three_passes()[:1], 1),
+            {"ttft_ms": 4000, "e2el_ms": 4000, "request_tok_per_s": 0.25},
+        ),
+        # A scoring request has its pass as first token; windows of one text add up.
+        (scoring(three_passes()[:1]), {"ttft_ms": 4000, "e2el_ms": 4000}),
+        (
+            scoring([make_pass(0, PREFILL, 0.0, 2.0), make_pass(1, PREFILL, 2.0, 5.0)]),
+            {"ttft_ms": 5000, "e2el_ms": 5000},
+        ),
+        # No passes, no figures; where everything is resident and compute free, no rate.
+        (generation([], 0), {}),
+        (generation([make_pass(0, PREFILL, 3.0, 3.0)], 1), {"ttft_ms": 0, "e2el_ms": 0}),
+    ],
+    ids=["generation", "one token", "scoring", "windows", "no passes", "no time"],
+)
+def test_a_requests_latencies(request_: RequestRecord, figures: dict[str, float]) -> None:
+    assert request_metrics(request_) == figures
 
 
-def test_an_answer_of_one_token_has_no_time_per_further_token() -> None:
-    figures = request_metrics(generation(three_passes()[:1], 1))
-    assert "tpot_ms" not in figures
-    assert figures["ttft_ms"] == figures["e2el_ms"] == 4000.0
-
-
-def test_a_scoring_request_has_its_pass_as_first_token_and_no_tpot() -> None:
-    figures = request_metrics(scoring(three_passes()[:1]))
-    assert figures["ttft_ms"] == figures["e2el_ms"] == 4000.0
-    assert "tpot_ms" not in figures
-    assert "request_tok_per_s" not in figures
+def test_a_task_of_scores_has_no_time_per_token() -> None:
     task = task_metrics([scoring(three_passes()[:1])], 0)
-    assert "tpot_ms" not in task
-    assert "itl_ms" not in task
+    assert "tpot_ms" not in task and "itl_ms" not in task
     assert task["tok_per_s"] is None
     assert task["prompt_tok_per_s"] == 1.25  # 5 tokens / 4 s
-
-
-def test_windows_of_one_text_add_up() -> None:
-    passes = [make_pass(0, PREFILL, 0.0, 2.0), make_pass(1, PREFILL, 2.0, 5.0)]
-    assert request_metrics(scoring(passes))["ttft_ms"] == 5000.0
-
-
-def test_a_request_without_passes_has_no_figures() -> None:
-    assert request_metrics(generation([], 0)) == {}
-
-
-def test_a_request_that_took_no_time_has_no_token_rate() -> None:
-    # Everything resident, compute free: nothing to divide by.
-    figures = request_metrics(generation([make_pass(0, PREFILL, 3.0, 3.0)], 1))
-    assert figures["e2el_ms"] == 0.0
-    assert "request_tok_per_s" not in figures
 
 
 def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
@@ -176,38 +169,25 @@ def test_prefetch_precision_and_recall() -> None:
     assert found["prefetch_recall"] == pytest.approx(4 / 6)
 
 
-def test_time_and_traffic_per_token() -> None:
+def test_time_and_traffic_per_token_and_lifetime_per_evicted_expert() -> None:
+    life = {"evictions": 4, "lifetime_tokens": 10}
     passes = [
         make_pass(0, PREFILL, 0, 8, num_tokens=3, stall_s=6, link_busy_s=6, bytes_moved=300),
-        make_pass(1, DECODE, 8, 10, num_tokens=1, stall_s=1, link_busy_s=1, bytes_moved=100),
+        make_pass(
+            1, DECODE, 8, 10, num_tokens=1, stall_s=1, link_busy_s=1, bytes_moved=100, **life
+        ),
     ]
     found = cache_metrics(passes)
     assert found["stall_ms_per_token"] == 7000 / 4
     assert found["link_utilization"] == 0.7
     assert found["bytes_per_token"] == 100.0
-
-
-def test_lifetime_is_per_evicted_expert() -> None:
-    passes = [make_pass(0, DECODE, 0, 1, evictions=4, lifetime_tokens=10)]
-    assert cache_metrics(passes)["expert_lifetime_tokens"] == 2.5
+    assert found["expert_lifetime_tokens"] == 2.5
 
 
 def test_shares_of_changed_work_divide_by_what_the_router_asked_for() -> None:
-    passes = [
-        make_pass(
-            0,
-            DECODE,
-            0,
-            1,
-            token_requests=10,
-            token_misses=5,
-            dropped=2,
-            unfaithful=4,
-            substituted=2,
-            low_precision=1,
-        )
-    ]
-    found = cache_metrics(passes)
+    asked = {"token_requests": 10, "token_misses": 5}
+    changed = {"dropped": 2, "unfaithful": 4, "substituted": 2, "low_precision": 1}
+    found = cache_metrics([make_pass(0, DECODE, 0, 1, **asked, **changed)])
     # 8 of 10 assignments were executed, 4 of them the router's own.
     assert found["dropped_share"] == 2 / 10
     assert found["routing_fidelity"] == 4 / 10

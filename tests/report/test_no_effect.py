@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lm_eval_moecache.records.event import DECODE, PREFILL
@@ -25,28 +27,23 @@ TASKS = {
 }
 
 
-def test_decode_only_policies_say_which_tasks_decoded_nothing() -> None:
-    (warning,) = settings_without_effect(TASKS, "decode", "parallel")
-    assert "phases=decode" in warning
-    assert "arc, mmlu" in warning
-    assert "gsm8k" not in warning
-
-
-def test_scan_says_which_tasks_scored_no_text() -> None:
-    (warning,) = settings_without_effect(TASKS, "all", "scan")
-    assert "scoring=scan" in warning
-    assert "gsm8k" in warning
-    assert "mmlu" not in warning
-
-
-def test_a_seed_that_nothing_draws_from_is_said() -> None:
-    (warning,) = settings_without_effect(TASKS, "all", "parallel", idle_seed=3)
-    assert "seed=3" in warning
-
-
-def test_a_cutoff_of_no_layer_is_said() -> None:
-    (warning,) = settings_without_effect(TASKS, "all", "parallel", idle_cutoff=True)
-    assert "prefetch.cutoff=auto" in warning
+@pytest.mark.parametrize(
+    ("phases", "scoring", "idle", "said", "unsaid"),
+    [
+        ("decode", "parallel", {}, ("phases=decode", "arc, mmlu"), "gsm8k"),
+        ("all", "scan", {}, ("scoring=scan", "gsm8k"), "mmlu"),
+        ("all", "parallel", {"idle_seed": 3}, ("seed=3",), "scan"),
+        ("all", "parallel", {"idle_levels": ("int8", "int4")}, ("precision=int8:int4",), "scan"),
+        ("all", "parallel", {"idle_cutoff": True}, ("prefetch.cutoff=auto",), "scan"),
+        ("all", "parallel", {"idle_link": True}, ("link=fifo",), "scan"),
+    ],
+)
+def test_what_did_nothing_is_said_with_its_tasks(
+    phases: str, scoring: str, idle: dict[str, Any], said: tuple[str, ...], unsaid: str
+) -> None:
+    (warning,) = settings_without_effect(TASKS, phases, scoring, **idle)
+    assert all(text in warning for text in said)
+    assert unsaid not in warning
 
 
 @pytest.mark.parametrize(

@@ -37,35 +37,25 @@ REPORT: dict[str, Any] = {
 }
 
 
-def test_each_task_has_its_row_and_the_title_says_under_what() -> None:
-    title, header, _, *rows = speed_table(REPORT).strip().split("\n")
+def test_each_task_has_its_row_and_warnings_stand_below() -> None:
+    text = speed_table({**REPORT, "warnings": ["a knob did nothing"]})
+    title, header, _, *rows, empty, last = text.split("\n")
     assert "(mine: standard + my_package.Mine + lru + fetch)" in title
     assert "capacity: 5% = 1234 bytes" in title
+    assert (empty, last) == ("", "Warning: a knob did nothing")
     names = [cell.strip() for cell in header.strip("|").split("|")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["gsm8k", "mmlu", "**all**"]
     first = dict(zip(names, cells[0], strict=True))
-    assert float(first["TTFT ms"]) == 1.5
-    assert float(first["Hit"]) == 0.25
-    assert float(first["MB moved"]) == 1.5
-    assert first["tok/s"] == ""
-    assert first["TPOT ms"] == ""
+    assert [float(first[name]) for name in ("TTFT ms", "Hit", "MB moved")] == [1.5, 0.25, 1.5]
+    assert first["tok/s"] == first["TPOT ms"] == ""
 
 
 def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() -> None:
     title = speed_table(REPORT).split("\n")[0]
     assert "hardware: a100-5GBps at 2.5 GB/s" in title
     assert not any(word in title for word in ("scoring", "phases", "cache_reset"))
-    changed = {
-        "scoring": "scan",
-        "cache_reset": "request",
-        "policy": {**POLICY, "phases": "decode"},
-    }
-    title = speed_table({**REPORT, **changed}).split("\n")[0]
+    changed = {"scoring": "scan", "cache_reset": "request"}
+    policy = {**POLICY, "phases": "decode"}
+    title = speed_table({**REPORT, **changed, "policy": policy}).split("\n")[0]
     assert title.endswith("phases: decode, scoring: scan, cache_reset: request")
-
-
-def test_warnings_stand_below_the_table() -> None:
-    *_, row, empty, last = speed_table({**REPORT, "warnings": ["a knob did nothing"]}).split("\n")
-    assert row.startswith("|")
-    assert (empty, last) == ("", "Warning: a knob did nothing")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.cli.reproduce import our_value
 from lm_eval_moecache.records.schemas.inputs import ReproducedValue
-from lm_eval_moecache.report.paper_comparison import our_value
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
 from lm_eval_moecache.sweep.spec import read_sweep

@@ -1,0 +1,244 @@
+"""`moecache analyze`: each analysis against trials by hand, its command, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm_eval_moecache.analysis import coactivation, divergence, optimal_expert, predictability
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.analysis.divergence import Reading, Window, compare, figures
+from lm_eval_moecache.analysis.optimal_expert import ForcedExpert
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.records.coactivation import Coactivation
+from lm_eval_moecache.testing.streams import make_event, make_geometry
+from tests.conftest import Checkpoint
+
+Captured = pytest.CaptureFixture[str]
+TEXT = "One, two, three, four, five."
+
+
+@pytest.mark.parametrize(
+    ("analysis", "options", "key", "values"),
+    [
+        ("optimal_expert", ["--max_tokens=6"], "layer", [0, 1, 2]),
+        (
+            "divergence",
+            ["--max_tokens=20", "--policies=on_demand,mixture_cache", "--capacity=4/layer"],
+            "policy",
+            ["unmodified", "on_demand", "mixture_cache"],
+        ),
+        (
+            "coactivation",
+            ["--max_tokens=20", "--sample_tokens=8", "--layer=2"],
+            "layer",
+            [0, 1, 2],
+        ),
+        ("sensitivity", ["--max_tokens=6", "--seeds=1"], "rank", [0, 1, 2]),
+        (
+            "locality",
+            ["--max_tokens=20", "--capacity=4/layer"],
+            "routing",
+            ["standard", "cache_prior (lambda 0.5)"],
+        ),
+    ],
+)
+def test_the_command_writes_table_and_pictures(
+    analysis: str,
+    options: list[str],
+    key: str,
+    values: list[Any],
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    capsys: Captured,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = ["--pretrained", str(checkpoint("olmoe")), "--text", str(tmp_path / "text.txt")]
+    out = tmp_path / "out"
+    assert main(["analyze", analysis, *given, *options, "--out", str(out), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row[key] for row in rows] == values
+    assert all(0 <= row.get("agreement", 0) <= 1 for row in rows)
+    names = {path.name for path in out.iterdir()}
+    assert names == {f"{analysis}.{end}" for end in ("json", "md", "svg", "png")}
+
+
+def test_the_rows_say_how_uneven_pairs_are_and_whether_buddies_do_the_same() -> None:
+    counts = Coactivation(make_geometry(num_layers=1, num_experts=3, top_k=2))
+    counts.activations[0] = [6, 3, 1]
+    counts.pairs[0] = [[0, 3, 1], [3, 0, 0], [1, 0, 0]]
+    cosines = np.array([[[1, 0.5, 0.2], [0.5, 1, 0.1], [0.2, 0.1, 1]]], dtype=np.float32)
+    (row,) = coactivation.analyze(counts, cosines, alpha=0.75, k_max=2)
+    # The lists are 0: 1; 1: 0; 2: 0, as 3/4 of expert 0's mass is on expert 1.
+    assert row["most_active_share"] == pytest.approx(0.6)
+    assert row["least_active_share"] == pytest.approx(0.1)
+    assert row["mean_list_size"] == 1.0
+    assert row["similarity_of_pairs"] == pytest.approx((0.5 + 0.2 + 0.1) / 3)
+    assert row["similarity_of_buddies"] == pytest.approx((0.5 + 0.5 + 0.2) / 3)
+    q, theirs = [0.75, 0.25, 1, 0, 1, 0], [0.5, 0.2, 0.5, 0.1, 0.2, 0.1]
+    assert row["correlation"] == pytest.approx(np.corrcoef(q, theirs)[0, 1], rel=1e-5)
+
+
+def reading(shares: list[list[float]], experts: list[list[list[int]]]) -> Reading:
+    """Three tokens of text, two words known; the last token's routes predict nothing."""
+    return Reading(
+        tokens_T=torch.tensor([0, 1, 0]),
+        logits_TV=torch.tensor(shares).log(),
+        experts_LTK=tuple(map(torch.tensor, experts)),
+    )
+
+
+def test_two_readings_are_compared_by_hand() -> None:
+    plain = reading([[0.5, 0.5], [0.25, 0.75]], [[[0, 1]] * 3, [[2, 3]] * 3])
+    other = reading([[0.25, 0.75], [0.5, 0.5]], [[[1, 0]] * 3, [[2, 0], [0, 1], [0, 1]]])
+    found = compare(plain, other)
+    assert found.tokens == 2
+    # The text goes on with word 1 (0.75), then with word 0 (0.5).
+    assert found.loss == pytest.approx(-math.log(0.75) - math.log(0.5))
+    first = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    second = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
+    assert found.kl == pytest.approx(first + second)
+    # Both first words are the unmodified model's 0 against 1; where two are level, 0 comes first.
+    assert found.same_top == 0
+    # Of token 0 all in one layer and half in the other, of token 1 all and none.
+    assert found.routes == pytest.approx((1 + 0.5) / 2 + (1 + 0) / 2)
+
+
+def test_figures_divide_by_all_tokens_and_the_error_is_over_windows() -> None:
+    windows = [
+        Window(tokens=1, loss=1.0, kl=0.3, same_top=1, routes=1.0),
+        Window(tokens=3, loss=3.0, kl=0.1, same_top=2, routes=1.5),
+    ]
+    found = figures(windows)
+    assert found["tokens"] == 4 and found["perplexity"] == pytest.approx(math.e)
+    assert found["kl"] == pytest.approx(0.1) and found["top1_agreement"] == 0.75
+    assert found["route_agreement"] == pytest.approx(2.5 / 4)
+    # Residuals 0.3 - 0.1 x 1 and 0.1 - 0.1 x 3, each 0.2; two windows.
+    assert found["kl_stderr"] == pytest.approx(math.sqrt(0.08 * 2) / 4)
+    assert figures(windows[:1])["kl_stderr"] is None
+
+
+def test_only_a_lossy_policy_moves_the_output(checkpoint: Checkpoint) -> None:
+    analyzed = AnalyzedModel(str(checkpoint("olmoe")), [TEXT, "Six."], 40)
+    policies = {"exact": {"policy": "on_demand"}, "drop": {"miss": "drop", "miss.h": 2}}
+    unmodified, exact, drop = divergence.analyze(analyzed, policies, "3/layer")
+    assert unmodified["kl"] == exact["kl"] == 0.0
+    assert exact["top1_agreement"] == exact["route_agreement"] == exact["routing_fidelity"] == 1.0
+    assert exact["perplexity"] == unmodified["perplexity"]
+    assert drop["kl"] > 0 and drop["routing_fidelity"] < 1 and drop["route_agreement"] < 1
+    assert drop["bytes_per_token"] < exact["bytes_per_token"]
+
+
+def test_a_forced_expert_takes_its_rank_unless_the_token_has_it_already() -> None:
+    routing = ForcedExpert(make_geometry(num_experts=5, top_k=3), rank=2)
+    logits = [[5, 4, 3, 2, 1], [1, 2, 3, 4, 5], [5, 1, 4, 2, 3]]
+    event = make_event(routing.geometry, 0, 1, logits)
+    assert routing.select(event, ()) is None
+    routing.layer, routing.wanted = 1, np.asarray([0, 0, 4])
+    selection = routing.select(event, ())
+    assert selection is not None
+    # Experts 0, 1, 2 have 0 first; 4, 3, 2 get 0 in the place of 3; 0, 2, 4 have 4 last.
+    assert selection.experts.tolist() == [[0, 1, 2], [4, 0, 2], [0, 2, 4]]
+
+
+def test_one_tokens_search_is_the_least_loss_of_all_trials(checkpoint: Checkpoint) -> None:
+    """With one token to predict, no other token's change is in its loss."""
+    analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["ab"], 2)
+    analyzed.windows = [window[:2] for window in analyzed.windows[:1]]
+    [window], rank = analyzed.windows, 2
+    rows = optimal_expert.analyze(analyzed, rank)
+    plain = float(analyzed.losses(window)[0])
+    for layer, row in enumerate(rows):
+        losses = tried_by_hand(analyzed, window, layer, rank)
+        assert row["perplexity"] == pytest.approx(math.exp(plain), rel=1e-4)
+        assert row["oracle"] == pytest.approx(math.exp(min([*losses, plain])), rel=1e-4)
+        assert row["agreement"] == float(plain <= min(losses))
+
+
+def tried_by_hand(analyzed: AnalyzedModel, window: Any, layer: int, rank: int) -> list[float]:
+    """The token's loss with each expert that it did not choose, by a hook on the router alone."""
+    router, found = analyzed.layers[layer].router, []
+    seen: list[Any] = []
+    handle = router.register_forward_hook(lambda module, args, output: seen.append(output))
+    analyzed.losses(window)
+    handle.remove()
+    logits, _, chosen = seen[0]
+    order = logits[0].argsort(descending=True).tolist()
+    for expert in range(analyzed.geometry.num_experts):
+        if expert in chosen[0].tolist():
+            continue
+
+        def swap(module: Any, args: Any, output: Any, expert: int = expert) -> Any:
+            scores, weights, experts = (part.clone() for part in output)
+            place = experts[0].tolist().index(order[rank - 1])
+            experts[0, place] = expert
+            whole = torch.softmax(scores.float(), -1)
+            own = whole.gather(-1, experts)
+            if module.norm_topk_prob:
+                own = own / own.sum(-1, keepdim=True)
+            weights[0] = own[0].to(weights.dtype)
+            return scores, weights, experts
+
+        handle = router.register_forward_hook(swap)
+        found.append(float(analyzed.losses(window)[0]))
+        handle.remove()
+    return found
+
+
+def test_predictability_gives_figure_2_and_table_1_of_what_tasks_generate(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    words = ["analyze", "predictability", "--tasks", "tiny_bbh", "--limit", "4", "--json"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["right"] for row in found["certainty"]] == list(range(9))
+    tokens = sum(row["tokens"] for row in found["certainty"])
+    assert tokens == sum(row["tokens"] for row in found["layers"]) > 0
+    assert sum(row["share"] for row in found["certainty"]) == pytest.approx(1.0)
+    for row in found["layers"]:
+        assert 0.6 < row["predictor"] <= 1.0
+    for row in found["correlations"]:
+        # With so few tokens one side may not vary, which has no correlation.
+        assert row["set_by_gap"] is None or -1 <= row["set_by_gap"] <= 1
+    assert any(row["set_by_certainty"] is not None for row in found["correlations"])
+    assert [row["prompt"] for row in found["documents"]] == [0, 1, 2, 3]
+    assert sum(row["tokens"] for row in found["documents"]) == tokens
+    (table,) = found["replacement"]
+    assert table["task"] == "tiny_bbh" and table["metric"].startswith("exact_match")
+    assert table["original"] == table["replaced"] == 1.0
+    for name in ("certainty.json", "layers.md", "replacement.md", "predictability.svg"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "a.txt"], "text='a.txt' has no effect on analyze predictability"),
+        pytest.param(
+            ["--tasks", "tiny_bhb"],
+            "tasks='tiny_bhb' is not known. Did you mean 'tiny_bbh'",
+            marks=pytest.mark.slow,  # lm-eval indexes all its tasks
+        ),
+        (["--limit", "0"], "limit=0 must be 1 or more"),
+        (["--pretrained", "some/model"], "tasks: name tasks that generate text"),
+        (["--tasks", "tiny_arc"], "tasks='tiny_arc' generate nothing (multiple_choice)"),
+        (["--profile", "nowhere.safetensors"], "there is no such file"),
+        (["--pretrained", "./none"], "pretrained='./none': there is no such folder"),
+    ],
+)
+def test_predictability_of_what_makes_no_sense_is_refused(
+    words: list[str],
+    message: str,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a model is loaded, which takes a real one minutes."""
+    monkeypatch.setattr(predictability, "MoECacheLM", None)
+    assert main(["analyze", "predictability", *words]) == 2
+    assert message in capsys.readouterr().err
