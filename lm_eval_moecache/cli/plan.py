@@ -22,27 +22,19 @@ MOST_CONTEXT = 2**24
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    names = ", ".join(emulated_names())
-    kinds = ", ".join(PRECISIONS)
-    parser.add_argument("model", type=str, help=f"{names}; or a config.json, its folder, a YAML")
-    parser.add_argument(
-        "--hardware",
-        type=str,
-        default="rtx-4090-24gb",
-        help=f"one of {', '.join(profile_names())}; or a YAML",
-    )
-    parser.add_argument(
-        "--precision", type=str | None, help=f"stored weights: {kinds}; default: as published"
-    )
+    text = f"{', '.join(emulated_names())}; or a config.json, its folder, a YAML"
+    parser.add_argument("model", type=str, help=text)
+    text = f"one of {', '.join(profile_names())}; or a YAML"
+    parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
+    text = f"stored weights: {', '.join(PRECISIONS)}; default: as published"
+    parser.add_argument("--precision", type=str | None, help=text)
     parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before the first answer")
-    parser.add_argument(
-        "--store", type=str, default=RAM, help="where experts lie: ram, or disk (an NVMe drive)"
-    )
+    text = "where experts lie: ram, or disk (an NVMe drive)"
+    parser.add_argument("--store", type=str, default=RAM, help=text)
     parser.add_argument("--bandwidth", type=str | None, help="what the link does: '5GB/s'")
-    parser.add_argument(
-        "--trace", type=str | None, help="whose routing is replayed; default: the nearest shipped"
-    )
+    text = "whose routing is replayed; default: the nearest shipped"
+    parser.add_argument("--trace", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:

@@ -14,17 +14,14 @@ from lm_eval_moecache.sweep.spec import read_sweep
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "dir", help="a folder with results JSONs below it; the `figures` of its sweep.yaml, if any"
-    )
+    text = "a folder with results JSONs below it; the `figures` of its sweep.yaml, if any"
+    parser.add_argument("dir", help=text)
     parser.add_argument("--output", type=str | None, help="default: DIR/plots")
     parser.add_argument("--task", type=str | None, help="TASK or TASK:METRIC; default: mean")
-    parser.add_argument(
-        "--group", type=str | None, help="the setting that gives a run its colour; default: policy"
-    )
-    parser.add_argument(
-        "--where", type=str | None, help="only runs with these settings: capacity=5%%,policy=specmd"
-    )
+    text = "the setting that gives a run its colour; default: policy"
+    parser.add_argument("--group", type=str | None, help=text)
+    text = "only runs with these settings: capacity=5%%,policy=specmd"
+    parser.add_argument("--where", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:

@@ -26,29 +26,18 @@ BOARD = "table.yaml"
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
     parser.add_argument("--format", choices=sorted(FORMS), help="default: md")
-    parser.add_argument(
-        "--columns",
-        type=str | None,
-        help="comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: what varies",
-    )
-    parser.add_argument(
-        "--sort",
-        type=str | None,
-        help="comma-separated columns, best first; NAME:asc or NAME:desc forces an order; "
-        "default: accuracy,tok_per_s",
-    )
+    text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: what varies"
+    parser.add_argument("--columns", type=str | None, help=text)
+    text = "comma-separated columns, best first; NAME:asc or NAME:desc forces an order; "
+    text += "default: accuracy,tok_per_s"
+    parser.add_argument("--sort", type=str | None, help=text)
     parser.add_argument("--title", type=str | None, help="default: the sweep file's")
-    parser.add_argument(
-        "--write", action="store_true", help="write DIR/table.md (and .csv, .html, .json)"
-    )
-    parser.add_argument(
-        "--each",
-        action="store_true",
-        help="with --write: for every sweep's folder below DIR, for every folder with a "
-        "table.yaml (title, where, distinct, by, columns, sort, views: a leaderboard over what "
-        "lies below it), "
-        "and for the JSONs of analyses and searches",
-    )
+    text = "write DIR/table.md (and .csv, .html, .json)"
+    parser.add_argument("--write", action="store_true", help=text)
+    text = "with --write: for every sweep's folder below DIR, for every folder with a table.yaml "
+    text += "(title, where, distinct, by, columns, sort, views: a leaderboard over what lies below "
+    text += "it), and for the JSONs of analyses and searches"
+    parser.add_argument("--each", action="store_true", help=text)
 
 
 def run(arguments: Namespace) -> int:

@@ -20,41 +20,28 @@ _FOR_EVERY_RUN = ("precision", "emulate")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", help="folder for the study, the runs, front.md and best.yaml")
+    text = "folder for the study, the runs, front.md and best.yaml"
+    parser.add_argument("--out", help=text)
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
-    parser.add_argument(
-        "--model_args",
-        type=str | None,
-        help="further arguments of every run: precision=int8:int4,emulate=OLMoE-1B-7B",
-    )
-    parser.add_argument(
-        "--tasks", default="moecache_offline", help="comma-separated; their mean is the accuracy"
-    )
+    text = "further arguments of every run: precision=int8:int4,emulate=OLMoE-1B-7B"
+    parser.add_argument("--model_args", type=str | None, help=text)
+    text = "comma-separated; their mean is the accuracy"
+    parser.add_argument("--tasks", default="moecache_offline", help=text)
     parser.add_argument("--limit", type=int | float | None, help="documents a task")
     parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51 or 30/layer")
     parser.add_argument("--hardware", default=DEFAULT_PROFILE, help="profile, or YAML")
     parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: 5GB/s")
-    parser.add_argument(
-        "--budget", type=float, default=1.0, help="points of accuracy that may be lost (default: 1)"
-    )
-    parser.add_argument(
-        "--metric", default="tok_per_s", help="what fast means: tok_per_s, tpot_ms, ttft_ms ..."
-    )
+    text = "points of accuracy that may be lost (default: 1)"
+    parser.add_argument("--budget", type=float, default=1.0, help=text)
+    text = "what fast means: tok_per_s, tpot_ms, ttft_ms ..."
+    parser.add_argument("--metric", default="tok_per_s", help=text)
     parser.add_argument("--space", type=str | None, help="YAML of what to search")
     parser.add_argument("--trials", type=int, default=1000, help="candidates to draw at most")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        help="seconds after the first run in which others begin, those of policies/ included",
-    )
-    parser.add_argument(
-        "--slack",
-        type=float,
-        default=0.1,
-        help="a lossy candidate is not run where its prefetch and eviction alone, replayed, are "
-        "slower than the best by more than this share",
-    )
+    text = "seconds after the first run in which others begin, those of policies/ included"
+    parser.add_argument("--timeout", type=float, default=600.0, help=text)
+    text = "a lossy candidate is not run where its prefetch and eviction alone, replayed, are "
+    text += "slower than the best by more than this share"
+    parser.add_argument("--slack", type=float, default=0.1, help=text)
     parser.add_argument("--jobs", type=int, default=1, help="processes that run the model")
     parser.add_argument("--seed", type=int, default=0, help="of the search")
 
@@ -85,8 +72,12 @@ def run(arguments: Namespace) -> int:
         seed=arguments.seed,
         jobs=arguments.jobs,
     )
+
+    def say(text: str) -> None:
+        sys.stderr.write(text + "\n")
+
     space = None if arguments.space is None else Path(arguments.space)
-    found = tune(objective, effort, Path(arguments.out), space, _say).as_dict()
+    found = tune(objective, effort, Path(arguments.out), space, say).as_dict()
     return print_result(arguments.json, found, front_table(found))
 
 
@@ -104,10 +95,6 @@ def _model_args(text: str | None) -> dict[str, str]:
             )
         found[key] = value
     return found
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 def _check(arguments: Namespace) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,16 +49,10 @@ def sign_flip_test(losses: Sequence[float] | Floats) -> float:
         return 0.5 if values[0] > 0 else 1.0
     from scipy.stats import permutation_test
 
-    found = permutation_test(
-        (values,),
-        np.mean,
-        permutation_type="samples",
-        alternative="greater",
-        n_resamples=DRAWS,
-        vectorized=True,
-        batch=max(1, (1 << 20) // values.size),
-        rng=np.random.default_rng(0),
-    )
+    how: dict[str, Any] = {"permutation_type": "samples", "alternative": "greater"}
+    how |= {"vectorized": True, "batch": max(1, (1 << 20) // values.size)}
+    random = np.random.default_rng(0)
+    found = permutation_test((values,), np.mean, n_resamples=DRAWS, rng=random, **how)
     return float(found.pvalue)
 
 
@@ -126,11 +121,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Calling everything significant whose adjusted value is at most alpha makes a false call
     anywhere with a chance of at most alpha, however the tests depend on each other (Holm 1979).
     """
-    for p in p_values:
-        if not 0 <= p <= 1:
-            raise ValueError(f"p={p} must lie in 0 to 1.")
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
+    if beyond := [p for p in p_values if not 0 <= p <= 1]:
+        raise ValueError(f"p={beyond[0]} must lie in 0 to 1.")
+    adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = highest
@@ -173,21 +166,11 @@ def bootstrap_interval(
 
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore")
-        found = bootstrap(
-            tuple(sides),
-            statistic,
-            paired=True,
-            vectorized=True,
-            method="BCa",
-            n_resamples=4000,
-            rng=np.random.default_rng(0),
-        )
+        how: dict[str, Any] = {"paired": True, "vectorized": True, "method": "BCa"}
+        random = np.random.default_rng(0)
+        found = bootstrap(tuple(sides), statistic, n_resamples=4000, rng=random, **how)
         figure = float(statistic(*sides, axis=-1))
-    drawn = found.bootstrap_distribution
-    if np.allclose(drawn, figure, rtol=1e-12, atol=0):
+    if np.allclose(found.bootstrap_distribution, figure, rtol=1e-12, atol=0):
         return figure, figure
-    low, high = found.confidence_interval
-    return (
-        float(low) if math.isfinite(low) else -math.inf,
-        float(high) if math.isfinite(high) else math.inf,
-    )
+    low, high = map(float, found.confidence_interval)
+    return low if math.isfinite(low) else -math.inf, high if math.isfinite(high) else math.inf

@@ -34,14 +34,14 @@ class Timeline:
             self._add("thread_name", "M", index, args={"name": name})
             self._add("thread_sort_index", "M", index, args={"sort_index": index})
 
+    def _add(self, name: str, kind: str, track: int, **rest: Any) -> None:
+        self.events.append({"name": name, "ph": kind, "pid": 1, "tid": track, **rest})
+
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Add something that took time; what took none is left out."""
         if end_s > start_s:
             times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
             self._add(name, "X", TRACKS.index(track), cat=track, **times, args=args)
-
-    def _add(self, name: str, kind: str, track: int, **rest: Any) -> None:
-        self.events.append({"name": name, "ph": kind, "pid": 1, "tid": track, **rest})
 
     def watch(self, engine: Engine) -> None:
         """Let the engine's clock, link and host tell what they do, from now on.
@@ -90,17 +90,9 @@ class _TellingClock(VirtualClock):
         super().dense(layer, num_tokens)
         self.timeline.span(COMPUTE, "dense", start_s, self.now, layer=layer, tokens=num_tokens)
 
-    def experts(
-        self,
-        layer: int,
-        num_experts: int,
-        num_assignments: int,
-        level: int = 0,
-        launched: bool = False,
-        share: float = 1.0,
-    ) -> None:
+    def experts(self, layer: int, num_experts: int, *how: Any, **more: Any) -> None:
         start_s = self.now
-        super().experts(layer, num_experts, num_assignments, level, launched, share)
+        super().experts(layer, num_experts, *how, **more)
         self.timeline.span(COMPUTE, "experts", start_s, self.now, layer=layer, experts=num_experts)
 
 
@@ -147,8 +139,6 @@ def write_timeline(files: Sequence[str], setting: SweepSetting, path: str) -> No
     Raises ValueError where there are several.
     """
     trace, replayed, future = one_replay(files, setting)
-    timeline = Timeline()
-    engine = replay(
-        trace, replayed, future=future, cache_reset=setting.cache_reset, on_engine=timeline.watch
-    )
+    timeline, reset = Timeline(), setting.cache_reset
+    engine = replay(trace, replayed, future=future, cache_reset=reset, on_engine=timeline.watch)
     write_whole(Path(path), json.dumps(timeline.as_dict(engine)))

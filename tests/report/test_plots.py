@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lm_eval_moecache.report.mpl_style import COLOURS, look
 from lm_eval_moecache.report.results import load_runs
 from tests.report.runs import leaderboard_of_four, record, write
 
+pytest.importorskip("matplotlib")
 Captured = pytest.CaptureFixture[str]
 NAMES = (
     "accuracy_memory accuracy_miss_rate accuracy_tok_per_s "
@@ -23,7 +25,6 @@ NAMES = (
 
 
 def test_every_plot_is_written_twice_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     folder = leaderboard_of_four(tmp_path / "four")
     for output in ("one", "two"):
         assert main(["plot", str(folder), f"--output={tmp_path / output}"]) == 0
@@ -33,18 +34,27 @@ def test_every_plot_is_written_twice_the_same(tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_a_wrong_task_and_a_single_run_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_drawn_is_refused_and_runs_are_chosen_by_settings(
+    tmp_path: Path, capsys: Captured
 ) -> None:
-    pytest.importorskip("matplotlib")
     folder = leaderboard_of_four(tmp_path / "four")
-    assert main(["plot", str(folder), "--task=quizz"]) == 2
-    assert "Allowed: quiz" in capsys.readouterr().err
+    for option, message in (
+        ("--task=quizz", "Allowed: quiz"),
+        ("--where=policy=other", "no run has these settings"),
+        ("--group=hardware", "group='hardware' has no effect: all runs have 'a100-5GBps'"),
+    ):
+        assert main(["plot", str(folder), option]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["plot", str(folder), f"--output={tmp_path}", "--where=policy=specmd"]) == 0
+    panels = "[{x: capacity, y: miss_rate}]"
+    (folder / "sweep.yaml").write_text(f"tasks: quiz\nfigures: [{{name: x, panels: {panels}}}]\n")
+    assert main(["plot", str(folder), "--group=policy"]) == 2
+    assert "--group='policy' has no effect on the `figures`" in capsys.readouterr().err
     assert main(["plot", str(write(tmp_path / "one", record("a")))]) == 2
 
 
 def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(leaderboard_of_four(tmp_path))]) == 2
@@ -54,20 +64,15 @@ def test_without_matplotlib_the_extra_is_named(
 def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "score")) -> Path:
     """Seven evictions under each prefetcher at two capacities: as the eviction experiment."""
     made = []
-    for prefetch in prefetches:
-        for i in range(7):
-            for j, capacity in enumerate(("5%", "25%")):
-                name = f"{prefetch}{i}{j}"
-                each = record(name, capacity=capacity, prefetch=prefetch, eviction=f"rule{i}")
-                policy = each["config"]["moecache"]["policy"]
-                policy["prefetch"], policy["eviction"] = {"name": prefetch}, {"name": f"rule{i}"}
-                each["config"]["moecache"]["totals"]["tok_per_s"] = 100.0 * i + j
-                made.append(each)
+    for prefetch, i, (j, capacity) in product(prefetches, range(7), enumerate(("5%", "25%"))):
+        chosen = {"prefetch": prefetch, "eviction": f"rule{i}"}
+        each = record(f"{prefetch}{i}{j}", capacity=capacity, tok_per_s=100.0 * i + j, **chosen)
+        each["config"]["moecache"]["policy"] |= {k: {"name": v} for k, v in chosen.items()}
+        made.append(each)
     return write(folder, *made)
 
 
 def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     runs = load_runs(grid(tmp_path))
     panels = plots.panels_of(runs, "policy", "capacity")
     assert [panel.title for panel in panels] == [
@@ -95,7 +100,6 @@ def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path:
 
 
 def test_too_many_series_and_two_runs_in_one_place_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     many = load_runs(grid(tmp_path / "many", tuple(f"p{i}" for i in range(8))))
     many += load_runs(write(tmp_path / "more", *(record(f"x{i}", seed=str(i)) for i in range(20))))
     with pytest.raises(ValueError, match=r"series \(.*vary\) are too many"):
@@ -110,7 +114,6 @@ def test_seventy_series_look_different() -> None:
 
 
 def test_axes_of_accuracy_end_at_one_and_the_front_is_ringed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     runs = load_runs(leaderboard_of_four(tmp_path))
     x, y = (plots.axis_of(runs, runs, name) for name in ("tok_per_s", "accuracy"))
     figure = plots.draw_tradeoff(runs, x, y, "policy", is_curve=False)
@@ -123,7 +126,6 @@ def test_axes_of_accuracy_end_at_one_and_the_front_is_ringed(tmp_path: Path) -> 
 
 
 def test_a_perplexity_of_words_is_drawn_against_the_lowest(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     made = []
     for name, value in (("a", 16_000.0), ("b", 16_160.0)):
         each = record(name, policy=name)
@@ -136,19 +138,7 @@ def test_a_perplexity_of_words_is_drawn_against_the_lowest(tmp_path: Path) -> No
     assert "of the lowest, 16000" in axis.label and not axis.log
 
 
-def test_a_group_without_effect_is_refused(tmp_path: Path, capsys: Captured) -> None:
-    pytest.importorskip("matplotlib")
-    folder = leaderboard_of_four(tmp_path)
-    assert main(["plot", str(folder), "--group=hardware"]) == 2
-    assert "group='hardware' has no effect: all runs have 'a100-5GBps'" in capsys.readouterr().err
-    panels = "[{x: capacity, y: miss_rate}]"
-    (folder / "sweep.yaml").write_text(f"tasks: quiz\nfigures: [{{name: x, panels: {panels}}}]\n")
-    assert main(["plot", str(folder), "--group=policy"]) == 2
-    assert "--group='policy' has no effect on the `figures`" in capsys.readouterr().err
-
-
 def test_a_line_joins_runs_of_one_identity_only(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     one, four = record("a"), record("b", capacity="50%")
     four["config"]["batch_size"] = 4
     runs = load_runs(write(tmp_path, one, four))
@@ -159,17 +149,6 @@ def test_a_line_joins_runs_of_one_identity_only(tmp_path: Path) -> None:
     plots.draw_figure(runs, figure.model_copy(update={"group": ["batch_size"]}))
 
 
-def test_no_part_of_a_legend_is_cut_off(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    names = [f"a composition with a rather long name, number {i}" for i in range(6)]
-    runs = load_runs(write(tmp_path, *(record(f"r{i}", policy=n) for i, n in enumerate(names))))
-    panels = [{"x": "miss_rate", "y": "quiz"}]
-    picture = plots.draw_figure(runs, Figure.model_validate({"name": "x", "panels": panels}))
-    picture.canvas.draw()
-    [box] = [legend.get_window_extent() for legend in picture.legends]
-    assert box.x0 >= 0 and box.x1 <= picture.bbox.x1 and box.y0 >= 0
-
-
 def test_every_metric_has_words_and_a_unit() -> None:
     for name, metric in METRICS.items():
         assert metric.words[0].islower(), name
@@ -177,24 +156,16 @@ def test_every_metric_has_words_and_a_unit() -> None:
         assert ("[ms]" in metric.words) == ("_ms" in name), name
 
 
-def test_runs_are_chosen_by_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    folder = leaderboard_of_four(tmp_path / "four")
-    out = tmp_path / "out"
-    assert main(["plot", str(folder), f"--output={out}", "--where=policy=specmd"]) == 0
-    assert main(["plot", str(folder), "--where=policy=other"]) == 2
-    assert "no run has these settings" in capsys.readouterr().err
-
-
-def test_a_long_title_is_wrapped_and_not_cut_off(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    runs = load_runs(leaderboard_of_four(tmp_path))
+def test_no_legend_or_title_is_cut_off(tmp_path: Path) -> None:
+    names = [f"a composition with a rather long name, number {i}" for i in range(6)]
+    runs = load_runs(write(tmp_path, *(record(f"r{i}", policy=n) for i, n in enumerate(names))))
     title = "Accuracy on a task against misses per token while generating, half resident"
     figure = {"name": "x", "title": title, "panels": [{"x": "miss_rate", "y": "quiz"}]}
     picture = plots.draw_figure(runs, Figure.model_validate(figure))
     picture.canvas.draw()
-    box = picture._suptitle.get_window_extent()
-    assert box.x0 >= 0 and box.x1 <= picture.bbox.x1
+    for part in (picture._suptitle, *picture.legends):
+        box = part.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= picture.bbox.x1 and box.y0 >= 0
     assert picture.axes[0].get_ylim()[1] == 1
 
 

@@ -15,6 +15,7 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.results import load_runs
 from tests.report.runs import leaderboard_of_four, record, write
 
+Captured = pytest.CaptureFixture[str]
 MARKDOWN = """\
 | Policy | Capacity | quiz acc | TTFT ms | tok/s | Hit | Miss | Pareto |
 | --- | --- | --: | --: | --: | --: | --: | :-: |
@@ -32,15 +33,13 @@ def table(folder: Path, *options: str) -> int:
     return main(["table", str(folder), *options])
 
 
-def test_the_leaderboard_marks_the_best_and_the_front(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_leaderboard_marks_the_best_and_the_front(tmp_path: Path, capsys: Captured) -> None:
     assert table(leaderboard_of_four(tmp_path)) == 0
     assert capsys.readouterr().out == MARKDOWN
 
 
 def test_rows_that_a_board_keeps_apart_are_not_ranked_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     folder = leaderboard_of_four(tmp_path)
     shown = "columns: [capacity, policy, tok_per_s, pareto]\nsort: [capacity, tok_per_s]\n"
@@ -80,9 +79,7 @@ def test_the_same_runs_give_the_same_bytes_wherever_they_lie(tmp_path: Path) -> 
     assert (first / "table.json").read_bytes() == before
 
 
-def test_columns_and_order_can_be_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_and_order_can_be_chosen(tmp_path: Path, capsys: Captured) -> None:
     folder = leaderboard_of_four(tmp_path)
     columns = "policy,capacity,quiz:acc,decode_miss_rate,ttft_ms.p99,tok_per_s@quiz"
     assert table(folder, "--format=csv", f"--columns={columns}", "--sort=capacity,tok_per_s") == 0
@@ -100,22 +97,21 @@ def test_columns_and_order_can_be_chosen(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "message"),
     [
-        (("--columns=polcy",), "Did you mean 'policy'"),
-        (("--sort=miss_rat",), "Did you mean 'miss_rate'"),
+        ("--columns=polcy", "Did you mean 'policy'"),
+        ("--sort=miss_rat", "Did you mean 'miss_rate'"),
+        ("--each", "--each goes with --write"),
     ],
 )
-def test_an_unknown_column_is_named(
-    tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_option_is_named(
+    tmp_path: Path, option: str, message: str, capsys: Captured
 ) -> None:
-    assert table(leaderboard_of_four(tmp_path), *options) == 2
+    assert table(leaderboard_of_four(tmp_path), option) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_without_runs_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_runs_is_an_error(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other.json").write_text("[]")
     assert table(tmp_path) == 2
     assert "no results" in capsys.readouterr().err
@@ -123,7 +119,7 @@ def test_a_folder_without_runs_is_an_error(
 
 
 def test_what_varies_becomes_a_column_and_the_mean_of_tasks_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     write(
         tmp_path,
@@ -135,9 +131,7 @@ def test_what_varies_becomes_a_column_and_the_mean_of_tasks_is_shown(
     assert "| Bandwidth | Accuracy | quiz acc | exam acc |" in head
 
 
-def test_a_pivot_view_puts_one_setting_across(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pivot_view_puts_one_setting_across(tmp_path: Path, capsys: Captured) -> None:
     leaderboard_of_four(tmp_path)
     (tmp_path / "sweep.yaml").write_text(
         "title: All\ntasks: quiz\nviews:\n"
@@ -187,7 +181,7 @@ def many(name: str, right: int, tok_per_s: float, **more: Any) -> dict[str, Any]
     return record(name, policy=name, answers=answers, tok_per_s=tok_per_s, **more)
 
 
-def marked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, list[str]]:
+def marked(folder: Path, capsys: Captured, *options: str) -> dict[str, list[str]]:
     assert table(folder, "--columns=policy,accuracy,tok_per_s,pareto", *options) == 0
     rows = [
         line.removeprefix("| ").removesuffix(" |").split(" | ")
@@ -196,9 +190,7 @@ def marked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> d
     return {row[0]: [cell.strip() for cell in row[1:]] for row in rows if len(row) > 2}
 
 
-def test_marks_follow_the_test_and_not_the_digit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_marks_follow_the_test_and_not_the_digit(tmp_path: Path, capsys: Captured) -> None:
     """Three documents of 40 (p 0.125) make neither the best accuracy nor a place on the front."""
     runs = [many("a", 26, 60), many("pre_gated", 29, 50), many("broken", 8, 300)]
     found = marked(write(tmp_path, *runs), capsys)
@@ -215,7 +207,7 @@ def test_marks_follow_the_test_and_not_the_digit(
 
 
 def test_runs_of_different_identity_are_told_apart_and_not_ranked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     one, four = many("specmd", 26, 1007), many("specmd", 26, 2914)
     four |= {"run_id": "four"}
@@ -230,9 +222,7 @@ def test_runs_of_different_identity_are_told_apart_and_not_ranked(
     assert capsys.readouterr().out.split()[0] == "batch_size,tok_per_s"
 
 
-def test_parameters_of_algorithms_can_stand_in_one_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parameters_of_algorithms_can_stand_in_one_column(tmp_path: Path, capsys: Captured) -> None:
     others = {"miss": "drop", "miss.h": 1, "eviction.order": "fifo", "bandwidth": "5GB/s"}
     write(tmp_path, record("a", **others), record("b"))
     assert main(["table", str(tmp_path), "--columns=policy,parameters", "--sort=parameters"]) == 0
@@ -241,9 +231,7 @@ def test_parameters_of_algorithms_can_stand_in_one_column(
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-cmd", "@SUM(A1)", "\t=1"])
-def test_no_csv_cell_is_a_formula(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_no_csv_cell_is_a_formula(tmp_path: Path, capsys: Captured, name: str) -> None:
     folder = write(tmp_path, record("a", policy=name), record("b", miss_rate=-0.25))
     assert table(folder, "--format=csv", "--columns=policy,miss_rate") == 0
     rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
@@ -251,7 +239,7 @@ def test_no_csv_cell_is_a_formula(
     assert ["specmd", "-0.25"] in rows, "a number is none"
 
 
-def test_markdown_cells_stay_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_cells_stay_cells(tmp_path: Path, capsys: Captured) -> None:
     folder = write(tmp_path, record("a", policy="a|b\nc<script>\\"), record("b"))
     assert table(folder, "--columns=policy,miss_rate", "--title=<img src=x>[a](javascript:b)") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -260,9 +248,7 @@ def test_markdown_cells_stay_cells(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(line.count(" | ") == 1 for line in lines if line.startswith("| "))
 
 
-def test_percentiles_and_standard_errors_of_speed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_percentiles_and_standard_errors_of_speed(tmp_path: Path, capsys: Captured) -> None:
     made = record("a")
     figures = made["config"]["moecache"]["totals"]
     figures["ttft_ms"] = {**figures["ttft_ms"], "stderr": 0.125}

@@ -85,21 +85,6 @@ def test_the_pick_has_the_fewest_misses_within_the_loss(
     assert expected in capsys.readouterr().out.partition("## P")[2]
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        ({"best": "mis_rate"}, "Did you mean 'miss_rate'"),
-        ({"score": "quizz"}, "no score of 'quizz'"),
-        ({"los": 0.1}, "Did you mean 'loss'"),
-    ],
-)
-def test_a_wrong_pick_is_named(
-    tmp_path: Path, rule: dict[str, object], message: str, capsys: Captured
-) -> None:
-    assert main(["table", str(pickable(tmp_path, 0.1, **rule))]) == 2
-    assert message in capsys.readouterr().err
-
-
 FIGURE = {
     "name": "mine",
     "group": "policy",
@@ -121,17 +106,23 @@ def test_the_figures_of_a_sweep_file_are_drawn_and_repeat_to_the_byte(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("command", "wrong", "message"),
     [
-        ({"panels": [{"x": "capacity", "y": "mis_rate"}]}, "Did you mean 'miss_rate'"),
-        ({"where": {"policy": "nobody"}}, "no run has where"),
+        ("table", {"best": "mis_rate"}, "Did you mean 'miss_rate'"),
+        ("table", {"score": "quizz"}, "no score of 'quizz'"),
+        ("table", {"los": 0.1}, "Did you mean 'loss'"),
+        ("plot", {"panels": [{"x": "capacity", "y": "mis_rate"}]}, "Did you mean 'miss_rate'"),
+        ("plot", {"where": {"policy": "nobody"}}, "no run has where"),
     ],
 )
-def test_a_wrong_figure_is_named(
-    tmp_path: Path, change: dict[str, object], message: str, capsys: Captured
+def test_a_wrong_pick_or_figure_is_named(
+    tmp_path: Path, command: str, wrong: dict[str, object], message: str, capsys: Captured
 ) -> None:
-    folder = sweep_file(leaderboard_of_four(tmp_path), figures=[{**FIGURE, **change}])
-    assert main(["plot", str(folder), f"--output={tmp_path / 'out'}"]) == 2
+    if command == "table":
+        folder = pickable(tmp_path, 0.1, **wrong)
+    else:
+        folder = sweep_file(leaderboard_of_four(tmp_path), figures=[{**FIGURE, **wrong}])
+    assert main([command, str(folder)]) == 2
     assert message in capsys.readouterr().err
 
 
