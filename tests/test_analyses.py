@@ -34,13 +34,8 @@ TEXT = "One, two, three, four, five."
             "policy",
             ["unmodified", "on_demand", "mixture_cache"],
         ),
-        (
-            "coactivation",
-            ["--max_tokens=20", "--sample_tokens=8", "--layer=2"],
-            "layer",
-            [0, 1, 2],
-        ),
-        ("sensitivity", ["--max_tokens=6", "--seeds=1"], "rank", [0, 1, 2]),
+        ("coactivation", ["--max_tokens=20", "--sample_tokens=8", "--layer=2"], "layer", [0, 1, 2]),
+        ("sensitivity", ["--max_tokens=6", "--seeds=1"], "rank", [0, 1, 2, 3]),
         (
             "locality",
             ["--max_tokens=20", "--capacity=4/layer"],
@@ -233,10 +228,7 @@ def test_predictability_gives_figure_2_and_table_1_of_what_tasks_generate(
     ],
 )
 def test_predictability_of_what_makes_no_sense_is_refused(
-    words: list[str],
-    message: str,
-    capsys: Captured,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], message: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a model is loaded, which takes a real one minutes."""
     monkeypatch.setattr(predictability, "MoECacheLM", None)

@@ -86,22 +86,6 @@ def test_a_name_is_explained_with_what_it_sets_on_every_axis(
     assert all(part in text for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["polices"], "command='polices' is not known. Did you mean 'policies'?"),
-        (["policies", "scroe"], "Did you mean 'score'?"),
-    ],
-)
-def test_an_unknown_name_is_answered_with_the_nearest_in_one_line_and_exit_code_two(
-    words: list[str], message: str, capsys: Captured
-) -> None:
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and message in captured.err
-    assert len(captured.err.strip().split("\n")) == 1
-
-
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command_with_its_summary(capsys: Captured, arguments: list[str]) -> None:
     lines = [line.split() for line in said(capsys, *arguments).split("\n")]

@@ -18,6 +18,8 @@ from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.engine import traces
 
+Captured = pytest.CaptureFixture[str]
+
 EXACT = {
     **{"tokens": 15, "bytes_ratio": 1, "bytes_correlation": 1, "hit_rate_difference": 0},
     **{"stall_ratio": 1, "stall_median_error": 0, "wall_ratio": 1, "wall_median_error": 0},
@@ -50,7 +52,7 @@ def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:
     return path
 
 
-def validated(capsys: pytest.CaptureFixture[str], *options: object) -> dict[str, Any]:
+def validated(capsys: Captured, *options: object) -> dict[str, Any]:
     command = ["validate", *map(str, options), "--capacity", CAPACITY, "--json"]
     assert main([*command, "--execute", "as_they_arrive", "--reads_per_expert", "2"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -58,7 +60,7 @@ def validated(capsys: pytest.CaptureFixture[str], *options: object) -> dict[str,
 
 
 def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     trace, _ = traces.record(tmp_path)
     device = profile(tmp_path, link_lanes=2, link_lane_bytes_per_s=4e6)
@@ -70,7 +72,7 @@ def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
 
 
 def test_ratios_and_errors_are_ours_to_theirs_under_other_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     trace, _ = traces.record(tmp_path)
     device = profile(tmp_path)
@@ -87,9 +89,7 @@ def test_ratios_and_errors_are_ours_to_theirs_under_other_names(
     assert part["tokens"] == 3
 
 
-def test_tables_that_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_do_not_fit_are_refused(tmp_path: Path, capsys: Captured) -> None:
     trace, _ = traces.record(tmp_path)
     device = profile(tmp_path)
     tables = {"good": {"wall_ms": range(15)}, "short": {"wall_ms": range(3)}}
@@ -111,7 +111,7 @@ def test_tables_that_do_not_fit_are_refused(
 
 
 def test_a_fit_finds_the_figures_that_made_the_measurements(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     trace, _ = traces.record(tmp_path)
     link = {"link_lanes": 2, "link_bytes_per_s": 1e8}
@@ -144,7 +144,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
     [(["--from", "one"], "must be pairs"), (["--from", "one", "two"], "--from needs --base")],
 )
 def test_a_fit_without_what_it_needs_is_refused(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], said: str, tmp_path: Path, capsys: Captured
 ) -> None:
     assert main(["profile", "hardware", "--out", str(tmp_path / "p.yaml"), *options]) == 2
     assert said in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_a_fit_without_what_it_needs_is_refused(
 
 @pytest.mark.parametrize(("name", "reads"), [("qwen", "3"), ("gemma", "2")])
 def test_the_shipped_phone_profile_foretells_the_phone(
-    name: str, reads: str, capsys: pytest.CaptureFixture[str]
+    name: str, reads: str, capsys: Captured
 ) -> None:
     trace = traces.published(f"{name}.route.csv")
     table = trace.parent.parent / "phone" / f"{name}.per_token.csv"

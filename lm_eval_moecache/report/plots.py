@@ -321,14 +321,7 @@ def _check_one_run_a_place(panel: Drawn, x: Axis) -> None:
 
 
 def _draw(
-    place: Any,
-    panel: Drawn,
-    x: Axis,
-    y: Axis,
-    names: Sequence[str],
-    *,
-    is_curve: bool,
-    bars: bool,
+    place: Any, panel: Drawn, x: Axis, y: Axis, names: Sequence[str], *, is_curve: bool, bars: bool
 ) -> None:
     for name, members in panel.series.items():
         points = sorted(_points(members, x, y))

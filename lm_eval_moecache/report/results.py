@@ -49,10 +49,7 @@ RATES = (
 )
 _SEEDS = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _MODEL = ("model_revision", "model_sha", "model_num_parameters", "model_dtype")
-_PROMPTS = (
-    ("chat_template", "apply_chat_template"),
-    ("system_instruction", "system_instruction"),
-)
+_PROMPTS = (("chat_template", "apply_chat_template"), ("system_instruction", "system_instruction"))
 _OPTIONS = ("limit", "fewshot_as_multiturn")
 KEYS = (
     *("pretrained", *_MODEL, "tasks", "task_versions", "num_fewshot", "batch_size"),

@@ -96,21 +96,6 @@ def test_columns_and_order_can_be_chosen(tmp_path: Path, capsys: Captured) -> No
     assert capsys.readouterr().out.split() == ["tok_per_s", "80", "90", "120", "200"]
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--columns=polcy", "Did you mean 'policy'"),
-        ("--sort=miss_rat", "Did you mean 'miss_rate'"),
-        ("--each", "--each goes with --write"),
-    ],
-)
-def test_a_wrong_option_is_named(
-    tmp_path: Path, option: str, message: str, capsys: Captured
-) -> None:
-    assert table(leaderboard_of_four(tmp_path), option) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_folder_without_runs_is_an_error(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other.json").write_text("[]")
     assert table(tmp_path) == 2

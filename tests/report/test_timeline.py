@@ -16,6 +16,8 @@ from lm_eval_moecache.report.timeline import COMPUTE, HOST, LINK, PASSES, TRACKS
 from lm_eval_moecache.trace.file import read_trace
 from tests.engine import traces
 
+Captured = pytest.CaptureFixture[str]
+
 
 @pytest.mark.parametrize("policy", ["on_demand", "specmd", "hybrimoe"])
 @pytest.mark.parametrize("link", ["priority", "fifo"])
@@ -48,9 +50,7 @@ def test_durations_and_bytes_add_up_to_the_runs_totals(
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6, (before, after)
 
 
-def test_the_command_writes_the_trace_event_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_trace_event_format(tmp_path: Path, capsys: Captured) -> None:
     path, out = traces.record(tmp_path)[0], tmp_path / "out.json"
     assert main(["replay", str(path), "--timeline", str(out)]) == 0
     found: dict[str, Any] = json.loads(out.read_text())
