@@ -289,14 +289,14 @@ def test_only_decoding_predicts_the_next_token() -> None:
 def test_prompts_come_from_lines_or_from_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lm_eval_moecache.profiling._texts import _read_prompts
+    from lm_eval_moecache.profiling._texts import read_prompts
 
     file = tmp_path / "prompts.jsonl"
     file.write_text('"two\\nlines"\n{"prompt": "one", "id": 3}\n')
-    assert _read_prompts(str(file)) == ["two\nlines", "one"]
+    assert read_prompts(str(file)) == ["two\nlines", "one"]
     file.write_text('{"text": "no prompt"}\n')
     with pytest.raises(ValueError, match="line 1 must be a string or"):
-        _read_prompts(str(file))
+        read_prompts(str(file))
 
 
 def test_what_ships_for_tiny_was_made_by_the_command_and_beats_both_baselines() -> None:

@@ -21,6 +21,7 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.profiling._texts import task_examples
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, BUDDIES, read_artifact, write_artifact
 from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, BuddyProfile
+from lm_eval_moecache.sweep import evaluation
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.tiny.documents import arc
 from tests.conftest import Checkpoint
@@ -130,7 +131,7 @@ class FakeManager:
 
     task_index: ClassVar[dict[str, object]] = {"tiny_arc": None, "only_test": None}
 
-    def __init__(self, include_path: Sequence[str] = (), include_defaults: bool = True) -> None:
+    def __init__(self, include_path: Sequence[str], defaults: bool) -> None:
         pass
 
     def load(self, names: list[str]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class FakeManager:
 def test_unknown_tasks_and_tasks_without_other_documents_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", FakeManager)
+    monkeypatch.setattr(evaluation, "_task_manager", FakeManager)
     with pytest.raises(ValueError, match=r"tasks='tiny_ark' is not known.*mean 'tiny_arc'"):
         task_examples(["tiny_ark"], 5)
     with pytest.raises(ValueError, match=r"tasks='only_test' has no documents beside those it is"):

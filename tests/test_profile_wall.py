@@ -15,13 +15,14 @@ from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS,
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.profiling._wall import (
     MOST_LAYERS,
+    NOBODYS,
     Parts,
+    Step,
     measure_on_wall,
     model_like,
     parts_of,
     profile_of,
 )
-from lm_eval_moecache.profiling._wall_run import NOBODYS, Step
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from tests.engine.scripted import make_hardware

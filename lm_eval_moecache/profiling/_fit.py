@@ -76,7 +76,19 @@ def fit(runs: Sequence[Measured], start: Hardware, names: Sequence[str]) -> Fitt
     for name in names:
         if name not in FITTED:
             raise unknown("fit", name, FITTED)
-    start = with_figures(start, {**_started(start, names), **_management(runs)})
+    # Where to begin with figures that the profile leaves out or has at 0.
+    begun = {
+        "link_lane_bytes_per_s": start.link_lane_bytes_per_s or start.link_rate / start.link_lanes,
+        "link_latency_s": start.link_latency_s or 1e-5,
+        "layer_overhead_s": start.layer_overhead_s or 1e-4,
+        "kernel_overhead_s": start.kernel_overhead_s or 1e-6,
+    }
+    figures = {name: value for name, value in begun.items() if name in names}
+    if all({MANAGEMENT, READ} <= run.series.columns.keys() for run in runs):
+        parts = [run.series.part(run.tokens).columns for run in runs]
+        spent = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
+        figures[BY_COLUMN] = spent / sum(float(part[READ].sum()) for part in parts)
+    start = with_figures(start, figures)
     first = np.log([getattr(start, name) for name in names])
 
     def profile(logs: Values) -> Hardware:
@@ -116,24 +128,6 @@ def with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
     """Return a profile with some of its figures replaced."""
     changes: dict[str, Any] = dict(figures)
     return replace(hardware, **changes)
-
-
-def _started(start: Hardware, names: Sequence[str]) -> dict[str, float]:
-    """Return where to begin with figures that the profile leaves out or has at 0."""
-    lane = start.link_lane_bytes_per_s or start.link_rate / start.link_lanes
-    begun = {"link_lane_bytes_per_s": lane, "link_latency_s": start.link_latency_s or 1e-5}
-    begun["layer_overhead_s"] = start.layer_overhead_s or 1e-4
-    begun["kernel_overhead_s"] = start.kernel_overhead_s or 1e-6
-    return {name: value for name, value in begun.items() if name in names}
-
-
-def _management(runs: Sequence[Measured]) -> dict[str, float]:
-    """Return the seconds a loaded byte takes to manage, where every run has measured it."""
-    if not all({MANAGEMENT, READ} <= run.series.columns.keys() for run in runs):
-        return {}
-    parts = [run.series.part(run.tokens).columns for run in runs]
-    spent = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
-    return {BY_COLUMN: spent / sum(float(part[READ].sum()) for part in parts)}
 
 
 def _residuals(run: Measured, hardware: Hardware) -> Values:

@@ -1,4 +1,4 @@
-"""What the actions that read text share: its options and checks, the text, what is written.
+"""What the actions that read text share: their options and checks, the text, what is written.
 
 The text is files and tasks' documents outside their test split; or prompts, that a model goes on
 from.
@@ -17,84 +17,14 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.artifact import Artifact
-from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.files import read_text
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.paths import TINY, task_configs_dir
+from lm_eval_moecache.records.paths import TINY
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.moe_layers import MoELayer
 
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One document as lm-eval prompts it, and its answer with the delimiter before it."""
-
-    task: str
-    prompt: str
-    answer: str
-
-    @property
-    def text(self) -> str:
-        return self.prompt + self.answer
-
-
-def task_examples(
-    tasks: Sequence[str], limit: int, include_path: str | None = None
-) -> list[Example]:
-    """Return up to `limit` training documents of each task (a group stands for its tasks).
-
-    Where a task has none, its validation documents are taken, unless they are what lm-eval tests
-    on. Raises ValueError for an unknown task, and for one that has test documents only.
-    """
-    from lm_eval.tasks import TaskManager
-
-    folders = [str(task_configs_dir()), *([include_path] if include_path else [])]
-    # Indexing lm-eval's own 10,000 tasks takes seconds: only where they are needed.
-    manager = TaskManager(include_path=folders, include_defaults=False)
-    if not all(name in manager.task_index for name in tasks):
-        manager = TaskManager(include_path=folders)
-    for name in tasks:
-        if name not in manager.task_index:
-            raise ValueError(
-                f"tasks={name!r} is not known.{nearest(name, manager.task_index)} Allowed: the "
-                "tasks and groups of include_path, of this package, and of `lm_eval ls tasks`."
-            )
-    loaded = manager.load(list(tasks))["tasks"]
-    return [
-        _example(name, task, doc)
-        for name, task in sorted(loaded.items())
-        for doc in islice(_documents(name, task), limit)
-    ]
-
-
-def read_file(key: str, path: str) -> str:
-    return read_text(path, f"{key}={path!r}")
-
-
-def _documents(name: str, task: Any) -> Any:
-    if task.has_training_docs():
-        return task.training_docs()
-    if task.has_validation_docs() and task.has_test_docs():
-        return task.validation_docs()
-    raise ValueError(
-        f"tasks={name!r} has no documents beside those it is tested on; what is learned from them "
-        "would be tested on them. Allowed: a task with a training split, or --data TEXT.txt."
-    )
-
-
-def _example(name: str, task: Any, doc: Any) -> Example:
-    prompt, target = task.doc_to_text(doc), task.doc_to_target(doc)
-    if task.config.doc_to_choice is not None:
-        choices = task.doc_to_choice(doc)
-        if isinstance(prompt, int):
-            # A task with several prompts and one continuation (winogrande).
-            return Example(name, choices[prompt], task.config.target_delimiter + str(target))
-        if isinstance(target, int):
-            target = choices[target]
-    if isinstance(target, list):
-        target = target[0]
-    return Example(name, str(prompt), f"{task.config.target_delimiter}{target}")
+# --- options ---
 
 
 def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
@@ -130,73 +60,25 @@ def add_training_options(parser: ArgumentParser, what: str, defaults: Mapping[st
         parser.add_argument(f"--{name}", type=type(default), default=default, help=words)
 
 
-def check_counts(arguments: Namespace, names: Sequence[str], least: int = 1) -> None:
+def check_counts(arguments: Namespace, *names: str, least: int = 1) -> None:
+    """Refuse options below `least`."""
     for name in names:
         if getattr(arguments, name) < least:
             raise ValueError(f"{name}={getattr(arguments, name)} must be {least} or more.")
 
 
 def check_out(out: str) -> None:
+    """Refuse a file of an artifact that is not called one."""
     if Path(out).suffix != ".safetensors":
         raise ValueError(f"out={out!r} must end in .safetensors.")
 
 
-def collect_texts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return the texts, and what to write down of where they come from."""
-    tasks, files = _named(arguments)
-    if not (tasks or files):
-        raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
-    check_counts(arguments, ("limit", "max_tokens"))
-    examples = task_examples(tasks, arguments.limit, arguments.include_path) if tasks else []
-    texts = [example.text for example in examples] + [read_file("data", name) for name in files]
-    names = [Path(name).name for name in files]
-    return texts, {"tasks": tasks, "data": names, "documents": len(examples)}
-
-
-def artifact_of(
-    kind: str,
-    model: str,
-    geometry: Geometry,
-    layers: Sequence[MoELayer],
-    made_from: dict[str, Any],
-    arrays: dict[str, Any],
-) -> Artifact:
-    """Return what was learned of a model, with the digest of the routers that it is of."""
-    from lm_eval_moecache.model.moe_layers import router_digest
-
-    return Artifact(
-        kind=kind,
-        model=model,
-        num_layers=geometry.num_layers,
-        num_experts=geometry.num_experts,
-        top_k=geometry.top_k,
-        router_digest=router_digest(layers),
-        made_from=made_from,
-        arrays=arrays,
-    )
-
-
-def say(found: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print what was found: as JSON, or in lines."""
-    sys.stdout.write((json.dumps(found, indent=2) if as_json else "\n".join(lines)) + "\n")
-
-
-def _named(arguments: Namespace) -> tuple[list[str], list[str]]:
-    """Return the names of tasks and files that were asked for."""
-    tasks, files = (
-        [name.strip() for name in (text or "").split(",") if name.strip()]
-        for text in (arguments.tasks, arguments.data)
-    )
-    return tasks, files
-
-
-def check_prompt_options(arguments: Namespace, counts: Sequence[str]) -> None:
+def check_training(arguments: Namespace, *counts: str) -> None:
     """Refuse options that no training from prompts can use; `counts` must be 1 or more."""
     check_out(arguments.out)
-    check_counts(arguments, ("limit", "tokens", "prompts_per_batch", "batch_size", "max_epochs"))
-    check_counts(arguments, ("patience", *counts))
-    if arguments.seed < 0:
-        raise ValueError(f"seed={arguments.seed} must be 0 or more.")
+    check_counts(arguments, "limit", "tokens", "prompts_per_batch", "batch_size", "max_epochs")
+    check_counts(arguments, "patience", *counts)
+    check_counts(arguments, "seed", least=0)
     if not arguments.learning_rate > 0:
         raise ValueError(f"learning_rate={arguments.learning_rate} must be above 0.")
     if not (arguments.tasks or arguments.data) and arguments.pretrained != TINY:
@@ -205,15 +87,79 @@ def check_prompt_options(arguments: Namespace, counts: Sequence[str]) -> None:
         )
 
 
+# --- text ---
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One document as lm-eval prompts it, and its answer with the delimiter before it."""
+
+    prompt: str
+    answer: str
+
+
+def task_examples(
+    tasks: Sequence[str], limit: int, include_path: str | None = None
+) -> list[Example]:
+    """Return up to `limit` training documents of each task (a group stands for its tasks).
+
+    Where a task has none, its validation documents are taken, unless they are what lm-eval tests
+    on. Raises ValueError for an unknown task, and for one that has test documents only.
+    """
+    from lm_eval_moecache.sweep.evaluation import check_task_names, loadable
+
+    folders = (include_path,) if include_path else ()
+    check_task_names(tasks, folders)
+    examples = []
+    for name, task in sorted(loadable(tasks, folders).load(list(tasks))["tasks"].items()):
+        if task.has_training_docs():
+            documents = task.training_docs()
+        elif task.has_validation_docs() and task.has_test_docs():
+            documents = task.validation_docs()
+        else:
+            raise ValueError(
+                f"tasks={name!r} has no documents beside those it is tested on; what is learned "
+                "from them would be tested on them. Allowed: a task with a training split, or "
+                "--data TEXT.txt."
+            )
+        examples += [_example(task, document) for document in islice(documents, limit)]
+    return examples
+
+
+def _example(task: Any, doc: Any) -> Example:
+    prompt, target = task.doc_to_text(doc), task.doc_to_target(doc)
+    if task.config.doc_to_choice is not None:
+        choices = task.doc_to_choice(doc)
+        if isinstance(prompt, int):
+            # A task with several prompts and one continuation (winogrande).
+            return Example(choices[prompt], task.config.target_delimiter + str(target))
+        target = choices[target] if isinstance(target, int) else target
+    target = target[0] if isinstance(target, list) else target
+    return Example(str(prompt), f"{task.config.target_delimiter}{target}")
+
+
+def collect_texts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return the texts, and what to write down of where they come from."""
+    tasks, files = _listed(arguments.tasks), _listed(arguments.data)
+    if not (tasks or files):
+        raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
+    check_counts(arguments, "limit", "max_tokens")
+    examples = task_examples(tasks, arguments.limit, arguments.include_path) if tasks else []
+    texts = [example.prompt + example.answer for example in examples]
+    texts += [read_text(name, f"data={name!r}") for name in files]
+    names = [Path(name).name for name in files]
+    return texts, {"tasks": tasks, "data": names, "documents": len(examples)}
+
+
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     """Return the prompts, each once, and what to write down of where they come from."""
-    tasks, files = _named(arguments)
+    tasks, files = _listed(arguments.tasks), _listed(arguments.data)
     prompts: list[str] = []
     if tasks:
         examples = task_examples(tasks, arguments.limit, arguments.include_path)
         prompts += [example.prompt for example in examples]
     for name in files:
-        prompts += _read_prompts(name)
+        prompts += read_prompts(name)
     if not (tasks or files):
         from lm_eval_moecache.tiny.documents import training_prompts
 
@@ -225,8 +171,13 @@ def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     return prompts, {"tasks": tasks, "data": names, "limit": arguments.limit}
 
 
-def _read_prompts(path: str) -> list[str]:
-    lines = read_file("data", path).splitlines()
+def _listed(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def read_prompts(path: str) -> list[str]:
+    """Return a prompt a line; of a `.jsonl` a line is a string, or has one under `prompt`."""
+    lines = read_text(path, f"data={path!r}").splitlines()
     if Path(path).suffix != ".jsonl":
         return lines
     prompts = []
@@ -242,3 +193,33 @@ def _read_prompts(path: str) -> list[str]:
             )
         prompts.append(prompt)
     return prompts
+
+
+# --- what is made ---
+
+
+def artifact_of(
+    kind: str,
+    geometry: Geometry,
+    layers: Sequence[MoELayer],
+    made_from: dict[str, Any],
+    arrays: dict[str, Any],
+) -> Artifact:
+    """Return what was learned of a model, with the digest of the routers that it is of."""
+    from lm_eval_moecache.model.moe_layers import router_digest
+
+    return Artifact(
+        kind=kind,
+        model=geometry.model,
+        num_layers=geometry.num_layers,
+        num_experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        router_digest=router_digest(layers),
+        made_from=made_from,
+        arrays=arrays,
+    )
+
+
+def say(found: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    """Print what was found: as JSON, or in lines."""
+    sys.stdout.write((json.dumps(found, indent=2) if as_json else "\n".join(lines)) + "\n")

@@ -9,26 +9,62 @@ from __future__ import annotations
 import copy
 import dataclasses
 import statistics
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
 
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.grouped import Matrices
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.profiling._wall_run import ALL, SOME, Step, WallRun
+from lm_eval_moecache.model.wall.pools import SlotPools
+from lm_eval_moecache.model.wall.store import SlotStore
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.profiling.hardware import typical_s
+from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.sizes import parse_capacity
 
 ROUNDS = 3
 """How often both are run, in turn: machines change their speed."""
 MOST_LAYERS = 4
 """Of the model that stands for a larger one: as much memory as a laptop has."""
+ALL, SOME = "100%", "40%"
+"""Capacities: with the first, every expert is there from the beginning."""
+_PROMPT, _TOKENS = 16, 8
+NOBODYS = Hardware(
+    name="wall",
+    peak_flops=1.0,
+    memory_bytes_per_s=1.0,
+    link_bytes_per_s=1.0,
+    link_latency_s=0.0,
+    kernel_overhead_s=0.0,
+    memory_bytes=1.0,
+)
+"""What a run on the wall clock is given for hardware: nothing is charged by it."""
+
+
+class Step(NamedTuple):
+    """One decode step. Of L layers, the first L - 1 are looked at one by one."""
+
+    total_s: float
+    layers_s: Sequence[float]
+    """From where a layer's router has spoken to where the next one's has."""
+    bookkeeping_s: Sequence[float]
+    """In the hooks of the L routers."""
+    demanded_s: Sequence[float]
+    """In which experts moved that each of `layers_s` had demanded."""
 
 
 class Parts(NamedTuple):
@@ -48,22 +84,21 @@ def parts_of(hot: Sequence[Step], cold: Sequence[Step]) -> Parts:
 
     Medians of each layer's own times, so that layers need not be alike.
     """
-    calm = [_median(step.layers_s[i] for step in hot) for i in range(len(hot[0].layers_s))]
+    calm = [statistics.median(layer) for layer in zip(*(s.layers_s for s in hot), strict=True)]
+    marks = list(zip(*(step.bookkeeping_s for step in hot), strict=True))
     layer_s = statistics.mean(calm)
     longer = [
-        span_s - demanded_s - calm[layer]
+        span_s - demanded_s - calm_s
         for step in cold
-        for layer, (span_s, demanded_s) in enumerate(
-            zip(step.layers_s, step.demanded_s, strict=True)
-        )
+        for span_s, demanded_s, calm_s in zip(step.layers_s, step.demanded_s, calm, strict=True)
         if demanded_s > 0
     ]
-    places = range(len(hot[0].bookkeeping_s))
+    total_s = statistics.median(step.total_s for step in hot)
     return Parts(
         layer_s,
-        statistics.mean(_median(step.bookkeeping_s[i] for step in hot) for i in places),
-        max(_median(step.total_s for step in hot) - layer_s * len(places), 0.0),
-        max(_median(longer), 0.0) if longer else 0.0,
+        statistics.mean(statistics.median(layer) for layer in marks),
+        max(total_s - layer_s * len(marks), 0.0),
+        max(statistics.median(longer), 0.0) if longer else 0.0,
     )
 
 
@@ -124,31 +159,26 @@ def measure_on_wall(
         raise ValueError("pretrained: a model of one MoE layer says nothing of a layer's time.")
     hot, cold, rates = [], [], []
     for _ in range(ROUNDS):
-        run = WallRun(model, loader, geometry, policy, ALL, None)
+        run = _WallRun(model, loader, geometry, policy, ALL, None)
         rates.append(run.memory_bytes_per_s)
         hot += run.decode()
-        run = WallRun(model, loader, geometry, policy, SOME, bytes_per_s)
+        run = _WallRun(model, loader, geometry, policy, SOME, bytes_per_s)
         cold += run.decode()
-    link: WallLink = run.engine.link  # type: ignore[assignment]
     found = profile_of(
         dataclasses.replace(
             hardware,
             memory_bytes_per_s=statistics.median(rates) or hardware.memory_bytes_per_s,
-            link_bytes_per_s=bytes_per_s or link.bytes_moved / link.busy_s,
+            link_bytes_per_s=bytes_per_s or run.link.bytes_moved / run.link.busy_s,
             link_latency_s=0.0,
         ),
         parts_of(hot, cold),
         geometry,
         run.gates,
     )
-    return dataclasses.replace(found, source=_sources(hardware, policy, bytes_per_s))
-
-
-def _sources(hardware: Hardware, policy: str, bytes_per_s: float | None) -> dict[str, str]:
     known = hardware.source if isinstance(hardware.source, dict) else {}
     how = f"measured on the wall clock with policy {policy}: "
     given = f"given: the link is slowed down to {bytes_per_s} bytes/s"
-    return {
+    sources = {
         **known,
         "memory_bytes_per_s": f"{how}products of one row with the experts of the model",
         "link_bytes_per_s": given if bytes_per_s else f"{how}experts over the time they moved",
@@ -158,7 +188,110 @@ def _sources(hardware: Hardware, policy: str, bytes_per_s: float | None) -> dict
         "pass_overhead_s": f"{how}a decode step less its layers",
         "wait_overhead_s": f"{how}layers that waited, less the moving, beside those that did not",
     }
+    return dataclasses.replace(found, source=sources)
 
 
-def _median(seconds: Any) -> float:
-    return float(statistics.median(seconds))
+class _WallRun:
+    """One run of a model under the wall clock; marks are set where the routers have spoken."""
+
+    def __init__(
+        self,
+        model: Any,
+        loader: ExpertLoader,
+        geometry: Geometry,
+        policy: str,
+        capacity: str,
+        bytes_per_s: float | None,
+    ) -> None:
+        layers = find_moe_layers(model)
+        setting = Setting(
+            policy=load_policy(policy),
+            capacity=parse_capacity(capacity, geometry),
+            hardware=NOBODYS,
+            throttle_bytes_per_s=bytes_per_s,
+        )
+        self._pools = SlotPools(
+            loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device
+        )
+        self._engine = Engine(geometry, setting, mover=self._pools)
+        assert isinstance(self._engine.link, WallLink)
+        self.link = self._engine.link
+        if capacity == ALL:
+            (pool,) = self._engine.pools
+            pool.warm(range(geometry.num_layers * geometry.num_experts))
+            self._engine.executor.fill()
+        store = SlotStore(self._pools, geometry, "grouped_mm", model.device.type)
+        self._model, self._experts = model, layers[0].experts
+        self._begun: list[tuple[float, float]] = []
+        self._ended_s: list[float] = []
+        # Before the hooks of the engine, and after them.
+        handles = [layer.router.register_forward_hook(self._begin) for layer in layers]
+        self._wrapped = WrappedModel(model, layers, self._engine, store)
+        handles += [layer.router.register_forward_hook(self._end) for layer in layers]
+        self._handles = handles
+
+    @property
+    def gates(self) -> float:
+        """How many gates a layer asks for predictions, on average; 0 where a predictor does."""
+        num_layers = self._engine.geometry.num_layers
+        if self._engine.rules.prefetch.uses_predictor:
+            return 0.0
+        return statistics.mean(min(self._engine.depth, later) for later in range(num_layers))
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """How fast one row's products read the slots; 0 on a device, whose launches they would be.
+
+        Slots of all experts, each read once: none is in a cache but by the size of the model.
+        """
+        if self._model.device.type != "cpu":
+            return 0.0
+        held = Matrices(self._experts, self._pools.of_layer(0))
+        weights = [*held.up, *held.down]
+        rows = {matrix.shape[0]: matrix.new_full((1, matrix.shape[0]), 0.01) for matrix in weights}
+        with torch.no_grad():
+            read_s = typical_s(lambda: [rows[m.shape[0]] @ m for m in weights], torch.device("cpu"))
+        return sum(matrix.nbytes for matrix in weights) / read_s
+
+    def decode(self) -> list[Step]:
+        """Decode two random texts and take the second apart: the first one is to warm up."""
+        generator = torch.Generator().manual_seed(11)
+        words = self._model.get_input_embeddings().num_embeddings
+        for _ in range(2):
+            prompt = torch.randint(words, (1, _PROMPT), generator=generator)
+            steps = self._steps(prompt.to(self._model.device))
+        for handle in self._handles:
+            handle.remove()
+        self._wrapped.unwrap()
+        return steps
+
+    def _steps(self, prompt: torch.Tensor) -> list[Step]:
+        found = []
+        with torch.no_grad():
+            output = self._model(prompt, use_cache=True)
+            with self._model._optimize_model_for_decode():
+                for _ in range(_TOKENS):
+                    self._begun.clear()
+                    self._ended_s.clear()
+                    token = output.logits[:, -1:].argmax(-1)
+                    past = output.past_key_values
+                    output = self._model(token, past_key_values=past, use_cache=True)
+                    found.append(self._step())
+        return found
+
+    def _begin(self, router: nn.Module, args: Any, output: Any) -> None:
+        self._begun.append((time.perf_counter(), self.link.demanded_s))
+
+    def _end(self, router: nn.Module, args: Any, output: Any) -> None:
+        self._ended_s.append(time.perf_counter())
+
+    def _step(self) -> Step:
+        record = self._engine.ledger.passes[-1]
+        assert record.phase == DECODE
+        begun_s, demanded_s = zip(*self._begun, strict=True)
+        return Step(
+            record.duration_s,
+            [later - earlier for earlier, later in pairwise(begun_s)],
+            [end - begin for begin, end in zip(begun_s, self._ended_s, strict=True)],
+            [later - earlier for earlier, later in pairwise(demanded_s)],
+        )

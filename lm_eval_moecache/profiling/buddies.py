@@ -6,9 +6,8 @@ Routing traces are not taken: they do not say whose routers made them, and hold 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
@@ -19,7 +18,7 @@ from lm_eval_moecache.profiling._texts import (
     collect_texts,
     say,
 )
-from lm_eval_moecache.records.artifact import BUDDIES, Artifact, write_artifact
+from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
 from lm_eval_moecache.records.coactivation import (
     NO_BUDDY,
     PAIRS,
@@ -75,8 +74,20 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.analysis.coactivation import observe
 
     analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
-    alphas = _per_layer(arguments.alpha, analyzed.geometry.num_layers)
-    found = observe(analyzed, arguments.sample_tokens, _warmup(arguments))
+    num_layers, alpha = analyzed.geometry.num_layers, arguments.alpha
+    alphas = list(map(float, alpha)) if isinstance(alpha, list) else [float(alpha)] * num_layers
+    if len(alphas) != num_layers or not all(0 < each <= 1 for each in alphas):
+        raise ValueError(
+            f"alpha={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
+            "each MoE layer."
+        )
+
+    def warmup(num_tokens: int) -> npt.NDArray[np.float64]:
+        """How much each token of a text counts (section 3.3, iii)."""
+        first = np.arange(num_tokens) < arguments.warmup_tokens
+        return np.where(first, arguments.warmup_weight, 1.0)
+
+    found = observe(analyzed, arguments.sample_tokens, warmup)
     data |= {"tokens": found.num_tokens, "alpha": alphas}
     data |= {name: getattr(arguments, name) for name in _KEPT}
     arrays = {
@@ -86,55 +97,29 @@ def run(arguments: Namespace) -> int:
         TOP_LOGITS: found.top_logits,
         SIMILARITY: found.similarity(),
     }
-    artifact = artifact_of(
-        BUDDIES, arguments.pretrained, analyzed.geometry, analyzed.layers, data, arrays
-    )
+    artifact = artifact_of(BUDDIES, analyzed.geometry, analyzed.layers, data, arrays)
     check_profile(artifact)
     write_artifact(arguments.out, artifact)
-    rows = [_sizes(artifact, layer) for layer in range(artifact.num_layers)]
     lines = [f"{arguments.out}: buddies from {data['tokens']} tokens; sizes of the lists:"]
-    lines += [
-        f"  layer {row['layer']}: {row['shortest']:g} to {row['longest']:g}, median "
-        f"{row['median']:g}"
-        for row in rows
-    ]
+    rows = []
+    for layer, layer_alpha in enumerate(alphas):
+        # The distribution of |B(i; alpha)| that section 3.3 asks to be reported.
+        q = conditional(arrays[PAIRS][layer], arguments.smoothing)
+        sizes = (buddy_lists(q, layer_alpha, arguments.k_max) != NO_BUDDY).sum(axis=-1)
+        low, middle, high = np.percentile(sizes, (0, 50, 100)).tolist()
+        rows.append({"layer": layer, "shortest": low, "median": middle, "longest": high})
+        lines.append(f"  layer {layer}: {low:g} to {high:g}, median {middle:g}")
     say({"out": arguments.out, **data, "layers": rows}, lines, arguments.json)
     return 0
 
 
 def _check(arguments: Namespace) -> None:
     check_out(arguments.out)
-    check_counts(arguments, ("k_max", "sample_tokens"))
-    check_counts(arguments, ("smoothing", "warmup_tokens"), least=0)
+    check_counts(arguments, "k_max", "sample_tokens")
+    check_counts(arguments, "smoothing", "warmup_tokens", least=0)
     if not 0 <= arguments.warmup_weight <= 1:
         raise ValueError(f"warmup_weight={arguments.warmup_weight} must lie between 0 and 1.")
     if arguments.warmup_weight != _WARMUP_WEIGHT and not arguments.warmup_tokens:
         raise ValueError(
             f"warmup_weight={arguments.warmup_weight} has no effect without warmup_tokens above 0."
         )
-
-
-def _per_layer(alpha: float | list[float], num_layers: int) -> list[float]:
-    alphas = alpha if isinstance(alpha, list) else [alpha] * num_layers
-    if len(alphas) != num_layers or not all(0 < a <= 1 for a in alphas):
-        raise ValueError(
-            f"alpha={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
-            "each MoE layer."
-        )
-    return [float(a) for a in alphas]
-
-
-def _warmup(arguments: Namespace) -> Any:
-    """Return the function that says how much each token of a text counts (section 3.3, iii)."""
-    first, share = arguments.warmup_tokens, arguments.warmup_weight
-    return lambda num_tokens: np.where(np.arange(num_tokens) < first, share, 1.0)
-
-
-def _sizes(artifact: Artifact, layer: int) -> dict[str, Any]:
-    """Return the distribution of |B(i; alpha)| that section 3.3 asks to be reported."""
-    made_from = artifact.made_from
-    q = conditional(artifact.arrays[PAIRS][layer], made_from["smoothing"])
-    lists = buddy_lists(q, made_from["alpha"][layer], made_from["k_max"])
-    sizes = (lists != NO_BUDDY).sum(axis=-1)
-    low, middle, high = np.percentile(sizes, (0, 50, 100)).tolist()
-    return {"layer": layer, "shortest": low, "median": middle, "longest": high}

@@ -7,21 +7,17 @@ The prompts are those of `moecache profile predictor`: documents that `--tasks` 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
     add_training_options,
     artifact_of,
-    check_prompt_options,
+    check_training,
     collect_prompts,
     say,
 )
-from lm_eval_moecache.records.artifact import DATA_AWARE, Artifact, write_artifact
-
-_SCHEDULE = ("learning_rate", "batch_size", "max_epochs", "patience", "seed")
-_RECIPE = ("width", "truncate", "hard_weight", *_SCHEDULE)
+from lm_eval_moecache.records.artifact import DATA_AWARE, write_artifact
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -34,22 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Record, train, judge on the held-out prompts, write."""
-    check_prompt_options(arguments, ("width", "truncate"))
+    check_training(arguments, "width", "truncate")
     if not arguments.hard_weight >= 0:
         raise ValueError(f"hard_weight={arguments.hard_weight} must be 0 or more.")
     prompts, data = collect_prompts(arguments)
-    artifact = _make(arguments, prompts, data)
-    write_artifact(arguments.out, artifact)
-    from lm_eval_moecache.report.render import rows_as_markdown
-
-    rows = artifact.made_from["layers"]
-    title = "share of the experts named rightly, on held-out prompts"
-    lines = [f"{arguments.out}: {title}", "", rows_as_markdown(rows).rstrip("\n")]
-    say({"out": arguments.out, "layers": rows}, lines, arguments.json)
-    return 0
-
-
-def _make(arguments: Namespace, prompts: list[str], data: dict[str, Any]) -> Artifact:
     # Imported late: they bring torch, and a wrong option should not wait for it.
     import transformers
 
@@ -57,13 +41,14 @@ def _make(arguments: Namespace, prompts: list[str], data: dict[str, Any]) -> Art
     from lm_eval_moecache.model.checkpoint import model_path
     from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
     from lm_eval_moecache.model.predictor.learn_data_aware import Recipe, record_texts, train
+    from lm_eval_moecache.report.render import rows_as_markdown
 
     geometry_of(arguments.pretrained)  # says what cannot be read
     path = model_path(arguments.pretrained)
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     layers = find_moe_layers(model)
     geometry = describe(model, layers, arguments.pretrained)
-    recipe = Recipe(**{name: getattr(arguments, name) for name in _RECIPE})
+    recipe = Recipe(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)})
     texts = record_texts(
         model,
         transformers.AutoTokenizer.from_pretrained(path),
@@ -77,4 +62,10 @@ def _make(arguments: Namespace, prompts: list[str], data: dict[str, Any]) -> Art
     counts = {"prompts": len(prompts), "tokens": sum(len(text.ids) for text in texts)}
     made_from = data | dataclasses.asdict(recipe) | counts | found.told()
     arrays = {name: value.half().numpy() for name, value in found.network.state_dict().items()}
-    return artifact_of(DATA_AWARE, geometry.model, geometry, layers, made_from, arrays)
+    artifact = artifact_of(DATA_AWARE, geometry, layers, made_from, arrays)
+    write_artifact(arguments.out, artifact)
+    rows = artifact.made_from["layers"]
+    title = "share of the experts named rightly, on held-out prompts"
+    lines = [f"{arguments.out}: {title}", "", rows_as_markdown(rows).rstrip("\n")]
+    say({"out": arguments.out, "layers": rows}, lines, arguments.json)
+    return 0

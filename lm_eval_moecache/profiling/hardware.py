@@ -6,13 +6,13 @@ The host is the processor that this runs on: what `miss=host` computes absent ex
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
-import sys
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
-from lm_eval_moecache.profiling._timing import typical_s
+from lm_eval_moecache.profiling._texts import say
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.numbers import finite, read_count
@@ -38,6 +38,7 @@ ON_DEMAND = "on_demand"
 _CPU_EDGE = 1024
 _SMALL_EDGE = 256
 _PRODUCT_S = 0.25
+_REPEATS = 7
 MOST_EDGE = 65536
 """Of the measured product: beyond it one takes minutes on any device."""
 
@@ -106,12 +107,13 @@ def run(arguments: Namespace) -> int:
             f"size={arguments.size!r}, matmul={arguments.matmul}: cannot be measured here: {reason}"
         ) from error
     fields = dataclasses.asdict(profile)
-    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100))
-    if arguments.json:
-        sys.stdout.write(json.dumps(fields, indent=2) + "\n")
-    else:
-        sys.stdout.write(yaml.safe_dump(fields, sort_keys=False, width=100))
+    write_whole(path, _as_yaml(fields))
+    say(fields, [_as_yaml(fields).rstrip("\n")], arguments.json)
     return 0
+
+
+def _as_yaml(fields: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(fields, sort_keys=False, width=100))
 
 
 def _run_fit(path: Path, arguments: Namespace) -> int:
@@ -123,15 +125,14 @@ def _run_fit(path: Path, arguments: Namespace) -> int:
     names = _fit.DEFAULT if arguments.fit is None else tuple(arguments.fit.split(","))
     fitted = _fit.fit(runs, base, names)
     where = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
-    sources = {name: f"fitted on {where}; 95% within {low:.3g} to {high:.3g}"
-               for name, (low, high) in fitted.intervals.items()}  # fmt: skip
+    sources = dict(base.sources)
+    for name, (low, high) in fitted.intervals.items():
+        sources[name] = f"fitted on {where}; 95% within {low:.3g} to {high:.3g}"
     if fitted.hardware.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
         sources[_fit.BY_COLUMN] = f"measured on {where}: mgmt_ms over read_bytes"
-    profile = dataclasses.replace(
-        fitted.hardware, name=path.stem, source={**base.sources, **sources}
-    )
+    profile = dataclasses.replace(fitted.hardware, name=path.stem, source=sources)
     fields = {k: v for k, v in dataclasses.asdict(profile).items() if v is not None}
-    write_whole(path, yaml.safe_dump(fields, sort_keys=False, width=100))
+    write_whole(path, _as_yaml(fields))
     nearness = {}
     for run in runs:
         ours = foretell(run.trace, dataclasses.replace(run.setting, hardware=profile))
@@ -143,10 +144,8 @@ def _run_fit(path: Path, arguments: Namespace) -> int:
         "says_nothing_of": fitted.unknown,
         "runs": nearness,
     }
-    if arguments.json:
-        sys.stdout.write(json.dumps(finite(report), indent=2) + "\n")
-    else:
-        sys.stdout.write(yaml.safe_dump(finite(report), sort_keys=False, width=100))
+    found = finite(report)
+    say(found, [_as_yaml(found).rstrip("\n")], arguments.json)
     return 0
 
 
@@ -167,9 +166,8 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
     for key in ("base", "capacity"):
         if getattr(arguments, key) is None:
             raise ValueError(f"--from needs --{key} with it.")
-    reads = [
-        read_count("reads", each, least=1, most=MOST_READS) for each in arguments.reads.split(",")
-    ]
+    given = arguments.reads.split(",")
+    reads = [read_count("reads", each, least=1, most=MOST_READS) for each in given]
     pairs = list(zip(files[::2], files[1::2], strict=True))
     reads = reads * len(pairs) if len(reads) == 1 else reads
     if len(reads) != len(pairs):
@@ -206,20 +204,31 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     # Only this action needs torch, and only when it runs.
     import torch
 
-    dtype = _dtype(dtype_name)
-    device = _device(device_name)
-    _check_size(nbytes, device)
-    where = _describe(device)
+    from lm_eval_moecache.model.device import CPU, locked_copy, total_memory
+
+    dtype, device = _dtype(dtype_name), _device(device_name)
+    memory_bytes = int(total_memory(device) or total_memory(CPU) or 0)
+    if nbytes < 16 * _SMALL_BYTES:
+        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
+    if nbytes > memory_bytes:
+        raise ValueError(f"size={nbytes} bytes is more than the {memory_bytes} bytes of {device}.")
+
+    def copy_s(count: int) -> float:
+        source = torch.ones(count, dtype=torch.uint8)
+        source = source if device.type == "cpu" else locked_copy(source)
+        target = torch.empty(count, dtype=torch.uint8, device=device)
+        return typical_s(lambda: target.copy_(source, non_blocking=True), device)
+
     device_edge = _edge_in_time(device, dtype, edge)
     flops = 2 * device_edge**3 / _matmul_s(device, dtype, device_edge)
     weights = _weights(device, dtype, nbytes)
     memory = weights.nbytes / typical_s(_products_with(weights), device)
-    large_s, small_s = (typical_s(_copy_of(device, n), device) for n in (nbytes, _SMALL_BYTES))
+    large_s, small_s = copy_s(nbytes), copy_s(_SMALL_BYTES)
     layer_s = _launches_s(device, dtype, memory)
-    overhead_s = layer_s / (DENSE_KERNELS + EXPERT_KERNELS)
-    host = _measure_host(nbytes, edge)
+    num_kernels = DENSE_KERNELS + EXPERT_KERNELS
+    host, host_source = _measure_host(nbytes, edge)
+    where = _describe(device)
     how = f"measured on {where} with torch {torch.__version__}: "
-    kernels = f"over the {DENSE_KERNELS + EXPERT_KERNELS} kernels that the clock counts"
     matrices = f"{len(weights)} matrices of {' x '.join(map(str, weights[0].shape))}"
     return Hardware(
         name=name,
@@ -227,34 +236,28 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         memory_bytes_per_s=memory,
         link_bytes_per_s=(nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
         link_latency_s=small_s,
-        kernel_overhead_s=overhead_s,
-        memory_bytes=float(_memory_bytes(device)),
-        host_flops=host.figures["host_flops"],
-        host_memory_bytes_per_s=host.figures["host_memory_bytes_per_s"],
+        kernel_overhead_s=layer_s / num_kernels,
+        memory_bytes=float(memory_bytes),
+        **host,
         source={
             "peak_flops": f"{how}{_cube(device_edge)} product in {dtype_name}",
             "memory_bytes_per_s": f"{how}products of one row with {matrices}",
             "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
             "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
-            "kernel_overhead_s": f"{how}{layer_s:.3g} s a layer beyond reading, {kernels}",
+            "kernel_overhead_s": f"{how}{layer_s:.3g} s a layer beyond reading, over the "
+            f"{num_kernels} kernels that the clock counts",
             "memory_bytes": f"reported by {where}",
-            **host.source,
+            **host_source,
         },
     )
 
 
-class _Host(NamedTuple):
-    """What the host reaches at an expert's work, and where each figure comes from."""
+def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what the processor reaches at an expert's work, and where each figure comes from.
 
-    figures: dict[str, float]
-    source: dict[str, str]
-
-
-def _measure_host(nbytes: int, edge: int) -> _Host:
-    """Measure the processor with all its threads, at what it multiplies fastest: float32.
-
-    Half precisions are products of float32 on most processors, at a fraction of the speed that
-    engines with kernels of their own reach.
+    With all its threads, at what it multiplies fastest: float32. Half precisions are products of
+    float32 on most processors, at a fraction of the speed that engines with kernels of their own
+    reach.
     """
     import torch
 
@@ -263,24 +266,30 @@ def _measure_host(nbytes: int, edge: int) -> _Host:
     read_s = typical_s(_products_with(weights), cpu)
     how = f"measured on {_describe(cpu)} with torch {torch.__version__}: "
     rows = f"products of one row with {len(weights)} float32 matrices"
-    return _Host(
-        {
-            "host_flops": 2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
-            "host_memory_bytes_per_s": weights.nbytes / read_s,
-        },
-        {
-            "host_flops": f"{how}{_cube(edge)} product in float32",
-            "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
-        },
-    )
+    figures = {
+        "host_flops": 2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
+        "host_memory_bytes_per_s": weights.nbytes / read_s,
+    }
+    source = {
+        "host_flops": f"{how}{_cube(edge)} product in float32",
+        "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
+    }
+    return figures, source
 
 
-def _check_size(nbytes: int, device: torch.device) -> None:
-    if nbytes < 16 * _SMALL_BYTES:
-        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
-    if nbytes > _memory_bytes(device):
-        there = _memory_bytes(device)
-        raise ValueError(f"size={nbytes} bytes is more than the {there} bytes of {device}.")
+def typical_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the median of several runs: how fast the machine is as it is used."""
+    from lm_eval_moecache.model.device import synchronize
+
+    times = []
+    for _ in range(_REPEATS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    # The first one also allocates and compiles.
+    return statistics.median(times[1:])
 
 
 def _dtype(dtype_name: str) -> torch.dtype:
@@ -297,14 +306,18 @@ def _device(name: str) -> torch.device:
 
     from lm_eval_moecache.model.device import best_device
 
-    if name == "auto":
-        name = best_device()
     try:
-        device = torch.device(name)
+        device = torch.device(best_device() if name == "auto" else name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={name!r} cannot be used: {error}") from error
     return device
+
+
+def _describe(device: torch.device) -> str:
+    from lm_eval_moecache.model.device import name_of
+
+    return f"{platform.machine()} {name_of(device)}" if device.type == "cpu" else name_of(device)
 
 
 def _cube(edge: int) -> str:
@@ -376,27 +389,3 @@ def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) ->
         # Different tokens choose different experts: nothing stays in a processor's caches.
         step_s = typical_s(lambda: [model(step) for step in steps], device) / len(steps)
     return max(float(step_s / _LAYERS - read_s), 0.0)
-
-
-def _copy_of(device: torch.device, nbytes: int) -> Callable[[], object]:
-    import torch
-
-    from lm_eval_moecache.model.device import locked_copy
-
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    if device.type != "cpu":
-        source = locked_copy(source)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return lambda: target.copy_(source, non_blocking=True)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    from lm_eval_moecache.model.device import CPU, total_memory
-
-    return int(total_memory(device) or total_memory(CPU) or 0)
-
-
-def _describe(device: torch.device) -> str:
-    from lm_eval_moecache.model.device import name_of
-
-    return f"{platform.machine()} {name_of(device)}" if device.type == "cpu" else name_of(device)

@@ -48,9 +48,12 @@ def run(arguments: Namespace) -> int:
         "miss_rate_of_equal_sizes": _misses(curves, equal) / requests,
     }
     if arguments.out:
-        text = json.dumps(found, indent=1) + "\n"
-        write_whole(Path(arguments.out), text)
-    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else _table(found))
+        write_whole(Path(arguments.out), json.dumps(found, indent=1) + "\n")
+    table = (
+        f"experts per layer: {sizes}\nmiss rate with LRU: {found['miss_rate']:.4f}, with equal "
+        f"sizes {found['miss_rate_of_equal_sizes']:.4f}\n"
+    )
+    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else table)
     return 0
 
 
@@ -121,11 +124,3 @@ def equal_sizes(num_layers: int, slots: int) -> list[int]:
 def _misses(curves: Counts, sizes: Sequence[int]) -> int:
     most = curves.shape[1] - 1
     return sum(int(curve[min(size, most)]) for curve, size in zip(curves, sizes, strict=True))
-
-
-def _table(found: dict[str, object]) -> str:
-    return (
-        f"experts per layer: {found[LAYER_SIZES]}\n"
-        f"miss rate with LRU: {found['miss_rate']:.4f}, with equal sizes "
-        f"{found['miss_rate_of_equal_sizes']:.4f}\n"
-    )

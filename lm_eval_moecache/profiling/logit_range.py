@@ -33,8 +33,7 @@ def run(arguments: Namespace) -> int:
     analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
     found = {"model": analyzed.name, "logit_range": measure(analyzed)}
     if arguments.out:
-        text = json.dumps(found, indent=1) + "\n"
-        write_whole(Path(arguments.out), text)
+        write_whole(Path(arguments.out), json.dumps(found, indent=1) + "\n")
     numbers = ", ".join(f"{value:.4f}" for value in found["logit_range"])
     sys.stdout.write(json.dumps(found) + "\n" if arguments.json else f"[{numbers}]\n")
     return 0

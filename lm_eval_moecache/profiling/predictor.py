@@ -7,6 +7,7 @@ its own generator's where neither is given. Stopped early, the same command goes
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -14,15 +15,12 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
     add_training_options,
-    check_prompt_options,
+    check_training,
     collect_prompts,
     say,
 )
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.predictor import LOSSES
-
-_SCHEDULE = ("halve_every", "batch_size", "max_epochs", "patience")
-_RECIPE = ("loss", "learning_rate", *_SCHEDULE, "seed")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -37,14 +35,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Record, train layer after layer, judge on the held-out prompts, write."""
-    _check(arguments)
+    check_training(arguments, "halve_every")
+    if arguments.loss not in LOSSES:
+        raise unknown("loss", arguments.loss, LOSSES)
     prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.predictor.make import Recipe, make
+    from lm_eval_moecache.report.render import rows_as_markdown
 
     geometry_of(arguments.pretrained)  # says what cannot be read
-    recipe = {name: getattr(arguments, name) for name in _RECIPE}
+    recipe = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)}
     work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
     found = make(
         arguments.pretrained,
@@ -57,16 +58,8 @@ def run(arguments: Namespace) -> int:
     found.write(arguments.out, data)
     if arguments.work is None:
         shutil.rmtree(work)
-    from lm_eval_moecache.report.render import rows_as_markdown
-
     lines = [f"{arguments.out}: share of the experts named rightly, on held-out prompts", ""]
     lines += [rows_as_markdown(found.layers), rows_as_markdown(found.certainty).rstrip("\n")]
     layers = {"layers": found.layers, "certainty": found.certainty}
     say({"out": arguments.out, **layers}, lines, arguments.json)
     return 0
-
-
-def _check(arguments: Namespace) -> None:
-    check_prompt_options(arguments, ("halve_every",))
-    if arguments.loss not in LOSSES:
-        raise unknown("loss", arguments.loss, LOSSES)

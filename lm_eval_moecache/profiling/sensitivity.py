@@ -42,9 +42,7 @@ def run(arguments: Namespace) -> int:
     fisher.read()
     arrays = {LAYERS: fisher.sensitivity, THRESHOLDS: fisher.thresholds()}
     made_from = data | {"tokens": fisher.num_tokens}
-    artifact = artifact_of(
-        SENSITIVITY, arguments.pretrained, geometry, analyzed.layers, made_from, arrays
-    )
+    artifact = artifact_of(SENSITIVITY, geometry, analyzed.layers, made_from, arrays)
     write_artifact(arguments.out, artifact)
     layers: list[float] = arrays[LAYERS].tolist()
     known: list[float] = arrays[THRESHOLDS].tolist()
