@@ -140,10 +140,7 @@ def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written()
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
-    bad_folder: Path,
-    command: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
+    bad_folder: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """Also told before any model runs, or this test would take hours."""
     index = TaskManager.__init__

@@ -13,7 +13,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
-from lm_eval_moecache.harness.judge import DEFAULT_CACHE, Judge
+from lm_eval_moecache.harness.judge import Judge
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.records.paths import task_configs_dir
 
@@ -28,14 +28,13 @@ class Endpoint(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).asked.append({"path": self.path, **body})
         prompt = body["messages"][0]["content"]
-        reference = (
-            prompt.split("Reference answers: ")[1].split("\nAnswer to grade: ")[0].split()[-1]
-        )
-        answer = prompt.split("Answer to grade: ")[1].split("\n\nThe answer is correct")[0].split()
-        said = "CORRECT." if answer[-1:] == [reference] else "It is **INCORRECT**"
-        text = json.dumps(
-            {"choices": [{"message": {"content": said if self.reply is None else self.reply}}]}
-        )
+        _, _, graded = prompt.partition("Reference answers: ")
+        reference, _, answer = graded.partition("\nAnswer to grade: ")
+        words = answer.partition("\n\nThe answer is correct")[0].split()
+        right = words[-1:] == reference.split()[-1:]
+        said = "CORRECT." if right else "It is **INCORRECT**"
+        reply = {"content": said if self.reply is None else self.reply}
+        text = json.dumps({"choices": [{"message": reply}]})
         self.send_response(500 if self.reply == "broken" else 200)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -55,14 +54,15 @@ def endpoint() -> Iterator[tuple[str, type[Endpoint]]]:
     thread.join()
 
 
-def run(metadata: dict[str, str], limit: int = 3) -> dict[str, Any]:
-    manager = TaskManager(
-        include_path=str(task_configs_dir()), include_defaults=False, metadata=metadata
-    )
+def manager_of(metadata: dict[str, str]) -> TaskManager:
+    folder = str(task_configs_dir())
+    return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+
+
+def run(metadata: dict[str, str]) -> dict[str, Any]:
     lm = MoECacheLM(policy="on_demand", capacity="50%")
-    found = lm_eval.simple_evaluate(
-        lm, tasks=["moecache_judged"], task_manager=manager, limit=limit, bootstrap_iters=0
-    )
+    options = {"task_manager": manager_of(metadata), "limit": 3, "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(lm, tasks=["moecache_judged"], **options)
     return dict(found["results"]["tiny_gsm8k"])
 
 
@@ -70,12 +70,8 @@ def test_an_endpoint_judges_and_its_agreement_with_exact_match_is_reported(
     endpoint: tuple[str, type[Endpoint]], tmp_path: Path
 ) -> None:
     url, handler = endpoint
-    metadata = {
-        "judge_url": url,
-        "judge_model": "some-model",
-        "judge_cache": str(tmp_path / "v.jsonl"),
-    }
-    scores = run(metadata)
+    metadata = {"judge_url": url, "judge_model": "some-model"}
+    scores = run({**metadata, "judge_cache": str(tmp_path / "v.jsonl")})
     assert scores["judged,judge"] == scores["exact_match,strict-match"]
     assert scores["judge_agreement,judge"] == 1.0
     assert "request_tok_per_s,speed" in scores
@@ -121,20 +117,10 @@ def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "words"),
-    [
-        ({}, "none is named"),
-        ({"judge_modle": "x"}, "Did you mean 'judge_model'"),
-    ],
+    [({}, "none is named"), ({"judge_modle": "x"}, "Did you mean 'judge_model'")],
 )
 def test_a_wrong_judge_is_refused_before_anything_runs(
     metadata: dict[str, str], words: str
 ) -> None:
-    manager = TaskManager(
-        include_path=str(task_configs_dir()), include_defaults=False, metadata=metadata
-    )
     with pytest.raises(ValueError, match=words):
-        manager.load(["moecache_judged"])
-
-
-def test_the_default_cache_is_beside_the_others() -> None:
-    assert DEFAULT_CACHE.parent.name == "lm-eval-moecache"
+        manager_of(metadata).load(["moecache_judged"])

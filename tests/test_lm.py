@@ -32,21 +32,11 @@ def install(lm: MoECacheLM, batch_size: int = 1, **ours: Any) -> MoECacheLM:
 
 def free_compute(folder: Path) -> str:
     """A machine that computes in no time, with a link of 2^20 bytes/s: times are exact."""
-    infinite = float("inf")
+    free = {"name": "free", "link_bytes_per_s": 2.0**20, "memory_bytes": 1e15}
+    free |= dict.fromkeys(("peak_flops", "memory_bytes_per_s"), float("inf"))
+    free |= dict.fromkeys(("link_latency_s", "kernel_overhead_s"), 0.0)
     path = folder / "free.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "free",
-                "peak_flops": infinite,
-                "memory_bytes_per_s": infinite,
-                "link_bytes_per_s": 2.0**20,
-                "link_latency_s": 0.0,
-                "kernel_overhead_s": 0.0,
-                "memory_bytes": 1e15,
-            }
-        )
-    )
+    path.write_text(yaml.safe_dump(free))
     return str(path)
 
 
@@ -70,9 +60,7 @@ def test_with_free_compute_on_demand_latency_is_bytes_over_bandwidth(
         assert sum(p.duration_s for p in request.passes) == bytes_of_request / 2**20
 
 
-def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(
-    lm: MoECacheLM,
-) -> None:
+def test_a_generation_has_a_pass_for_each_token_the_prompt_being_the_first(lm: MoECacheLM) -> None:
     install(lm)
     requests = generations(3)
     lm.generate_until(requests, disable_tqdm=True)

@@ -27,10 +27,12 @@ from lm_eval_moecache.model.predictor.accuracy import (
 from lm_eval_moecache.model.predictor.make import Recipe, train
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import Pairs, RouterCapture, Samples, write_shard
+from lm_eval_moecache.profiling._texts import read_prompts
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, read_artifact, write_artifact
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.predictor import costs, shapes, target_of
 from lm_eval_moecache.testing.streams import make_geometry, make_hardware
+from tests.artifacts import artifact_for
 from tests.conftest import Checkpoint
 
 PROMPTS = [f"Say {word}" for word in ("one", "two", "three", "four", "five", "six")]
@@ -85,10 +87,8 @@ def test_another_loss_uses_the_same_recordings(model: str, tmp_path: Path) -> No
         assert main(command(model, tmp_path, f"{loss}.safetensors", "--loss", loss, *work)) == 0
     folders = sorted(path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir())
     assert folders == ["recorded", "trained", "trained"]
-    kl, bce = (
-        read_artifact(tmp_path / f"{loss}.safetensors", PREDICTOR, "profile")
-        for loss in ("kl", "bce")
-    )
+    files = [tmp_path / f"{loss}.safetensors" for loss in ("kl", "bce")]
+    kl, bce = (read_artifact(file, PREDICTOR, "profile") for file in files)
     assert (kl.made_from["loss"], bce.made_from["loss"]) == ("kl", "bce")
     assert any((kl.arrays[name] != bce.arrays[name]).any() for name in kl.arrays)
 
@@ -108,13 +108,9 @@ def test_recorded_are_the_passes_over_generated_tokens(model: str) -> None:
     handle.remove()
     hidden, logits = kept[0]
     for step in range(3):
-        close = {"rtol": 0.05, "atol": 0.05}
-        torch.testing.assert_close(
-            seen.hidden[1][step][0].float(), hidden[3 + step].float(), **close
-        )
-        torch.testing.assert_close(
-            seen.logits[1][step][0].float(), logits[3 + step].float(), **close
-        )
+        for kept_rows, expected in ((seen.hidden, hidden), (seen.logits, logits)):
+            row = kept_rows[1][step][0].float()
+            torch.testing.assert_close(row, expected[3 + step].float(), rtol=0.05, atol=0.05)
 
 
 def test_pairs_join_neighbouring_layers_and_neighbouring_tokens(tmp_path: Path) -> None:
@@ -144,12 +140,8 @@ def test_a_batch_whose_answers_ended_at_once_is_passed_over(tmp_path: Path) -> N
 
 def test_no_prompt_is_on_both_sides_of_the_split(tmp_path: Path) -> None:
     prompts = np.repeat(np.arange(20), 3)
-    write_shard(
-        tmp_path / "a.safetensors",
-        np.zeros((1, 60, 2), np.float16),
-        np.zeros((1, 60, 2), np.float16),
-        prompts,
-    )
+    zeros = np.zeros((1, 60, 2), np.float16)
+    write_shard(tmp_path / "a.safetensors", zeros, zeros, prompts)
     samples = Samples([tmp_path / "a.safetensors"])
     known, held_out = samples.split(42)
     assert (len(known), len(held_out)) == (16, 4) and not set(known) & set(held_out)
@@ -213,10 +205,6 @@ def test_certainty_is_the_divergence_from_uniform() -> None:
     assert certainty(half)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def judged_top(network: PredictorNetwork, pairs: Pairs, rows: Any) -> Any:
-    return network(0, torch.from_numpy(pairs.inputs_ND[rows])).topk(3).indices.numpy()
-
-
 def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     layers = find_moe_layers(loaded)
@@ -226,12 +214,9 @@ def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path:
     seen.write(tmp_path / "a.safetensors")
     samples = Samples([tmp_path / "a.safetensors"])
     geometry = make_geometry(num_layers=3, num_experts=8, top_k=3)
-    from tests.artifacts import artifact_for
-
     network = PredictorNetwork(artifact_for(PREDICTOR, geometry, hidden=32))
-    judged = judge(
-        samples, network, layers, num_chosen=3, known=np.array([0]), held_out=np.array([1])
-    )
+    sides = {"known": np.array([0]), "held_out": np.array([1])}
+    judged = judge(samples, network, layers, num_chosen=3, **sides)
     rows = layer_rows(judged, 3)
     assert [(row["layer"], row["target"]) for row in rows] == [(0, 1), (1, 2), (2, 0)]
     assert rows[0]["tokens"] == rows[2]["tokens"] + 1 == int((samples.prompts == 1).sum())
@@ -244,7 +229,8 @@ def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path:
     assert rows[0]["next_gate"] == pytest.approx(shared / true.size)
     ordered = np.sort(first.targets_NE[rows_held].astype(np.float32), axis=-1)[:, ::-1]
     np.testing.assert_allclose(judged[0].gap, ordered[:, 2] - ordered[:, 3])
-    counted = count_right(judged_top(network, first, rows_held), true)
+    inputs = torch.from_numpy(first.inputs_ND[rows_held])
+    counted = count_right(network(0, inputs).topk(3).indices.numpy(), true)
     (row, *_) = correlation_rows(judged)
     expected = np.corrcoef(counted, judged[0].gap)[0, 1] if np.ptp(counted) else None
     assert row["set_by_gap"] == (None if expected is None else pytest.approx(expected))
@@ -252,8 +238,6 @@ def test_judging_counts_each_predictor_on_held_out_prompts(model: str, tmp_path:
 
 
 def test_the_network_is_relu_between_two_linear_stages() -> None:
-    from tests.artifacts import artifact_for
-
     artifact = artifact_for(PREDICTOR, make_geometry(), hidden=4)
     network = PredictorNetwork(artifact)
     hidden = np.linspace(-1, 1, 8).reshape(2, 4).astype(np.float32)
@@ -267,8 +251,6 @@ def test_the_network_is_relu_between_two_linear_stages() -> None:
 
 
 def test_a_predictor_costs_its_own_weights_bytes_and_kernels() -> None:
-    from tests.artifacts import artifact_for
-
     geometry, hardware = make_geometry(), make_hardware()
     linear, _, two = costs(artifact_for(PREDICTOR, geometry, hidden=4))
     assert (linear.num_weights, linear.num_bytes, linear.num_kernels) == (40, 80, 3)
@@ -286,11 +268,7 @@ def test_only_decoding_predicts_the_next_token() -> None:
     assert len(shapes(3, 8, 4)) == 2 * 4
 
 
-def test_prompts_come_from_lines_or_from_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from lm_eval_moecache.profiling._texts import read_prompts
-
+def test_prompts_come_from_lines_or_from_json(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"two\\nlines"\n{"prompt": "one", "id": 3}\n')
     assert read_prompts(str(file)) == ["two\nlines", "one"]

@@ -15,8 +15,8 @@ from lm_eval_moecache.analysis.fisher import Fisher
 from lm_eval_moecache.cli.profile import run_raw
 from lm_eval_moecache.records.artifact import SENSITIVITY, read_artifact
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, rises
+from lm_eval_moecache.testing.streams import make_geometry
 from tests.artifacts import profile_for
 
 TEXT = "Alice has 3 apples. She buys 4 more apples. How many apples does Alice have?"
@@ -30,14 +30,7 @@ def test_the_rise_is_the_square_of_the_lost_share_times_the_sensitivity() -> Non
 
 
 def test_the_lightest_go_first_and_the_heaviest_always_stays() -> None:
-    geometry = Geometry(
-        model="m",
-        num_layers=2,
-        num_experts=4,
-        top_k=3,
-        expert_bytes=((10,),) * 2,
-        dense_bytes=(0, 0),
-    )
+    geometry = make_geometry(num_layers=2, num_experts=4, top_k=3)
     profile = profile_for(SENSITIVITY, geometry)
     layer_1 = float(read_artifact(profile, SENSITIVITY, "profile").arrays[LAYERS][1])
     experts = np.array([[2, 0, 1], [3, 1, 0]])

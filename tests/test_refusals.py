@@ -114,13 +114,8 @@ def test_sampling_and_another_draft_are_refused_before_loading(options: Any, sai
     words = [f"{key}={value}" for key, value in given.items()]
     with pytest.raises(ArgumentsError, match=said):
         check_command(["--model", "moecache-spec", *TASK, "--gen_kwargs", ",".join(words)])
-    cell = Cell(
-        model="moecache-spec",
-        model_args={},
-        tasks=("tiny_arc",),
-        options={"gen_kwargs": given},
-        include_path=(),
-    )
+    asked = {"gen_kwargs": given}
+    cell = Cell(model="moecache-spec", model_args={}, tasks=("tiny_arc",), options=asked)
     with pytest.raises(ArgumentsError, match=next(iter(given))):
         check_cell(cell)
 

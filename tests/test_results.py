@@ -16,7 +16,7 @@ from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, page, read
 from lm_eval_moecache.report.render import FORMS
 from lm_eval_moecache.report.results import PACKED, load_runs
 from lm_eval_moecache.report.speed_table import speed_table
-from lm_eval_moecache.sweep.recipes import fit, load_recipe
+from lm_eval_moecache.sweep.recipes import fit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
@@ -112,7 +112,7 @@ def test_the_claims_page_is_what_the_command_writes() -> None:
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: str(p.parent.relative_to(RESULTS)))
 def test_the_papers_numbers_stand_beside_those_of_the_runs(path: Path) -> None:
     name = str(path.parent.relative_to(RESULTS))
-    recipe = fit(load_recipe(name), "tiny", None)
+    recipe = fit(name, "tiny", None)
     runs = load_runs(path.parent) if recipe.sweep else []
     assert path.read_text() == paper_page(name, recipe, runs), f"run: moecache reproduce {name}"
     if recipe.sweep:

@@ -39,11 +39,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     if arguments.figure is None:
         return _list(arguments.json)
-    found = load_recipe(arguments.figure)
+    name = arguments.figure
     read_jobs(arguments.jobs)
     check_limit(arguments.limit, "reproduce")
-    recipe = fit(found, arguments.pretrained, arguments.limit)
-    folder = Path(arguments.out or Path("reproduced") / found.name)
+    recipe = fit(name, arguments.pretrained, arguments.limit)
+    folder = Path(arguments.out or Path("reproduced") / name)
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.analyze:
         given = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
@@ -59,19 +59,17 @@ def run(arguments: Namespace) -> int:
     if code or arguments.dry_run:
         return code
     runs = load_runs(folder / RUNS) if recipe.sweep else []
-    text = paper_page(found.name, recipe, runs)
+    text = paper_page(name, recipe, runs)
     write_whole(folder / SAID, text)
     sys.stdout.write(text + f"\nwritten: {folder}\n")
     return 0
 
 
 def _list(as_json: bool) -> int:
-    recipes = [load_recipe(name) for name in recipe_names()]
-    rows = [
-        {"name": f.name, **f.recipe.model_dump(include={"where", "title", "claims"})}
-        for f in recipes
-    ]
-    text = "".join(f"{each.name:34s} {each.recipe.title}\n" for each in recipes)
+    recipes = {name: load_recipe(name) for name in recipe_names()}
+    shown = {"where", "title", "claims"}
+    rows = [{"name": name, **each.model_dump(include=shown)} for name, each in recipes.items()]
+    text = "".join(f"{name:34s} {each.title}\n" for name, each in recipes.items())
     text += (
         f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the shipped "
         "model, `--pretrained MODEL` on another.\n"

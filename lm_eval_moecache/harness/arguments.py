@@ -25,6 +25,7 @@ from lm_eval_moecache.engine.setting import (
     FIFO,
     MOST_READS,
     PROMPT_LOOKUP,
+    SELF,
     TOGETHER,
     Setting,
     check_host,
@@ -285,8 +286,9 @@ def read_config(
     asked = check(ModelArguments, {k: v for k, v in given.items() if k in KEYS}, "model_args")
     overrides = {k: v for k, v in given.items() if k == "phases" or k.partition(".")[0] in AXES}
     policy = load_policy(asked.policy, overrides)
-    if not replayed:
-        _check_online(policy)
+    for algorithm in (getattr(policy, axis).algorithm for axis in AXES):
+        if not replayed and getattr(algorithm, "is_offline", False):
+            raise offline(algorithm)
     capacity = capacity_text(asked.capacity)
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
@@ -296,8 +298,7 @@ def read_config(
     conflicts = [
         *_clock_conflicts(asked, given, policy),
         *_scan_conflicts(asked, policy, capacity),
-        *_attention_conflicts(asked),
-        *_storage_conflicts(asked, given, ladder, draft),
+        *_other_conflicts(asked, given, ladder, draft),
         *_draft_conflicts(asked, policy, needs_draft, speculative),
     ]
     if conflicts:
@@ -305,7 +306,14 @@ def read_config(
         value = given.get(key, draft if key == "draft" else getattr(asked, key))
         raise ValueError(f"{key}={value!r} {why}. Allowed with it: {allowed}.")
     for key in ("store_dir", "encoded_dir"):
-        _check_folder(key, getattr(asked, key))
+        folder = getattr(asked, key)
+        try:
+            if folder is not None:
+                check_writable(Path(folder) / "kept")
+        except OSError as error:
+            raise ValueError(
+                f"{key}={folder!r} cannot be written to: {error}. Allowed: a folder of yours."
+            ) from error
     wall = asked.clock == "wall"
     bandwidth = None if asked.bandwidth is None else str(asked.bandwidth)
     hardware = load_hardware(str(asked.hardware), None if wall else bandwidth)
@@ -330,15 +338,7 @@ def read_config(
     return Config.model_construct(**{**dict(asked), **resolved})
 
 
-def _check_online(policy: Policy) -> None:
-    for axis in AXES:
-        algorithm = getattr(policy, axis).algorithm
-        if getattr(algorithm, "is_offline", False):
-            raise offline(algorithm)
-
-
 # --- settings that cannot stand together ---
-
 
 Conflicts = Iterator[tuple[str, str, str]]
 """The key of a value that does not fit the others, why, and what it goes with."""
@@ -408,35 +408,27 @@ def _scan_conflicts(asked: ModelArguments, policy: Policy, capacity: str) -> Con
         yield "scoring", why, "one precision"
 
 
-def _attention_conflicts(asked: ModelArguments) -> Conflicts:
-    if asked.attention != CONTEXT:
-        return
-    if asked.emulate is None:
+def _other_conflicts(
+    asked: ModelArguments, given: Mapping[str, Any], ladder: Ladder, draft: str | None
+) -> Conflicts:
+    """Find what does not go with the emulated context, the stored precisions, or no trace."""
+    if asked.attention == CONTEXT and asked.emulate is None:
         why = "needs emulate=, whose configuration says what heads and KV caches there are"
         allowed = "emulate=NAME, or the folder of the model itself; or attention=flat"
         yield "attention", why, allowed
-    if asked.scoring == "scan":
+    if asked.attention == CONTEXT and asked.scoring == "scan":
         why = "does not go with scoring='scan', which goes through a text layer by layer"
         yield "attention", why, "scoring=parallel"
-
-
-def _storage_conflicts(
-    asked: ModelArguments, given: Mapping[str, Any], ladder: Ladder, draft: str | None
-) -> Conflicts:
-    """Find what does not go with the stored precisions, and what is kept of no trace."""
     if asked.encoded_dir is not None and not ladder:
         why = "has no effect without precision=: experts are stored as they are"
         yield "encoded_dir", why, "precision=int8, int8:int4:int2 and others"
-    if draft is not None and draft.startswith("self:") and ladder:
-        why = (
-            f"is made of the target's own weights, which precision={asked.precision!r} does not "
-            "keep"
-        )
+    if draft is not None and draft.startswith(SELF) and ladder:
+        why = "is made of the target's own weights, which "
+        why += f"precision={asked.precision!r} does not keep"
         yield "draft", why, "another draft, as a folder or a hub id"
     if asked.execute == AS_THEY_ARRIVE and len(ladder) > 1:
-        why = (
-            f"is for a store of one precision, and precision={asked.precision!r} has {len(ladder)}"
-        )
+        why = "is for a store of one precision, and "
+        why += f"precision={asked.precision!r} has {len(ladder)}"
         yield "execute", why, f"one precision; or execute={TOGETHER!r}"
     if asked.trace is None and "trace_keep" in given:
         yield "trace_keep", "says what a trace keeps, and none is recorded", "trace=DIR"
@@ -455,23 +447,9 @@ def _draft_conflicts(
             )
             yield key, why, "--model moecache-spec"
     if needs_draft and asked.draft == PROMPT_LOOKUP:
-        why = (
-            "has no attention outputs to predict experts from, as "
-            f"prefetch={policy.prefetch.name!r} does"
-        )
+        why = "has no attention outputs to predict experts from, as "
+        why += f"prefetch={policy.prefetch.name!r} does"
         yield "draft", why, "another prefetch; or a folder, a hub id or self:int4 in its place"
-
-
-def _check_folder(key: str, folder: str | None) -> None:
-    """Refuse a folder of a run's files that nothing could be written to."""
-    if folder is None:
-        return
-    try:
-        check_writable(Path(folder) / "kept")
-    except OSError as error:
-        raise ValueError(
-            f"{key}={folder!r} cannot be written to: {error}. Allowed: a folder of yours."
-        ) from error
 
 
 def help_text(width: int) -> str:
@@ -480,8 +458,7 @@ def help_text(width: int) -> str:
     for key, field in ModelArguments.model_fields.items():
         default = "" if field.default is None else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("`", "")
-        lead = f"  {key:18s}"
         lines.append(
-            textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))
+            textwrap.fill(text, width, initial_indent=f"  {key:18s}", subsequent_indent=" " * 20)
         )
     return "\n".join([*lines, ""])

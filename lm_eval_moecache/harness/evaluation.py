@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import lm_eval.evaluator
 
@@ -24,18 +24,12 @@ SAMPLE_KEY = "speed"
 """Of a line that `--log_samples` writes: its document's figures, and tokens of its prompt."""
 
 
-class Evaluated(Protocol):
-    """A harness model that is told where its evaluations begin."""
+def watch_evaluations(model_class: type[Any]) -> None:
+    """Wrap lm-eval's `evaluate` for models of this class. Safe to call twice.
 
-    def begin_evaluation(self) -> None:
-        """Start anew if there have been requests, so that no evaluation depends on another."""
-
-    def evaluated(self) -> Sequence[RequestRecord]:
-        """Return the requests of this evaluation, those of all ranks on the first."""
-
-
-def watch_evaluations(model_class: type[Evaluated]) -> None:
-    """Wrap lm-eval's `evaluate` for models of this class. Safe to call twice."""
+    `begin_evaluation` is called before each evaluation, and `evaluated` afterwards for its
+    requests: those of all ranks on the first.
+    """
     plain = lm_eval.evaluator.evaluate
     if getattr(plain, "tells_moecache", False):
         return
@@ -56,9 +50,7 @@ def watch_evaluations(model_class: type[Evaluated]) -> None:
 
 
 def add_figures(
-    results: dict[str, Any],
-    records: Sequence[RequestRecord],
-    chosen: Mapping[str, Sequence[int]],
+    results: dict[str, Any], records: Sequence[RequestRecord], chosen: Mapping[str, Sequence[int]]
 ) -> None:
     """Put each task's figures beside its scores, and each document's on its sample.
 

@@ -7,6 +7,7 @@ from Python learns of a generation option or a store of outputs at the first req
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,16 @@ def check_command(words: Sequence[str]) -> None:
         check(Options, options, "evaluation options")
     if isinstance(asked.get("gen_kwargs"), Mapping):
         check_generation(asked["gen_kwargs"], speculative)
-    if asked.get("output_path"):
-        _check_output(str(asked["output_path"]))
+    output = str(asked.get("output_path") or "")
+    path = Path(output)
+    try:
+        if output:
+            check_writable(path.parent if path.suffix == ".json" else path)
+    except OSError as error:
+        raise ArgumentsError(
+            f"--output_path={output!r} cannot be written: {error.strerror}. Allowed: a folder that "
+            "can be made, or a .json file in one."
+        ) from None
 
 
 def check_lm_eval_command(words: Sequence[str]) -> None:
@@ -129,8 +138,13 @@ def _asked(words: Sequence[str]) -> dict[str, Any]:
     found = vars(command._parser.parse_args(list(words)))
     if found.get("command") != "run":
         return {}
-    asked = _of_file(found.get("config"))
-    asked.update({key: value for key, value in found.items() if value or value == 0})
+    asked: dict[str, Any] = {}
+    if found.get("config"):
+        # What is wrong with the file, lm-eval will say.
+        with suppress(ValueError, TypeError, OSError):
+            asked = dict(read_yaml(Path(found["config"]), found["config"]))
+    asked = {key: value for key, value in asked.items() if value is not None}
+    asked |= {key: value for key, value in found.items() if value or value == 0}
     for key in ("model_args", "gen_kwargs"):
         if isinstance(asked.get(key), str):
             asked[key] = simple_parse_args_string(asked[key])
@@ -138,24 +152,3 @@ def _asked(words: Sequence[str]) -> dict[str, Any]:
     if isinstance(limit, float) and limit.is_integer():
         asked["limit"] = int(limit)
     return asked
-
-
-def _of_file(path: str | None) -> dict[str, Any]:
-    """Return what a config file sets; what is wrong with the file, lm-eval will say."""
-    try:
-        found = {} if path is None else read_yaml(Path(path), path)
-    except (ValueError, OSError):
-        return {}
-    return {k: v for k, v in found.items() if v is not None} if isinstance(found, dict) else {}
-
-
-def _check_output(output: str) -> None:
-    """Refuse a place where lm-eval could not write its results; nothing is made there yet."""
-    path = Path(output)
-    try:
-        check_writable(path.parent if path.suffix == ".json" else path)
-    except OSError as error:
-        raise ArgumentsError(
-            f"--output_path={output!r} cannot be written: {error.strerror}. Allowed: a folder that "
-            "can be made, or a .json file in one."
-        ) from None

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,13 @@ class Judge:
         self.name = f"{url or 'transformers'}:{model}"
         self._model, self._url, self._cache = model, url, cache.expanduser()
         self._prompt = (task_configs_dir() / PROMPT_FILE).read_text()
-        self._known = self._read()
+        self._known: dict[str, float] = {}
+        lines = self._cache.read_text().splitlines() if self._cache.is_file() else []
+        for line in lines:
+            # The last line of a run that was killed is no JSON: it is asked again.
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                self._known[entry["key"]] = VERDICTS[entry["verdict"]]
         self._local: Any = None
 
     def verdict(self, question: str, references: str, answer: str) -> float:
@@ -61,20 +68,19 @@ class Judge:
         if key not in self._known:
             said = self._ask_endpoint(prompt) if self._url else self._ask_local(prompt)
             self._known[key] = VERDICTS[said]
-            self._keep({"key": key, "judge": self.name, "verdict": said})
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            with self._cache.open("a", encoding="utf-8") as file:
+                entry = {"key": key, "judge": self.name, "verdict": said}
+                file.write(json.dumps(entry) + "\n")
         return self._known[key]
 
     def _ask_endpoint(self, prompt: str) -> str:
         key = os.environ.get("OPENAI_API_KEY")
+        messages = [{"role": "user", "content": prompt}]
         reply = requests.post(
             f"{str(self._url).rstrip('/')}/chat/completions",
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            json={
-                "model": self._model,
-                "messages": [{"role": "user", "content": prompt}],
-                "temperature": 0,
-                "seed": 0,
-            },
+            json={"model": self._model, "messages": messages, "temperature": 0, "seed": 0},
             timeout=_TIMEOUT_S,
         )
         if reply.status_code != requests.codes.ok:
@@ -84,13 +90,12 @@ class Judge:
         text = str(reply.json()["choices"][0]["message"]["content"])
         words = [word.strip(".!*\"'`:").upper() for word in text.split()]
         # The last of the two words: some models reason before they say it.
-        said = next((word for word in reversed(words) if word in VERDICTS), None)
-        if said is None:
-            raise ValueError(
-                f"judge_model={self._model!r} said neither {' nor '.join(VERDICTS)}: "
-                f"{text[:200]!r}."
-            )
-        return said
+        for said in reversed(words):
+            if said in VERDICTS:
+                return said
+        raise ValueError(
+            f"judge_model={self._model!r} said neither {' nor '.join(VERDICTS)}: {text[:200]!r}."
+        )
 
     def _ask_local(self, prompt: str) -> str:
         """Return the word that the model finds likelier as the prompt's continuation."""
@@ -115,24 +120,7 @@ class Judge:
                 logits = model(torch.tensor([start + tail], device=model.device)).logits[0]
             chances = logits[len(start) - 1 : -1].float().log_softmax(-1)
             scores[word] = float(chances[range(len(tail)), tail].mean())
-        return max(VERDICTS, key=lambda word: scores[word])
-
-    def _read(self) -> dict[str, float]:
-        if not self._cache.is_file():
-            return {}
-        found = {}
-        for line in self._cache.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-                found[entry["key"]] = VERDICTS[entry["verdict"]]
-            except (ValueError, KeyError, TypeError):
-                continue  # the last line of a run that was killed: it is asked again
-        return found
-
-    def _keep(self, entry: Mapping[str, str]) -> None:
-        self._cache.parent.mkdir(parents=True, exist_ok=True)
-        with self._cache.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        return max(scores, key=scores.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from lm_eval_moecache.harness.evaluation import watch_evaluations
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
 from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import check_arguments, model_name
-from lm_eval_moecache.harness.ranks import RankFigures, Ranks, merge
+from lm_eval_moecache.harness.ranks import Ranks, merge
 from lm_eval_moecache.harness.recording import recorder_of
 from lm_eval_moecache.harness.run_report import run_report, speed_rows
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
@@ -81,7 +81,10 @@ class MoECacheLM(HFLM):
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank = int(accelerator.process_index)
             self._world_size = int(accelerator.num_processes)
-        self.ranks = Ranks(int(self.world_size), self._own_figures)
+        self.ranks = Ranks(
+            int(self.world_size),
+            lambda: (self.engine.ledger.requests, self.engine.peak_cache_bytes),
+        )
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
         self._has_shown = False
@@ -147,6 +150,7 @@ class MoECacheLM(HFLM):
             self.reset()
 
     def evaluated(self) -> list[RequestRecord]:
+        """Return the requests of this evaluation, those of all ranks on the first."""
         return [record for requests, _ in self.ranks.all_figures() for record in requests]
 
     def _wrap(self, config: Config) -> None:
@@ -317,19 +321,20 @@ class MoECacheLM(HFLM):
         return outputs
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Any:
-        served: list[RequestRecord] = []
+        # By index: two windows of one text may be in one batch.
+        served: dict[int, RequestRecord] = {}
         lengths: list[int] = []
         rows: list[int] = []
         for row in inps.tolist():
             # One forward answers every request with this input where HFLM groups them.
             waiting = self._waiting.get(fingerprint(row), [])
             taken = waiting if self.logits_cache else waiting[:1]
-            served += [record for record, _ in taken]
+            served |= {record.index: record for record, _ in taken}
             lengths.append(taken[0][1] if taken else len(row))
             rows.append(taken[0][0].index if taken else NO_REQUEST)
             if not self.logits_cache:
                 del waiting[:1]
-        with self._serving(distinct(served), rows):
+        with self._serving(list(served.values()), rows):
             self.wrapped.valid_rows = lengths
             self.wrapped.scan_scoring = self.moecache.scoring == "scan"
             return super()._model_call(inps, *args, **kwargs)
@@ -372,9 +377,6 @@ class MoECacheLM(HFLM):
         """
         return speed_rows(self.report())
 
-    def _own_figures(self) -> RankFigures:
-        return self.engine.ledger.requests, self.engine.peak_cache_bytes
-
 
 class RecordedStr(str):
     """A context that remembers the record of its request through HFLM's sorting and batching."""
@@ -385,11 +387,6 @@ class RecordedStr(str):
         self = super().__new__(cls, text)
         self.record = record
         return self
-
-
-def distinct(records: list[RequestRecord]) -> list[RequestRecord]:
-    """Drop repeats (two windows of one text in one batch) and keep the order."""
-    return list({record.index: record for record in records}.values())
 
 
 def fingerprint(tokens: list[int]) -> bytes:

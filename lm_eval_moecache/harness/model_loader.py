@@ -34,9 +34,9 @@ class ModelLoader:
         self,
         config: Config,
         skeleton: nn.Module,
-        identity: str = "",
-        files: Sequence[Path] = (),
-        device: str | None = None,
+        identity: str,
+        files: Sequence[Path],
+        device: str | None,
     ) -> None:
         """`identity` says which weights these are, as `weights_identity` does; `files` are they.
 
@@ -62,8 +62,8 @@ class ModelLoader:
 
     def check(self, config: Config) -> None:
         """Raise ValueError where a setting needs the model loaded in another way."""
+        clock, store, folder = self._loaded_for
         if self._loaded_for != (config.clock, config.store, config.store_dir):
-            clock, store, folder = self._loaded_for
             raise ValueError(
                 f"clock={config.clock!r}, store={config.store!r}, store_dir={config.store_dir!r}: "
                 f"the model was loaded for clock={clock!r}, store={store!r}, "

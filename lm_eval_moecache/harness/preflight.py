@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 Bare = Callable[[Any, Mapping[str, Any]], Any]
 """(what `pretrained=` is, the host's arguments) -> the model without weights."""
-Checked = tuple[Config, dict[str, Any]]
-"""Our setting, and the arguments of HFLM."""
 BACKENDS = ("default", "causal", "seq2seq")
 _LEAST = {"batch_size": 1, "max_batch_size": 1, "max_length": 2, "prefix_token_id": 0}
 _TYPES = ("dtype", "softmax_dtype", "mixed_precision_dtype")
@@ -74,7 +72,7 @@ def check_arguments(
     bare: Bare = skeleton,
     *,
     speculative: bool = False,
-) -> Checked:
+) -> tuple[Config, dict[str, Any]]:
     """Return our checked setting and the host's arguments, with the device they resolve to.
 
     Loads no weights, and raises every ValueError that a setting can cause, so that a sweep knows
@@ -100,7 +98,14 @@ def check_arguments(
     model = bare(pretrained, theirs)
     check_kernels(model, theirs)
     layers = find_moe_layers(model)
-    _check_precision(config, theirs)
+    if config.ladder is not None:
+        for key in LOADS_OTHERWISE:
+            if theirs.get(key):
+                raise ValueError(
+                    f"{key}={theirs[key]!r} does not go with precision={config.precision!r}, which "
+                    "encodes and places the experts itself. Allowed: one of the two."
+                )
+        codecs_of(config.ladder, str(theirs["device"]).partition(":")[0])
     geometry = describe(model, layers, model_name(pretrained), config.ladder)
     capacity = parse_capacity(config.capacity, geometry, per_layer=config.policy.per_layer)
     warm = placement(config.policy, config.warm, geometry)
@@ -121,9 +126,17 @@ def _check_algorithms(config: Config, geometry: Geometry, layers: Sequence[MoELa
     """Refuse parameters out of range, and what the model's routers cannot do for a policy."""
     # Built to be thrown away: their constructors check the parameters' ranges.
     built = {axis: getattr(config.policy, axis).build(geometry, config.seed) for axis in AXES}
-    asks_gates = built["routing"].depth or built["prefetch"].depth or _records_gates(config)
+    records_gates = config.trace is not None and config.trace_keep != ROUTING
+    asks_gates = built["routing"].depth or built["prefetch"].depth or records_gates
     if built["prefetch"].needs_draft or (asks_gates and not built["prefetch"].uses_predictor):
-        _check_routers_can_be_asked(layers)
+        for gate in (layer.gate for layer in layers):
+            if gate.missing:
+                raise ValueError(
+                    f"prefetch, routing, trace: the router {gate.name} needs "
+                    f"{', '.join(gate.missing)} beside the hidden states, so a later layer's gate "
+                    "cannot be asked ahead of time. Allowed for this model: prefetch=none, and no "
+                    "trace or trace_keep=routing."
+                )
     if not (built["routing"].is_lossless and built["miss"].is_lossless):
         check_rules([layer.gate for layer in layers])
 
@@ -133,36 +146,6 @@ def geometry_of(pretrained: str) -> Geometry:
     with as_arguments_error(pretrained):
         model = skeleton(pretrained, {})
     return describe(model, find_moe_layers(model), model_name(pretrained))
-
-
-def _check_precision(config: Config, theirs: Mapping[str, Any]) -> None:
-    """Refuse codecs that this device or a library's version cannot do, and other quantisers."""
-    if config.ladder is None:
-        return
-    for key in LOADS_OTHERWISE:
-        if theirs.get(key):
-            raise ValueError(
-                f"{key}={theirs[key]!r} does not go with precision={config.precision!r}, which "
-                "encodes and places the experts itself. Allowed: one of the two."
-            )
-    codecs_of(config.ladder, str(theirs["device"]).partition(":")[0])
-
-
-def _records_gates(config: Config) -> bool:
-    """Whether a trace is recorded that keeps what the gates of later layers say."""
-    return config.trace is not None and config.trace_keep != ROUTING
-
-
-def _check_routers_can_be_asked(layers: Sequence[MoELayer]) -> None:
-    """Refuse gate predictions where a router's decision needs more than can be had ahead."""
-    for gate in (layer.gate for layer in layers):
-        if gate.missing:
-            raise ValueError(
-                f"prefetch, routing, trace: the router {gate.name} needs "
-                f"{', '.join(gate.missing)} beside the hidden states, so a later layer's gate "
-                "cannot be asked ahead of time. Allowed for this model: prefetch=none, and no "
-                "trace or trace_keep=routing."
-            )
 
 
 # --- the arguments of lm-eval's `hf` model ---
@@ -180,13 +163,11 @@ def resolve_device(theirs: Mapping[str, Any]) -> str:
     `accelerate launch` get theirs from accelerate; of theirs the type is known here. Raises
     ValueError for any other device that is not here: HFLM would take the CPU without a word.
     """
-    best = best_device()
+    best, here, asked = best_device(), devices(), theirs.get("device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else best
-    asked = theirs.get("device")
     if asked is None:
         return best
-    here = devices()
     try:
         device = str(torch.device(str(asked)))
     except RuntimeError as error:
@@ -196,12 +177,8 @@ def resolve_device(theirs: Mapping[str, Any]) -> str:
     if device in here:
         return device
     if device in BY_DEFAULT:
-        logger.log(
-            logging.INFO if best == "cpu" else logging.WARNING,
-            "device=%r is not here; the run uses %s.",
-            device,
-            best,
-        )
+        level = logging.INFO if best == "cpu" else logging.WARNING
+        logger.log(level, "device=%r is not here; the run uses %s.", device, best)
         return best
     raise ValueError(
         f"device={asked!r}: torch {torch.__version__} has no such device here. Allowed here: "
@@ -219,12 +196,32 @@ def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, A
         del theirs["batch_size"]
     if isinstance(pretrained, str):
         check_place("pretrained", pretrained)
-    _check_batch_size(config, str(theirs.get("batch_size", 1)))
+    batch_size = str(theirs.get("batch_size", 1))
+    if batch_size.startswith("auto"):
+        raise ValueError(
+            "batch_size='auto' would make the figures depend on free memory. "
+            "Allowed: a whole number."
+        )
+    if config.draft is not None and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with a draft (--model moecache-spec, "
+            "prefetch=draft), which follows one request at a time. Allowed: 1."
+        )
+    if config.scoring == "scan" and batch_size != "1":
+        raise ValueError(
+            f"batch_size={batch_size} does not go with scoring='scan', which reads one text at a "
+            "time. Allowed with scan: 1."
+        )
     for key, least in _LEAST.items():
         if theirs.get(key) is not None:
             theirs[key] = read_count(key, theirs[key], least=least)
     for key in _TYPES:
-        _check_type(key, theirs.get(key))
+        value = theirs.get(key)
+        found = getattr(torch, str(value).removeprefix("torch."), None)
+        is_type = isinstance(found, torch.dtype) and found.is_floating_point
+        if not (is_type or value is None or value == "auto" or isinstance(value, torch.dtype)):
+            allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
+            raise unknown(key, value, allowed)
     for key in _SWITCHES:
         if not isinstance(theirs.get(key), bool | None):
             raise ValueError(f"{key}={shown(theirs[key])} must be true or false.")
@@ -255,34 +252,6 @@ def check_kernels(model: Any, theirs: Mapping[str, Any]) -> None:
         known = {"eager", *ALL_ATTENTION_FUNCTIONS.keys()}
         if attention not in known:
             raise unknown("attn_implementation", attention, known)
-
-
-def _check_type(key: str, value: object) -> None:
-    if value is None or isinstance(value, torch.dtype) or value == "auto":
-        return
-    name = str(value).removeprefix("torch.")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        allowed = ("bfloat16", "float16", "float32", "float64", *(["auto"] * (key == "dtype")))
-        raise unknown(key, value, allowed)
-
-
-def _check_batch_size(config: Config, batch_size: str) -> None:
-    if batch_size.startswith("auto"):
-        raise ValueError(
-            "batch_size='auto' would make the figures depend on free memory. "
-            "Allowed: a whole number."
-        )
-    if config.draft is not None and batch_size != "1":
-        raise ValueError(
-            f"batch_size={batch_size} does not go with a draft (--model moecache-spec, "
-            "prefetch=draft), which follows one request at a time. Allowed: 1."
-        )
-    if config.scoring == "scan" and batch_size != "1":
-        raise ValueError(
-            f"batch_size={batch_size} does not go with scoring='scan', which reads one text at a "
-            "time. Allowed with scan: 1."
-        )
 
 
 # --- a model that is already loaded ---
@@ -330,7 +299,13 @@ def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_la
         return
     target = skeleton(pretrained, theirs)
     if draft.startswith(SELF):
-        _check_draft_precision(draft, target, str(theirs.get("device", "cpu")))
+        device = str(theirs.get("device", "cpu")).partition(":")[0]
+        try:
+            codecs = codecs_of((draft.removeprefix(SELF),), device)
+            for layer in find_moe_layers(target):
+                expert_bytes(layer.experts, codecs)
+        except ValueError as error:
+            raise ValueError(f"draft={draft!r}: {error}") from error
         return
     try:
         model = skeleton(draft, {})
@@ -340,10 +315,18 @@ def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_la
             f"draft={draft!r} is not a model that can be read: {reason} Allowed: a folder, a hub "
             f"id, {SELF}int4 or {PROMPT_LOOKUP}."
         ) from error
-    _check_vocabulary(draft, pretrained, model, target)
+    drafting, drafted = (m.config.get_text_config() for m in (model, target))
+    _check_vocabulary(draft, pretrained, drafting.vocab_size, drafted.vocab_size)
     blocks, _ = measure(model, draft)
     if needs_layers:
-        _check_same_layers(draft, model, target)
+        for key, what in (("num_hidden_layers", "layers"), ("hidden_size", "hidden size")):
+            if getattr(drafting, key) != getattr(drafted, key):
+                raise ValueError(
+                    f"draft={draft!r} has {key}={getattr(drafting, key)} and the model "
+                    f"{getattr(drafted, key)}: prefetch='draft' hands the output of each draft "
+                    f"layer to the gate of the model's same layer, so the {what} must be equal. "
+                    "Allowed: another prefetch with this draft, or another draft."
+                )
         layers = find_moe_layers(target)
         if len(matching_layers(blocks, layers)) < len(layers):
             raise ValueError(
@@ -354,22 +337,11 @@ def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_la
     check_weights("draft", model_path(draft), {})
 
 
-def _check_draft_precision(draft: str, target: Any, device: str) -> None:
-    """Refuse a codec that does not exist, does not work here, or cannot store these matrices."""
-    try:
-        codecs = codecs_of((draft.removeprefix(SELF),), device.partition(":")[0])
-        for layer in find_moe_layers(target):
-            expert_bytes(layer.experts, codecs)
-    except ValueError as error:
-        raise ValueError(f"draft={draft!r}: {error}") from error
-
-
-def _check_vocabulary(draft: str, pretrained: Any, model: Any, target: Any) -> None:
-    sizes = [m.config.get_text_config().vocab_size for m in (model, target)]
-    if sizes[0] != sizes[1]:
+def _check_vocabulary(draft: str, pretrained: Any, size: int, target_size: int) -> None:
+    if size != target_size:
         raise ValueError(
-            f"draft={draft!r} has a vocabulary of {sizes[0]} tokens and the model one of "
-            f"{sizes[1]}: its tokens mean something else. Allowed: a draft with the model's "
+            f"draft={draft!r} has a vocabulary of {size} tokens and the model one of "
+            f"{target_size}: its tokens mean something else. Allowed: a draft with the model's "
             "tokenizer, or prompt_lookup."
         )
     ours, theirs = _vocabulary(model_name(pretrained)), _vocabulary(draft)
@@ -377,7 +349,7 @@ def _check_vocabulary(draft: str, pretrained: Any, model: Any, target: Any) -> N
     if theirs is not None and ours is not None and theirs != ours:
         raise ValueError(
             f"draft={draft!r} has a tokenizer whose tokens are not the model's, though there are "
-            f"{sizes[0]} of both. Allowed: a draft with the model's tokenizer, or prompt_lookup."
+            f"{size} of both. Allowed: a draft with the model's tokenizer, or prompt_lookup."
         )
 
 
@@ -387,19 +359,6 @@ def _vocabulary(name: str) -> dict[str, int] | None:
     try:
         # Without this file transformers makes up a tokenizer of hardly any tokens.
         cached_file(path, "tokenizer_config.json")
-        found: dict[str, int] = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+        return dict(transformers.AutoTokenizer.from_pretrained(path).get_vocab())
     except (OSError, ValueError):
         return None
-    return found
-
-
-def _check_same_layers(draft: str, model: Any, target: Any) -> None:
-    ours, theirs = (m.config.get_text_config() for m in (target, model))
-    for key, what in (("num_hidden_layers", "layers"), ("hidden_size", "hidden size")):
-        if getattr(theirs, key) != getattr(ours, key):
-            raise ValueError(
-                f"draft={draft!r} has {key}={getattr(theirs, key)} and the model "
-                f"{getattr(ours, key)}: prefetch='draft' hands the output of each draft layer to "
-                f"the gate of the model's same layer, so the {what} must be equal. Allowed: "
-                "another prefetch with this draft, or another draft."
-            )

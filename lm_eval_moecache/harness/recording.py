@@ -56,9 +56,8 @@ def detail_of(config: Config) -> Detail:
         # No column has what one that foresees saw of the text: a replay needs what it proposed.
         mine = ((own, config.seed),) if own.algorithm.foresees else ()
         return dataclasses.replace(FULL, onlookers=mine)
-    shown = {identity(choice, config.seed, ""): choice for choice in _asking_gates()}
-    if looks_on(own):
-        shown[identity(own, config.seed, "")] = own
+    choices = [*_asking_gates(), *([own] if looks_on(own) else [])]
+    shown = {identity(choice, config.seed, ""): choice for choice in choices}
     return Detail(
         logits=config.policy.eviction.algorithm.uses_logits,
         predictions=False,
@@ -70,14 +69,9 @@ def detail_of(config: Config) -> Detail:
 @cache
 def _asking_gates() -> tuple[Choice, ...]:
     """Return the prefetchers of the compositions that ask the next layers' gates."""
-    choices = [load_policy(name).prefetch for name in policy_names()]
-    return tuple(
-        choice
-        for choice in choices
-        if looks_on(choice)
-        and not (
-            choice.algorithm.uses_predictor
-            or choice.algorithm.foresees
-            or choice.algorithm.uses_logits
-        )
-    )
+    found = []
+    for choice in (load_policy(name).prefetch for name in policy_names()):
+        rule = choice.algorithm
+        if looks_on(choice) and not (rule.uses_predictor or rule.foresees or rule.uses_logits):
+            found.append(choice)
+    return tuple(found)

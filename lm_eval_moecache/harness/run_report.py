@@ -29,27 +29,41 @@ def run_report(
     by_task: dict[str, list[RequestRecord]] = {}
     for request in requests:
         by_task.setdefault(request.task, []).append(request)
-    capacity = engine.setting.capacity
+    setting, policy = engine.setting, config.policy
+    # What is charged and in which order experts run, where not as usual.
+    usual = {"execute": TOGETHER, "reads_per_expert": 1, "attention": FLAT}
     report: dict[str, Any] = {
         **_draft(engine, config),
-        "policy": config.policy.as_dict(),
-        "capacity": capacity.text,
-        "capacity_bytes": capacity.total_bytes,
+        "policy": policy.as_dict(),
+        "capacity": setting.capacity.text,
+        "capacity_bytes": setting.capacity.total_bytes,
         "hardware": dataclasses.asdict(config.hardware),
         "clock": config.clock,
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
         "link": config.link,
-        **_execution(config),
-        **({} if engine.setting.warm is None else {"warm": engine.setting.warm.name}),
+        **{k: getattr(config, k) for k, v in usual.items() if getattr(config, k) != v},
+        **({} if setting.warm is None else {"warm": setting.warm.name}),
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
-        "warnings": _warnings(engine, config, by_task),
+        "warnings": settings_without_effect(
+            by_task,
+            policy.phases,
+            config.scoring,
+            idle_seed=0 if policy.draws else config.seed,
+            idle_link=config.link == FIFO and not policy.prefetch.algorithm.is_active,
+            idle_cutoff=_prefetches_nothing(engine),
+            idle_levels=() if policy.miss.algorithm.uses_ladder else config.ladder or (),
+        ),
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
-    return report if measured is None else {**report, **_of_this_machine(config, measured)}
+    if measured is not None:
+        link = {"link_bytes_per_s": config.throttle_bytes_per_s}
+        report["hardware"] = {"name": measured["machine"], **link}
+        report |= {"store": config.store, "load": dict(measured["load"])}
+    return report
 
 
 def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -70,40 +84,10 @@ def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _warnings(
-    engine: Engine, config: Config, by_task: Mapping[str, Sequence[RequestRecord]]
-) -> list[str]:
-    return settings_without_effect(
-        by_task,
-        config.policy.phases,
-        config.scoring,
-        idle_seed=0 if config.policy.draws else config.seed,
-        idle_link=config.link == FIFO and not config.policy.prefetch.algorithm.is_active,
-        idle_cutoff=_prefetches_nothing(engine),
-        idle_levels=() if config.policy.miss.algorithm.uses_ladder else config.ladder or (),
-    )
-
-
-def _execution(config: Config) -> dict[str, Any]:
-    """Return what is charged and in which order experts run, where not as usual."""
-    usual = {"execute": TOGETHER, "reads_per_expert": 1, "attention": FLAT}
-    told = {key: getattr(config, key) for key in usual}
-    return {key: value for key, value in told.items() if value != usual[key]}
-
-
 def _prefetches_nothing(engine: Engine) -> bool:
     stage = engine.draft_stage
     solution = None if stage is None else stage.solution
     return solution is not None and solution["asked"] == "auto" and not solution["used"]
-
-
-def _of_this_machine(config: Config, measured: Mapping[str, Any]) -> dict[str, Any]:
-    link = {"link_bytes_per_s": config.throttle_bytes_per_s}
-    return {
-        "hardware": {"name": measured["machine"], **link},
-        "store": config.store,
-        "load": dict(measured["load"]),
-    }
 
 
 def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +59,9 @@ class MoECacheSpecLM(MoECacheLM):
             drafting.num_assistant_tokens = tokens
             drafting.num_assistant_tokens_schedule = "constant"
             drafting.assistant_confidence_threshold = 0.0
+        # Those of sampling have been checked: they say greedy.
+        for key in ("temperature", "do_sample", "top_p"):
+            kwargs.pop(key, None)
         # As HFLM does around its own call.
         lower = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=lower, enabled=lower is not None):
@@ -68,12 +71,7 @@ class MoECacheSpecLM(MoECacheLM):
                 stopping_criteria=criteria,
                 pad_token_id=self.tokenizer.pad_token_id,
                 use_cache=True,
-                **_greedy(kwargs),
+                do_sample=False,
+                **kwargs,
             )
         return output
-
-
-def _greedy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation arguments without those of sampling, which have been checked."""
-    rest = {k: v for k, v in kwargs.items() if k not in ("temperature", "do_sample", "top_p")}
-    return {**rest, "do_sample": False}

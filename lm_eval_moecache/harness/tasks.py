@@ -12,6 +12,8 @@ listed once however many filters a task has. The price is a second line per docu
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -44,11 +46,6 @@ class Figures(dict[str, float]):
     """The figures of one request, standing where lm-eval expects a filtered response."""
 
 
-def figures_of(instance: Instance) -> Figures:
-    """What the model left on the request; empty under a model that measures nothing."""
-    return Figures(getattr(instance, "moecache", None) or {})
-
-
 def mean_figures(requests: Iterable[Figures]) -> dict[str, float]:
     """Mean per figure over the requests of one document that have it."""
     values: dict[str, list[float]] = {}
@@ -63,22 +60,14 @@ def document_figures(records: Iterable[RequestRecord]) -> dict[str, dict[int, di
 
     A request that a task repeats has the figures of its last time.
     """
-    last: dict[str, dict[tuple[int, int], RequestRecord]] = {}
-    for record in records:
-        if record.document is not None:
-            last.setdefault(record.task, {})[record.document, record.place] = record
+    last = {(r.task, r.document, r.place): r for r in records if r.document is not None}
     found: dict[str, dict[int, dict[str, float]]] = {}
-    for task, by_place in last.items():
-        documents: dict[int, list[RequestRecord]] = {}
-        for (document, _), record in sorted(by_place.items(), key=lambda item: item[0]):
-            documents.setdefault(document, []).append(record)
-        found[task] = {
-            document: {
-                **mean_figures(Figures(request_metrics(request)) for request in requests),
-                PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
-                REQUEST_BYTES: mean([sum(p.bytes_moved for p in r.passes) for r in requests]),
-            }
-            for document, requests in documents.items()
+    for (task, document), keys in groupby(sorted(last), key=itemgetter(0, 1)):
+        requests = [last[key] for key in keys]
+        found.setdefault(task, {})[document] = {
+            **mean_figures(Figures(request_metrics(request)) for request in requests),
+            PROMPT_TOKENS: mean([request.prompt_tokens for request in requests]),
+            REQUEST_BYTES: mean([sum(p.bytes_moved for p in r.passes) for r in requests]),
         }
     return found
 
@@ -112,7 +101,8 @@ class SpeedTask(ConfigurableTask):
     def apply_filters(self) -> list[Instance] | None:
         """Run the task's own filters, then add the pseudo filter that carries the figures."""
         unfiltered: list[Instance] | None = super().apply_filters()
-        figures = [figures_of(instance) for instance in self.instances]
+        # Empty under a model that measures nothing.
+        figures = [Figures(getattr(each, "moecache", None) or {}) for each in self.instances]
         self._measured = [n for n in HIGHER_IS_BETTER if any(n in each for each in figures)]
         if self._measured:
             for instance, each in zip(self.instances, figures, strict=True):

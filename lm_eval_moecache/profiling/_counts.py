@@ -37,10 +37,8 @@ def read_counts(file: str, key: str) -> UseProfile | None:
         reader = _imatrix
     elif path.suffix == ".pt":
         reader = _recorder
-    elif first.startswith("layer_id,expert_id,count"):
-        reader = _csv
-    elif path.name.endswith("coli_usage"):
-        reader = _coli
+    elif first.startswith("layer_id,expert_id,count") or path.name.endswith("coli_usage"):
+        reader = _lines
     else:
         return None
     counts, num_experts = reader(path, what)
@@ -58,34 +56,26 @@ def read_counts(file: str, key: str) -> UseProfile | None:
     return UseProfile(model="", counts=whole, name=path.name)
 
 
-def _coli(path: Path, what: str) -> tuple[Counts, int | None]:
-    """Lines `layer expert count`; `-1 layers experts` at the head says the model's size."""
+def _lines(path: Path, what: str) -> tuple[Counts, int | None]:
+    """Lines `layer expert count`, or with commas and a title.
+
+    `-1 layers experts` at the head says the model's size.
+    """
     counts: dict[int, dict[int, float]] = {}
     num_experts = None
     for number, line in enumerate(read_text(path, what).splitlines(), start=1):
-        words = line.split()
-        if not words or line.startswith("#"):
+        words = line.replace(",", " ").split()
+        if not words or line.lstrip().startswith(("#", "layer_id")):
             continue
         try:
-            layer, expert, count = int(words[0]), int(words[1]), float(words[2])
-        except (ValueError, IndexError):
+            layer, expert, count = int(float(words[0])), int(float(words[1])), float(words[2])
+        except (ValueError, OverflowError, IndexError):
             raise ValueError(f"{what}: line {number} is not `layer expert count`.") from None
         if layer < 0:
             num_experts = int(count)
         else:
             counts.setdefault(layer, {})[expert] = count
     return counts, num_experts
-
-
-def _csv(path: Path, what: str) -> tuple[Counts, int | None]:
-    counts: dict[int, dict[int, float]] = {}
-    for number, line in enumerate(read_text(path, what).splitlines()[1:], start=2):
-        try:
-            layer, expert, count = (float(word) for word in line.split(",")[:3])
-        except ValueError:
-            raise ValueError(f"{what}: line {number} is not `layer_id,expert_id,count`.") from None
-        counts.setdefault(int(layer), {})[int(expert)] = count
-    return counts, None
 
 
 def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:

@@ -106,12 +106,12 @@ def task_examples(
     Where a task has none, its validation documents are taken, unless they are what lm-eval tests
     on. Raises ValueError for an unknown task, and for one that has test documents only.
     """
-    from lm_eval_moecache.sweep.evaluation import check_task_names, loadable
+    from lm_eval_moecache.sweep.evaluation import check_task_names, leaf_tasks
 
     folders = (include_path,) if include_path else ()
     check_task_names(tasks, folders)
     examples = []
-    for name, task in sorted(loadable(tasks, folders).load(list(tasks))["tasks"].items()):
+    for name, task in sorted(leaf_tasks(tasks, folders).items()):
         if task.has_training_docs():
             documents = task.training_docs()
         elif task.has_validation_docs() and task.has_test_docs():

@@ -6,6 +6,8 @@ Routing traces are not taken: they do not say whose routers made them, and hold 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
@@ -90,7 +92,7 @@ def run(arguments: Namespace) -> int:
     found = observe(analyzed, arguments.sample_tokens, warmup)
     data |= {"tokens": found.num_tokens, "alpha": alphas}
     data |= {name: getattr(arguments, name) for name in _KEPT}
-    arrays = {
+    arrays: dict[str, Any] = {
         "activations": found.counts.activations,
         PAIRS: found.counts.pairs,
         WEIGHTED: found.counts.weighted_pairs,

@@ -252,7 +252,7 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
     )
 
 
-def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, float], dict[str, str]]:
+def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what the processor reaches at an expert's work, and where each figure comes from.
 
     With all its threads, at what it multiplies fastest: float32. Half precisions are products of

@@ -74,10 +74,10 @@ def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager
     return manager
 
 
-def leaf_tasks(tasks: Sequence[str]) -> dict[str, Any]:
+def leaf_tasks(tasks: Sequence[str], include_path: tuple[str, ...] = ()) -> dict[str, Any]:
     """Load tasks and groups, quietly, and return lm-eval's leaf tasks by name."""
     with quiet():
-        return dict(loadable(tasks, ()).load(list(tasks))["tasks"])
+        return dict(loadable(tasks, include_path).load(list(tasks))["tasks"])
 
 
 def answers_of(tasks: Mapping[str, Any]) -> list[str]:
@@ -87,7 +87,10 @@ def answers_of(tasks: Mapping[str, Any]) -> list[str]:
 
 def evaluate(cell: Cell, lm: Any) -> dict[str, Any]:
     """Run a cell's tasks and return the part of lm-eval's results that a rerun repeats."""
-    with _no_collectors():
+    with contextlib.ExitStack() as stack:
+        for name in _COLLECTORS:
+            if hasattr(lm_eval.evaluator, name):
+                stack.enter_context(mock.patch.object(lm_eval.evaluator, name))
         output = lm_eval.evaluator.simple_evaluate(
             model=lm,
             model_args=dict(cell.model_args),
@@ -144,15 +147,6 @@ def _plain(value: Any) -> Any:
         value = value.item()
     # What is no number cannot be compared, and has no place in JSON.
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-@contextlib.contextmanager
-def _no_collectors() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in _COLLECTORS:
-            if hasattr(lm_eval.evaluator, name):
-                stack.enter_context(mock.patch.object(lm_eval.evaluator, name))
-        yield
 
 
 @contextlib.contextmanager

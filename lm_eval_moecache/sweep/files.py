@@ -32,6 +32,7 @@ LOCK = ".sweep.lock"
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
+    """Write a finished run whole or not at all, in place of its failure."""
     path = folder / RUNS / f"{record['run_id']}.json"
     # `default`: lm-eval's own facts hold a torch.dtype.
     text = json.dumps(finite(record), indent=1, ensure_ascii=False, default=str, allow_nan=False)
@@ -46,45 +47,43 @@ def write_failure(folder: Path, run_id: str, text: str) -> None:
     write_whole(folder / FAILED / f"{run_id}.txt", text)
 
 
-def finished(folder: Path) -> dict[str, Path]:
-    """Return configuration hash -> file of every finished run.
+def finished(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return configuration hash -> what a sweep asks of every finished run, packed ones as well.
 
-    A file that is none is told of and left out: its cell runs again. Packed runs are finished, too.
+    A file that is none is told of and left out: its cell runs again.
     """
     packed = folder / PACKED
     records = read_packed(packed) if packed.is_file() else []
-    found = {str(record.get("configuration_hash")): packed for record in records}
+    found = {str(record.get("configuration_hash")): _about(record) for record in records}
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
-            record = check(ResultsFile, read_json(path, str(path)), str(path))
+            record = read_json(path, str(path))
+            check(ResultsFile, record, str(path))
         except ValueError as error:
             logger.warning("no finished run: %s", error)
             continue
-        if record.configuration_hash is not None:
-            found[record.configuration_hash] = path
+        if record.get("configuration_hash") is not None:
+            found[record["configuration_hash"]] = _about(record)
     return found
 
 
-def read_run(path: Path, configuration_hash: str) -> dict[str, Any]:
-    """Return the record of a finished run, of its own file or of the packed ones."""
-    if path.name != PACKED:
-        record: dict[str, Any] = read_json(path, str(path))
-        return record
-    return next(r for r in read_packed(path) if r.get("configuration_hash") == configuration_hash)
+def _about(record: Mapping[str, Any]) -> dict[str, Any]:
+    # Without its scores and figures, which are most of it.
+    return {key: record.get(key) for key in ("run_id", "label", "sources", "environment")}
 
 
-def unedited(done: Mapping[str, Path], planned: Iterable[ResolvedCell]) -> dict[str, Path]:
+def unedited(
+    done: Mapping[str, dict[str, Any]], planned: Iterable[ResolvedCell]
+) -> dict[str, dict[str, Any]]:
     """Leave out the finished runs whose algorithms, or whose shipped model, are others now.
 
     A record of a release that did not note them counts as finished.
     """
     kept = dict(done)
     for each in planned:
-        path = kept.get(each.configuration_hash)
-        if path is not None:
-            made_by = read_run(path, each.configuration_hash).get("sources")
-            if made_by not in (None, each.sources):
-                del kept[each.configuration_hash]
+        record = kept.get(each.configuration_hash)
+        if record is not None and record["sources"] not in (None, each.sources):
+            del kept[each.configuration_hash]
     return kept
 
 
@@ -92,26 +91,12 @@ def unedited(done: Mapping[str, Path], planned: Iterable[ResolvedCell]) -> dict[
 def only_sweep(folder: Path) -> Iterator[None]:
     """Hold the folder against a second sweep; the lock goes with the process, however it ends.
 
-    Packed runs are unpacked: a sweep changes runs one by one. Raises OSError where nothing can be
-    written there.
+    A killed sweep leaves the lock's file, which the next one takes. Packed runs are unpacked: a
+    sweep changes runs one by one. Raises OSError where nothing can be written there.
     """
     runs = folder / RUNS
     runs.mkdir(parents=True, exist_ok=True)
     check_writable(runs)
-    with _locked(folder), contextlib.ExitStack() as stack:
-        # Of sweeps that were killed before, and of workers that an interrupt has ended.
-        stack.callback(_remove_leftovers, folder)
-        _remove_leftovers(folder)
-        unpack(folder)
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: a file in it, where nobody else can put one, gone when this ends.
-
-    A killed sweep leaves the file without its lock, which the next one takes.
-    """
     path = folder / LOCK
     lock = FileLock(path, timeout=0)
     try:
@@ -119,14 +104,18 @@ def _locked(folder: Path) -> Iterator[None]:
     except Timeout:
         raise ValueError(f"another sweep is at work in {str(folder)!r}.") from None
     try:
+        _remove_leftovers(folder)
+        unpack(folder)
         yield
     finally:
+        _remove_leftovers(folder)
         with contextlib.suppress(OSError):  # Windows removes no open file
             path.unlink()
         lock.release()
 
 
 def _remove_leftovers(folder: Path) -> None:
+    """Remove what sweeps that were killed, and workers that an interrupt has ended, have left."""
     for part in (RUNS, FAILED):
         for leftover in (folder / part).glob(f".*{PART}"):
             with contextlib.suppress(OSError):

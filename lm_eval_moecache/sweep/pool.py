@@ -52,10 +52,7 @@ def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def submit(
-    pool: ProcessPoolExecutor,
-    work: Callable[..., Result],
-    items: Sequence[Item],
-    *arguments: Any,
+    pool: ProcessPoolExecutor, work: Callable[..., Result], items: Sequence[Item], *arguments: Any
 ) -> dict[Future[Result], Item]:
     """Put `work(item, *arguments)` before the pool's workers, starting those that are needed."""
     with _unheard():

@@ -19,15 +19,27 @@ _PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
 
 
 def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
-    """Return the record's `environment`: date, durations, machine, versions, code revision."""
+    """Return the record's `environment`: date, durations, machine, versions, code revision.
+
+    What of the machine decides how it rounds is there: two runs that agree in it repeat exactly.
+    """
+    torch, gpu = sys.modules.get("torch"), None
+    if torch is not None:
+        from lm_eval_moecache.model.device import accelerator, name_of
+
+        kind = accelerator()
+        gpu = None if kind is None else name_of(torch.device(kind))
     return {
         "date": datetime.fromtimestamp(started_s, tz=timezone.utc).isoformat(timespec="seconds"),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "machine": {
             "cpu": platform.machine(),
             "cores": os.cpu_count(),
-            "gpu": _gpu(),
-            **_rounding(),
+            "gpu": gpu,
+            "cpu_model": _cpu_model(),
+            "instructions": None if torch is None else torch.backends.cpu.get_cpu_capability(),
+            "threads": None if torch is None else torch.get_num_threads(),
+            "rounding": {name: os.environ[name] for name in _ROUNDING if name in os.environ},
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "revision": code_revision(),
@@ -39,17 +51,6 @@ def _versions() -> dict[str, str]:
     return versions_of(_PACKAGES)
 
 
-def _rounding() -> dict[str, Any]:
-    """Return what decides how this machine rounds: two runs that agree in it repeat exactly."""
-    torch = sys.modules.get("torch")
-    return {
-        "cpu_model": _cpu_model(),
-        "instructions": None if torch is None else torch.backends.cpu.get_cpu_capability(),
-        "threads": None if torch is None else torch.get_num_threads(),
-        "rounding": {name: os.environ[name] for name in _ROUNDING if name in os.environ},
-    }
-
-
 @cache
 def _cpu_model() -> str:
     """Return the CPU's name; on Linux with family, model and stepping, as names are shared."""
@@ -57,24 +58,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return platform.processor()
-    facts = dict(_halves(line) for line in lines if ":" in line)
+    pairs = (line.partition(":") for line in lines)
+    facts = {name.strip(): value.strip() for name, _, value in pairs}
     parts = (facts.get(name, "") for name in ("model name", "cpu family", "model", "stepping"))
     return " ".join(part for part in parts if part) or platform.processor()
-
-
-def _halves(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()
-
-
-def _gpu() -> str | None:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    from lm_eval_moecache.model.device import accelerator, name_of
-
-    kind = accelerator()
-    return None if kind is None else name_of(torch.device(kind))
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lm_eval_moecache.records.errors import unknown
@@ -26,21 +25,13 @@ REAL_TASKS: Mapping[str, str] = {
 _PART = re.compile(r"\{([NKL])\*([0-9.]+)\}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """A recipe by its name, PAPER/FIGURE."""
-
-    name: str
-    recipe: Recipe
-
-
 def recipe_names() -> list[str]:
-    folder = recipes_dir()
-    paths = sorted(folder.glob("*/*.yaml"))
+    """Return the names of all recipes, PAPER/FIGURE."""
+    paths = sorted(recipes_dir().glob("*/*.yaml"))
     return [f"{path.parent.name}/{path.stem}" for path in paths]
 
 
-def load_recipe(name: str) -> Found:
+def load_recipe(name: str) -> Recipe:
     """Read a recipe. Raises ValueError for an unknown name or a file that does not fit."""
     names = recipe_names()
     if name not in names:
@@ -48,26 +39,24 @@ def load_recipe(name: str) -> Found:
     path = recipes_dir() / f"{name}.yaml"
     recipe = check(Recipe, read_yaml(path, f"recipe {name}"), f"recipe {name}")
     if recipe.like is not None:
-        base = load_recipe(recipe.like).recipe
+        base = load_recipe(recipe.like)
         inherited = {"tiny": base.tiny, "real": base.real, "real_tasks": base.real_tasks}
-        changes: dict[str, Any] = {
-            key: value or getattr(recipe, key) for key, value in inherited.items()
-        }
+        changes: dict[str, Any] = {k: v or getattr(recipe, k) for k, v in inherited.items()}
         changes["sweep"] = {**base.sweep, **recipe.sweep}
         changes["analyze"] = recipe.analyze or base.analyze
         recipe = recipe.model_copy(update=changes)
     if bool(recipe.sweep) == (recipe.analyze is not None):
         raise ValueError(f"recipe {name} must have one of `sweep` and `analyze`.")
-    return Found(name=name, recipe=recipe)
+    return recipe
 
 
-def fit(found: Found, pretrained: str, limit: int | float | None) -> Recipe:
-    """Return the recipe for this model: sizes, tasks, links and the paper's numbers with them.
+def fit(name: str, pretrained: str, limit: int | float | None) -> Recipe:
+    """Return a recipe for this model: sizes, tasks, links and the paper's numbers with them.
 
     `{N*0.5}` is half the experts of a layer, `{K*1}` as many as a token takes, `{L*0.5}` half the
     layers; each at least 1.
     """
-    recipe = found.recipe
+    recipe = load_recipe(name)
     tasks = {} if pretrained == TINY else {**REAL_TASKS, **recipe.real_tasks}
     data = recipe.model_dump(exclude_unset=True)
     if _PART.search(str(data)):
@@ -88,7 +77,7 @@ def fit(found: Found, pretrained: str, limit: int | float | None) -> Recipe:
         sweep.setdefault("title", recipe.title)
         if limit is not None:
             data["sweep"] = {**_without_limits(sweep), "limit": limit}
-    return check(Recipe, {**data, "like": None}, f"recipe {found.name}")
+    return check(Recipe, {**data, "like": None}, f"recipe {name}")
 
 
 def _without_limits(value: Any) -> Any:

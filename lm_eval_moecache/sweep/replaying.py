@@ -8,6 +8,7 @@ that their group shares: only their speed is their own.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,11 @@ from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.trace import Trace
 
+# What a cell of a trace may say.
 KEYS = (
     *("policy", *AXES, "phases", "capacity", "hardware", "bandwidth", "link", "emulate", "warm"),
     *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "expert_bytes"),
 )
-
-
 _SUFFIX = f",{SPEED_FILTER}"
 
 
@@ -69,10 +69,13 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
 
     Raises ValueError naming the key, or the trace, that does not fit.
     """
-    given = _arguments(cell)
-    ours = {key: value for key, value in given.items() if key != "expert_bytes"}
-    trace = _load(cell.pretrained, given.get("expert_bytes"))
-    config = read_config({"seed": trace.seed, **ours}, replayed=True)
+    for key in cell.arguments:
+        axis, dot, _ = key.partition(".")
+        if key not in KEYS and not (dot and axis in AXES):
+            raise unknown("of a sweep over traces, the key", key, KEYS)
+    trace = _load(cell)
+    ours = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
+    config = read_config({"policy": "on_demand", "seed": trace.seed, **ours}, replayed=True)
     capacity = config.setting(trace.geometry).capacity
     if not trace.has_sizes and config.emulate is None:
         check_sized(capacity.text, trace.name, "expert_bytes")
@@ -82,22 +85,15 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
 def replayed_trace(planned: ResolvedCell) -> dict[str, Any]:
     """Return what the record of a cell keeps: the figures of speed, and no scores."""
     file = planned.cell.pretrained
-    trace = _load(file, _arguments(planned.cell).get("expert_bytes"))
-    report, _ = _replay(planned, trace, lambda: load_trace(file, logits=True, predicted=True))
+    read_whole = functools.partial(load_trace, file, logits=True, predicted=True)
+    report, _ = _replay(planned, _load(planned.cell), read_whole)
     return {"results": {}, "config": {"moecache": report}, "scores": {}}
 
 
-def _arguments(cell: Cell) -> dict[str, Any]:
-    for key in cell.arguments:
-        axis, dot, _ = key.partition(".")
-        if key not in KEYS and not (dot and axis in AXES):
-            raise unknown("of a sweep over traces, the key", key, KEYS)
-    return {"policy": "on_demand", **cell.arguments}
-
-
-def _load(file: str, expert_bytes: object) -> Trace | StreamedTrace:
-    size = None if expert_bytes is None else parse_bytes(str(expert_bytes), "expert_bytes")
-    return _open(file, size, _state(file))
+def _load(cell: Cell) -> Trace | StreamedTrace:
+    size = cell.arguments.get("expert_bytes")
+    expert_bytes = None if size is None else parse_bytes(str(size), "expert_bytes")
+    return _open(cell.pretrained, expert_bytes, _state(cell.pretrained))
 
 
 @lru_cache(maxsize=1)
@@ -176,25 +172,18 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
                 f"cell has {', '.join(found)}. Run it with `moecache sweep --live`."
             )
         row.update(found)
-        kept["scores"].setdefault(task, {}).update(_document_scores(documents))
+        # What `evaluation.scores` keeps of a live run's documents.
+        kept_speed: dict[str, dict[str, float]] = {}
+        for document, figures in documents.items():
+            for name in (name for name in KEPT_SPEED if name in figures):
+                by_document = kept_speed.setdefault(name + _SUFFIX, {})
+                by_document[str(document)] = six_digits(figures[name])
+        kept["scores"].setdefault(task, {}).update(kept_speed)
     for name, group in _groups(cell.tasks, cell.include_path).items():
         aggregated = group.aggregate(results)
         for shown in (results.get(name), kept.get("groups", {}).get(name)):
             if shown is not None:
                 shown.update({key: aggregated[key] for key in shown if key.endswith(_SUFFIX)})
-
-
-def _document_scores(documents: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return what `evaluation.scores` keeps of the speed of a live run's documents."""
-    return {
-        name + _SUFFIX: {
-            str(document): six_digits(found[name])
-            for document, found in documents.items()
-            if name in found
-        }
-        for name in KEPT_SPEED
-        if any(name in found for found in documents.values())
-    }
 
 
 @lru_cache(maxsize=2)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from tqdm import tqdm
 
 from lm_eval_moecache.records.files import read_json
+from lm_eval_moecache.report.results import RUNS
 from lm_eval_moecache.sweep.executors import execute
-from lm_eval_moecache.sweep.files import finished, only_sweep, read_run, unedited, write_record
+from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.sharing import (
     TRACES,
@@ -40,14 +41,33 @@ class Report:
     merged: int
     """Cells that equal another cell's configuration, and so did not run a second time."""
     skipped: tuple[str, ...]
-    done: tuple[str, ...]
-    failed: tuple[Outcome, ...]
+    outcomes: tuple[Outcome, ...]
     seconds: float
-    by_model: int = 0
-    """Cells that ran the model; the other ones done were replayed from the traces of those."""
-    saved_seconds: float = 0.0
-    """What the replays would have taken as runs, by the mean of this sweep's runs, less what they
-    took; 0 where no run of this sweep says how long one takes."""
+
+    @property
+    def done(self) -> tuple[str, ...]:
+        return tuple(o.run_id for o in self.outcomes if o.error is None)
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        return tuple(o for o in self.outcomes if o.error is not None)
+
+    @property
+    def by_model(self) -> int:
+        """Cells that ran the model; the other ones done were replayed from the traces of those."""
+        return len(self._seconds(BY_MODEL))
+
+    @property
+    def saved_seconds(self) -> float:
+        """What the replays would have taken as runs, by this sweep's mean run, less what they took.
+
+        0 where no run of this sweep says how long one takes.
+        """
+        runs, replays = self._seconds(BY_MODEL), self._seconds(BY_REPLAY)
+        return len(replays) * mean(runs) - sum(replays) if runs else 0.0
+
+    def _seconds(self, by: str) -> list[float]:
+        return [o.seconds for o in self.outcomes if o.error is None and o.by == by]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -72,27 +92,32 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
     """
     started = time.monotonic()
     planned, merged = _plan(sweep, live)
+    outcomes: list[Outcome] = []
     with only_sweep(folder):
-        done_before = {} if rerun else unedited(finished(folder), planned)
-        skipped = [p for p in planned if p.configuration_hash in done_before]
-        waiting = [p for p in planned if p.configuration_hash not in done_before]
+        done, skipped, division = _division(planned, folder, rerun, live)
         for each in skipped:
-            _relabel(folder, done_before[each.configuration_hash], each)
+            # Not part of the configuration: a new label is written into the finished run.
+            before, label = done[each.configuration_hash], each.cell.label
+            if before["label"] != label:
+                path = folder / RUNS / f"{before['run_id']}.json"
+                write_record(folder, {**read_json(path, str(path)), "label": label})
         remove_leftovers(folder)
-        division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
-        outcomes = _with_progress(sweep, folder, division, len(skipped))
-    runs = [o for o in outcomes if o.error is None and o.by == BY_MODEL]
-    replays = [o for o in outcomes if o.error is None and o.by == BY_REPLAY]
+        stages = (division.runs, division.replays)
+        if any(stages):
+            results = execute(stages, folder, sweep)
+            total, first = len(planned), len(skipped)
+            with tqdm(results, sweep.name, total, initial=first, unit="run", smoothing=0) as bar:
+                for outcome in bar:
+                    outcomes.append(outcome)
+                    if outcome.error is not None:
+                        bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
     return Report(
         experiment=sweep.name,
         runs=len(planned),
         merged=merged,
         skipped=tuple(each.run_id for each in skipped),
-        done=tuple(o.run_id for o in outcomes if o.error is None),
-        failed=tuple(o for o in outcomes if o.error is not None),
+        outcomes=tuple(outcomes),
         seconds=time.monotonic() - started,
-        by_model=len(runs),
-        saved_seconds=_saved(runs, replays),
     )
 
 
@@ -105,43 +130,18 @@ def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
     return [*planned, *([] if live else bound_cells(planned, sweep.bounds))], merged
 
 
-def _saved(runs: Sequence[Outcome], replays: Sequence[Outcome]) -> float:
-    if not runs:
-        return 0.0
-    run_s = sum(o.seconds for o in runs) / len(runs)
-    return len(replays) * run_s - sum(o.seconds for o in replays)
+def _division(
+    planned: Sequence[ResolvedCell], folder: Path, rerun: bool, live: bool
+) -> tuple[dict[str, dict[str, Any]], list[ResolvedCell], ExecutionPlan]:
+    """Return the finished runs, the cells that are theirs, and what is to be done for the others.
 
-
-def _with_progress(
-    sweep: SweepFile, folder: Path, division: ExecutionPlan, num_skipped: int
-) -> list[Outcome]:
-    outcomes: list[Outcome] = []
-    num_waiting = len(division.runs) + len(division.replays)
-    if not num_waiting:
-        return outcomes
-    results = execute(
-        (division.runs, division.replays),
-        folder,
-        sweep.name,
-        executor=sweep.executor,
-        jobs=sweep.jobs,
-        options=sweep.executor_options,
-    )
-    total = num_skipped + num_waiting
-    with tqdm(total=total, initial=num_skipped, unit="run", desc=sweep.name, smoothing=0) as bar:
-        for outcome in results:
-            outcomes.append(outcome)
-            bar.update()
-            if outcome.error is not None:
-                bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
-    return outcomes
-
-
-def _relabel(folder: Path, path: Path, planned: ResolvedCell) -> None:
-    """A label is not part of the configuration: a new one is written into the finished run."""
-    record = read_json(path, str(path))
-    if record["label"] != planned.cell.label:
-        write_record(folder, {**record, "label": planned.cell.label})
+    With `rerun` no cell counts as finished.
+    """
+    done = unedited(finished(folder), planned)
+    skipped = [p for p in planned if not rerun and p.configuration_hash in done]
+    waiting = [p for p in planned if rerun or p.configuration_hash not in done]
+    division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
+    return done, skipped, division
 
 
 # --- what it would do ---
@@ -184,22 +184,26 @@ def estimate(
     Times and sizes are the medians of what this folder has finished.
     """
     planned, _ = _plan(sweep, live)
-    done = unedited(finished(folder), planned)
-    waiting = [p for p in planned if rerun or p.configuration_hash not in done]
-    skipped = [p for p in planned if p not in waiting]
-    division = ExecutionPlan(tuple(waiting), ()) if live else divide(waiting, folder, skipped)
-    replays = {p.run_id for p in division.replays}
-    states = {p.run_id: "to replay" if p.run_id in replays else "to run" for p in waiting}
+    done, skipped, division = _division(planned, folder, rerun, live)
+    states = dict.fromkeys((p.run_id for p in division.runs), "to run")
+    states |= dict.fromkeys((p.run_id for p in division.replays), "to replay")
+    states |= dict.fromkeys((p.run_id for p in skipped), "finished")
     rows = tuple(
         {
             "run_id": each.run_id,
-            "state": states.get(each.run_id, "finished"),
+            "state": states[each.run_id],
             "model_args": dict(each.cell.model_args),
             "tasks": list(each.cell.tasks),
         }
         for each in planned
     )
-    run_s, replay_s = _seconds(done)
+    took: dict[str, list[float]] = {"evaluate": [], "replay": []}
+    for record in done.values():
+        for kind, value in (record["environment"] or {}).get("seconds", {}).items():
+            took.setdefault(kind, []).append(float(value))
+    run_s, replay_s = (
+        median(took[kind]) if took[kind] else None for kind in ("evaluate", "replay")
+    )
     seconds = None
     if run_s is not None or not division.runs:
         seconds = len(division.runs) * (run_s or 0.0) + len(division.replays) * (replay_s or 0.0)
@@ -212,15 +216,3 @@ def estimate(
         seconds=seconds,
         trace_bytes=int(traces * median(sizes)) if sizes else None,
     )
-
-
-def _seconds(done: Mapping[str, Path]) -> tuple[float | None, float | None]:
-    """Return how long a run of the model and a replay took, by the median."""
-    found: dict[str, list[float]] = {"evaluate": [], "replay": []}
-    for configuration_hash, path in done.items():
-        seconds = read_run(path, configuration_hash).get("environment", {}).get("seconds", {})
-        for kind, values in found.items():
-            if kind in seconds:
-                values.append(float(seconds[kind]))
-    run_s, replay_s = (median(values) if values else None for values in found.values())
-    return run_s, replay_s

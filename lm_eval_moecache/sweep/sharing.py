@@ -15,9 +15,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
@@ -39,8 +38,7 @@ OUTPUT_INVARIANT_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionPlan:
+class ExecutionPlan(NamedTuple):
     """Cells that run the model (those that record among them), and cells that are replayed."""
 
     runs: tuple[ResolvedCell, ...]
@@ -66,18 +64,20 @@ def divide(
         else:
             groups.setdefault(name, []).append(each)
     for name, group in groups.items():
-        wanted = detail_of(group)
-        if SharedRun(folder, name).serves(wanted):
-            replays += _shared(group, name)
-        elif len(group) == 1 and not is_offline(group[0]):
-            runs += group
-        else:
+        wanted, files, first = detail_of(group), SharedRun(folder, name), None
+        if not files.serves(wanted):
+            if len(group) == 1 and not is_offline(group[0]):
+                runs += group
+                continue
             able = [each for each in group if not is_offline(each)]
             able = able or [each for each in finished if share_name(each) == name]
             # A cell that has failed before may fail again: another one is tried first.
             first = min(able, key=lambda each: (folder / FAILED / f"{each.run_id}.txt").exists())
-            runs.append(_recording(first, name, wanted, folder))
-            replays += _shared([each for each in group if each is not first], name)
+            config = first.config.with_changes(trace=str(files.partial), detail=wanted)
+            share = Share(name=name, records=True)
+            runs.append(dataclasses.replace(first, config=config, share=share))
+        share = Share(name=name, records=False)
+        replays += [dataclasses.replace(e, share=share) for e in group if e is not first]
     return ExecutionPlan(tuple(runs), tuple(replays))
 
 
@@ -93,16 +93,13 @@ def share_name(planned: ResolvedCell) -> str | None:
     A lossy policy changes the outputs, a wall clock is measured, who asks for a trace wants a run,
     and of what a draft foretells a trace keeps the order alone.
     """
-    config = planned.config
-    if planned.cell.model == REPLAY:
-        return None
-    if not config.policy.is_lossless or config.clock != "virtual":
-        return None
+    config, cell = planned.config, planned.cell
     prefetch = config.policy.prefetch.algorithm
-    if config.trace is not None or (prefetch.needs_draft and not prefetch.by_order):
+    runs_alone = config.clock != "virtual" or config.trace is not None
+    runs_alone |= prefetch.needs_draft and not prefetch.by_order
+    if cell.model == REPLAY or runs_alone or not config.policy.is_lossless:
         return None
     default = default_config()
-    cell = planned.cell
     same = {
         "format": _FORMAT,
         "model": cell.model,
@@ -153,17 +150,6 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
         onlookers=tuple(onlookers.values()),
         criticals=tuple(criticals),
     )
-
-
-def _shared(group: Iterable[ResolvedCell], name: str) -> list[ResolvedCell]:
-    share = Share(name=name, records=False)
-    return [dataclasses.replace(each, share=share) for each in group]
-
-
-def _recording(planned: ResolvedCell, name: str, detail: Detail, folder: Path) -> ResolvedCell:
-    partial = SharedRun(folder, name).partial
-    config = planned.config.with_changes(trace=str(partial), detail=detail)
-    return dataclasses.replace(planned, config=config, share=Share(name=name, records=True))
 
 
 class SharedRun:
@@ -241,23 +227,20 @@ def bound_cells(planned: Sequence[ResolvedCell], names: Sequence[str]) -> list[R
     for each in planned:
         if share_name(each) is None and each.cell.model != REPLAY:
             continue
+        place = {
+            key: value
+            for key, value in each.cell.model_args.items()
+            if key not in ("policy", "phases") and key.partition(".")[0] not in AXES
+        }
         for name in names:
             # Prefetches cross layers, and a scan goes through one layer at a time.
             if name == "oracle" and each.config.scoring == "scan":
                 continue
-            bound = _bound(each, name)
+            changes = BOUNDS[name]
+            args = {**place, "policy": "on_demand", **changes}
+            label = f"knows the future: {name}"
+            cell = dataclasses.replace(each.cell, model_args=args, label=label)
+            config = each.config.with_changes(policy=load_policy("on_demand", changes))
+            bound = plan(cell, config, each.host_arguments)
             found.setdefault(bound.configuration_hash, bound)
     return list(found.values())
-
-
-def _bound(planned: ResolvedCell, name: str) -> ResolvedCell:
-    cell, changes = planned.cell, BOUNDS[name]
-    place = {
-        key: value
-        for key, value in cell.model_args.items()
-        if key not in ("policy", "phases") and key.partition(".")[0] not in AXES
-    }
-    args = {**place, "policy": "on_demand", **changes}
-    config = planned.config.with_changes(policy=load_policy("on_demand", changes))
-    bound = dataclasses.replace(cell, model_args=args, label=f"knows the future: {name}")
-    return plan(bound, config, planned.host_arguments)

@@ -6,7 +6,7 @@ import glob
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -43,9 +43,9 @@ class Cell:
 
     model: str
     model_args: Mapping[str, Any]
-    tasks: tuple[str, ...]
-    options: Mapping[str, Any]
-    include_path: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    include_path: tuple[str, ...] = ()
     label: str | None = None
 
     @property
@@ -59,10 +59,6 @@ class Cell:
     def arguments(self) -> dict[str, Any]:
         what = "trace" if self.model == REPLAY else "pretrained"
         return {key: value for key, value in self.model_args.items() if key != what}
-
-
-def _one_empty() -> list[dict[str, Any]]:
-    return [{}]
 
 
 class SweepFile(Schema):
@@ -86,8 +82,8 @@ class SweepFile(Schema):
     num_fewshot: Fewshot | None = None
     include_path: Names = Field(default_factory=list)
     base: dict[str, Any] = Field(default_factory=dict)
-    grid: Mappings = Field(default_factory=_one_empty)
-    runs: Mappings = Field(default_factory=_one_empty)
+    grid: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
+    runs: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
     exclude: Mappings = Field(default_factory=list)
     bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
     executor: Executor = "local"
@@ -98,7 +94,11 @@ class SweepFile(Schema):
 
     def cells(self) -> list[Cell]:
         """Expand to cells, in the order written, the last key of a grid varying fastest."""
-        chosen = [given for given in self._combinations() if not self._excluded(given)]
+        chosen = [
+            given
+            for given in self._combinations()
+            if not any(all(given.get(k) == v for k, v in entry.items()) for entry in self.exclude)
+        ]
         found = [self._replay_cell(file, given) for file in self.trace_files for given in chosen]
         if not self.traces:
             found = [self._cell(given) for given in chosen]
@@ -118,9 +118,6 @@ class SweepFile(Schema):
         found = [file for name in self.traces for file in sorted(glob.glob(name)) or [name]]
         return list(dict.fromkeys(found))
 
-    def _excluded(self, given: Mapping[str, Any]) -> bool:
-        return any(all(given.get(k) == v for k, v in entry.items()) for entry in self.exclude)
-
     def _cell(self, given: dict[str, Any]) -> Cell:
         whole = {"limit": self.limit, "num_fewshot": self.num_fewshot, **given}
         model = str(given.get("model", self.model))
@@ -129,14 +126,16 @@ class SweepFile(Schema):
         tasks = _names("tasks", given.get("tasks", self.tasks))
         if not tasks:
             raise ValueError(f"sweep {self.name!r} names no tasks: a list of lm-eval task names.")
-        label = given.get("label")
+        # Checked here: lm-eval would say so after the model has been loaded.
+        options = {k: whole[k] for k in OPTIONS if whole.get(k) is not None}
+        checked = check(Options, options, "evaluation options")
         return Cell(
             model=model,
             model_args={k: v for k, v in given.items() if k not in _RUN_KEYS},
             tasks=tasks,
-            options=_options({k: whole[k] for k in OPTIONS if whole.get(k) is not None}),
+            options=checked.model_dump(exclude_unset=True),
             include_path=tuple(self.include_path),
-            label=None if label is None else str(label),
+            label=_label(given),
         )
 
     def _replay_cell(self, trace: str, given: dict[str, Any]) -> Cell:
@@ -147,20 +146,12 @@ class SweepFile(Schema):
                     "`traces`, where no model runs. Allowed: label, and what `moecache replay` "
                     "takes."
                 )
-        label = given.get("label")
-        return Cell(
-            model=REPLAY,
-            model_args={"trace": trace, **{k: v for k, v in given.items() if k != "label"}},
-            tasks=(),
-            options={},
-            include_path=(),
-            label=None if label is None else str(label),
-        )
+        args = {"trace": trace, **{k: v for k, v in given.items() if k != "label"}}
+        return Cell(model=REPLAY, model_args=args, label=_label(given))
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check what goes to the evaluation: lm-eval would say so after the model has been loaded."""
-    return check(Options, given, "evaluation options").model_dump(exclude_unset=True)
+def _label(given: Mapping[str, Any]) -> str | None:
+    return None if given.get("label") is None else str(given["label"])
 
 
 def read_sweep(path: Path) -> SweepFile:
@@ -173,43 +164,25 @@ def read_sweep(path: Path) -> SweepFile:
         raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
     given = {key: value for key, value in data.items() if value is not None}
     sweep = check(SweepFile, {"name": path.resolve().parent.name, **given}, what)
-    _check_traces(sweep, given)
-    _check_size(sweep)
-    _check_exclude(sweep)
-    return sweep
-
-
-def _check_traces(sweep: SweepFile, given: Mapping[str, Any]) -> None:
-    """Refuse what only a run of a model can answer to."""
-    if not sweep.traces:
-        return
     for key in ("model", "tasks", "limit", "num_fewshot", "include_path"):
-        if given.get(key):
+        if sweep.traces and given.get(key):
             raise ValueError(
                 f"sweep {sweep.name!r}: {key}={given[key]!r} beside `traces`, where no model runs. "
                 "Allowed: one of `tasks` and `traces`."
             )
-
-
-def _check_size(sweep: SweepFile) -> None:
-    """Refuse more cells than anybody runs before they are expanded."""
     grids = map(_axes, sweep.grid)
     per_run = sum(math.prod(len(values) for values in grid.values()) for grid in grids)
     total = per_run * len(sweep.runs) * max(1, len(sweep.trace_files))
-    if total > MOST_CELLS:
+    if total > MOST_CELLS:  # before they are expanded
         raise ValueError(
             f"sweep {sweep.name!r}: `grid` and `runs` make {total} cells, more than the "
             f"{MOST_CELLS} of one sweep. Make several sweeps of it."
         )
-
-
-def _check_exclude(sweep: SweepFile) -> None:
-    """Refuse an entry that can exclude nothing, as no cell has such a key."""
     known = {key for part in (*sweep.grid, *sweep.runs, sweep.base) for key in part}
-    for entry in sweep.exclude:
-        for key in entry:
-            if key not in known:
-                raise unknown("exclude: the key", key, known)
+    for key in (key for entry in sweep.exclude for key in entry):
+        if key not in known:
+            raise unknown("exclude: the key", key, known)
+    return sweep
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:

@@ -35,12 +35,21 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
     """
     planned: dict[str, ResolvedCell] = {}
     problems: dict[str, list[str]] = {}
-    bare = _Skeletons()
+    built: dict[str, Any] = {}
+
+    def bare(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
+        """Build each model without weights once: that takes longer than all other checks."""
+        key = json.dumps([pretrained, theirs], sort_keys=True, default=repr)
+        if key not in built:
+            built[key] = skeleton(pretrained, theirs)
+        return built[key]
+
     for cell in cells:
         try:
             found = check_cell(cell, bare)
         except (ValueError, OSError) as error:
-            problems.setdefault(str(error), []).append(_shown(cell))
+            shown = ",".join(f"{key}={value}" for key, value in cell.model_args.items())
+            problems.setdefault(str(error), []).append(shown or "(defaults)")
             continue
         planned.setdefault(found.configuration_hash, found)
     if problems:
@@ -50,19 +59,6 @@ def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
             + "\n  ".join(lines)
         )
     return list(planned.values())
-
-
-class _Skeletons:
-    """Builds each model without weights once: that takes longer than all other checks of a cell."""
-
-    def __init__(self) -> None:
-        self._built: dict[str, Any] = {}
-
-    def __call__(self, pretrained: Any, theirs: Mapping[str, Any]) -> Any:
-        key = json.dumps([pretrained, theirs], sort_keys=True, default=repr)
-        if key not in self._built:
-            self._built[key] = skeleton(pretrained, theirs)
-        return self._built[key]
 
 
 def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
@@ -125,7 +121,3 @@ def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
     with as_arguments_error(cell.pretrained):
         found = check_arguments(cell.pretrained, cell.arguments, bare, speculative=speculative)
     return plan(cell, *found)
-
-
-def _shown(cell: Cell) -> str:
-    return ",".join(f"{key}={value}" for key, value in cell.model_args.items()) or "(defaults)"

@@ -8,7 +8,7 @@ import importlib
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,26 +37,25 @@ class Outcome:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
 class Holder:
     """The model this process has loaded, ready to be put behind another cache."""
 
-    key: tuple[str, ...] | None = None
-    lm: Any = field(default=None)
+    def __init__(self) -> None:
+        self.key: tuple[str, ...] | None = None
+        self.lm: Any = None
 
     def get(self, planned: ResolvedCell) -> Any:
-        if self.key == planned.load_key:
-            self.lm.install(planned.config)
-            return self.lm
-        # Freed first: two models may not fit.
-        self.key = self.lm = None
-        cell = planned.cell
-        module, _, name = MODELS[cell.model].partition(":")
-        model_class = getattr(importlib.import_module(module), name)
-        self.lm = model_class(pretrained=cell.pretrained, **cell.arguments)
-        if self.lm.moecache != planned.config:
-            self.lm.install(planned.config)
-        self.key = planned.load_key
+        """Return the model of this cell behind a cold cache, loaded anew where it is another."""
+        if self.key != planned.load_key:
+            # Freed first: two models may not fit.
+            self.key = self.lm = None
+            module, _, name = MODELS[planned.cell.model].partition(":")
+            model_class = getattr(importlib.import_module(module), name)
+            self.lm = model_class(pretrained=planned.cell.pretrained, **planned.cell.arguments)
+            self.key = planned.load_key
+            if self.lm.moecache == planned.config:
+                return self.lm
+        self.lm.install(planned.config)
         return self.lm
 
 
@@ -68,64 +67,50 @@ def _holder() -> Holder:
 
 def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
     """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
-    from_shared = planned.share is not None and not planned.share.records
-    if from_shared or planned.cell.model == REPLAY:
-        return _replay_cell(planned, Path(folder), experiment)
-    started_s = time.time()
-    begin = time.perf_counter()
+    where, share = Path(folder), planned.share
+    is_replay = planned.cell.model == REPLAY or (share is not None and not share.records)
+    outcome = Outcome(planned.run_id, by=BY_REPLAY if is_replay else BY_MODEL)
+    started_s, begin = time.time(), time.perf_counter()
     with quiet() as said:
         try:
-            lm = _holder().get(planned)
-            loaded = time.perf_counter()
-            kept = evaluate(planned.cell, lm)
-            if planned.share is not None:
-                # Before the record: a kill in between leaves a trace that serves this cell, too.
-                shared = SharedRun(Path(folder), planned.share.name)
-                shared.keep(planned.run_id, planned.config.detail or FULL, kept)
+            if is_replay:
+                if share is None:
+                    kept, source = replayed_trace(planned), planned.cell.pretrained
+                else:
+                    kept, source = replayed(planned, where)
+                made_by = {"replay_of": source}
+                seconds = {"replay": time.perf_counter() - begin}
+            else:
+                lm = _holder().get(planned)
+                loaded = time.perf_counter()
+                kept, made_by = evaluate(planned.cell, lm), {"run": planned.run_id}
+                if share is not None:
+                    # Before the record: a kill in between leaves a trace that serves this cell too.
+                    detail = planned.config.detail or FULL
+                    SharedRun(where, share.name).keep(planned.run_id, detail, kept)
+                seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
+        except NoSharedRunError as error:
+            return dataclasses.replace(outcome, error=str(error))
         except Exception as error:
-            # A model that failed half way may hold broken hooks: the next run loads its own.
-            _holder.cache_clear()
+            if not is_replay:
+                # A model that failed half way may hold broken hooks: the next run loads its own.
+                _holder.cache_clear()
             text = f"{traceback.format_exc()}\n--- output ---\n{said.getvalue()[-4000:]}"
             with contextlib.suppress(OSError):  # a full disk: the outcome says it all the same
-                write_failure(Path(folder), planned.run_id, text)
-            return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
-    seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
-    made_by = {**environment(started_s, seconds), "made_by": {"run": planned.run_id}}
-    record = {**head(planned, experiment), **kept, "environment": made_by}
-    return _written(Path(folder), record, Outcome(planned.run_id, seconds=seconds["evaluate"]))
-
-
-def _written(folder: Path, record: dict[str, Any], outcome: Outcome) -> Outcome:
-    """Write a run's record. One that cannot be written is an outcome: the others may still be."""
+                write_failure(where, planned.run_id, text)
+            return dataclasses.replace(outcome, error=f"{type(error).__name__}: {error}")
+    about = {**environment(started_s, seconds), "made_by": made_by}
+    outcome = dataclasses.replace(outcome, seconds=seconds["replay" if is_replay else "evaluate"])
     try:
-        write_record(folder, record)
-    except OSError as error:
+        write_record(where, {**head(planned, experiment), **kept, "environment": about})
+    except OSError as error:  # of this record: the others may still be written
         told = f"its result cannot be written: {error.filename}: {error.strerror or error}"
         return dataclasses.replace(outcome, error=told)
     return outcome
 
 
-def _replay_cell(planned: ResolvedCell, folder: Path, experiment: str) -> Outcome:
-    started_s, begin = time.time(), time.perf_counter()
-    try:
-        with quiet():
-            if planned.share is None:
-                kept, source = replayed_trace(planned), planned.cell.pretrained
-            else:
-                kept, source = replayed(planned, folder)
-    except NoSharedRunError as error:
-        return Outcome(planned.run_id, str(error), BY_REPLAY)
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            write_failure(folder, planned.run_id, traceback.format_exc())
-        return Outcome(planned.run_id, f"{type(error).__name__}: {error}", BY_REPLAY)
-    seconds = {"replay": time.perf_counter() - begin}
-    made_by = {**environment(started_s, seconds), "made_by": {"replay_of": source}}
-    record = {**head(planned, experiment), **kept, "environment": made_by}
-    return _written(folder, record, Outcome(planned.run_id, None, BY_REPLAY, seconds["replay"]))
-
-
 def run_cells(planned: Sequence[ResolvedCell], folder: str, experiment: str) -> list[Outcome]:
+    """Run cells one after another: a job of a cluster."""
     return [run_cell(each, folder, experiment) for each in planned]
 
 

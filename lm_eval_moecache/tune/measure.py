@@ -19,20 +19,21 @@ from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.results import RUNS, load_runs
 from lm_eval_moecache.sweep.executors import outcome_of
-from lm_eval_moecache.sweep.files import finished, unedited
+from lm_eval_moecache.sweep.files import FAILED, finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
-from lm_eval_moecache.sweep.worker import run_cell
+from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, run_cell
 from lm_eval_moecache.trace.detail import FULL
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
-BY_REPLAY, BY_MODEL = "replay", "model"
 EXPERIMENT = "tune"
+POINT = 0.01
+"""Of accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,25 +71,11 @@ class Objective:
         if samples is not None:
             options = {"samples": {task: list(numbers) for task, numbers in samples.items()}}
         return Cell(
-            model="moecache",
-            model_args=given,
-            tasks=self.tasks,
-            options=options,
-            include_path=(),
-            label=label,
+            model="moecache", model_args=given, tasks=self.tasks, options=options, label=label
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A policy that can run here, with the model arguments that give it."""
-
-    name: str
-    policy: Policy
-    planned: ResolvedCell
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Accuracy with its standard error, speed in the metric asked for, and how it was had."""
 
@@ -124,8 +111,7 @@ class CandidateRunner:
     def prepare(self, depth: int) -> None:
         """Run the model once without loss and record its routing, predictions `depth` ahead."""
         args = {"policy": "on_demand", "prefetch": "next_gate", "prefetch.depth": depth}
-        candidate = self.candidate("reference", args)
-        planned = candidate.planned
+        planned = self.candidate("reference", args)
         self._config = planned.config
         traces = self.folder / "trace"
         files = sorted(traces.glob("*.parquet"))
@@ -145,14 +131,16 @@ class CandidateRunner:
         name: str,
         args: Mapping[str, Any],
         samples: Mapping[str, Sequence[int]] | None = None,
-    ) -> Candidate:
+    ) -> ResolvedCell:
         """Check a policy. Raises ValueError, with the reason, where it cannot run here."""
-        planned = check_cell(self.objective.cell(args, label=name, samples=samples))
-        return Candidate(name=name, policy=planned.config.policy, planned=planned)
+        return check_cell(self.objective.cell(args, label=name, samples=samples))
 
     def replay(self, policy: Policy) -> float:
         """Return the speed of a lossless policy, or of the lossless part of a lossy one."""
-        lossless = _lossless_part(policy)
+        lossless = policy
+        if not policy.is_lossless:
+            own = overrides_of(policy.as_dict(), ("prefetch", "eviction"))
+            lossless = load_policy("on_demand", own)
         key = str(lossless.as_dict())
         if key not in self._speeds:
             config = self._config.with_changes(policy=lossless)
@@ -166,15 +154,15 @@ class CandidateRunner:
     def lossless(self, policy: Policy) -> Figures:
         return dataclasses.replace(self.reference, speed=self.replay(policy), measured_by=BY_REPLAY)
 
-    def run(self, candidates: Sequence[Candidate]) -> list[Figures | str]:
+    def run(self, candidates: Sequence[ResolvedCell]) -> list[Figures | str]:
         """Run the model under each, or read what an earlier run found; a text says why one failed.
 
         As many at a time as there are jobs.
         """
-        planned = {c.planned.configuration_hash: c.planned for c in candidates}
-        done = unedited(finished(self.folder), planned.values())
-        errors = self._execute([p for key, p in planned.items() if key not in done])
-        return [errors.get(c.planned.run_id) or self._read(c.planned) for c in candidates]
+        planned = {each.configuration_hash: each for each in candidates}
+        done = unedited(finished(self.folder), candidates)
+        errors = self._execute([each for key, each in planned.items() if key not in done])
+        return [errors.get(each.run_id) or self._read(each) for each in candidates]
 
     def _execute(self, planned: Sequence[ResolvedCell]) -> dict[str, str]:
         where = str(self.folder.resolve())
@@ -186,11 +174,11 @@ class CandidateRunner:
         return {o.run_id: o.error for o in outcomes if o.error is not None}
 
     def _read(self, planned: ResolvedCell) -> Figures:
-        path = finished(self.folder).get(planned.configuration_hash)
-        if path is None:
-            reason = self.folder / "failed" / f"{planned.run_id}.txt"
+        record = finished(self.folder).get(planned.configuration_hash)
+        if record is None:
+            reason = self.folder / FAILED / f"{planned.run_id}.txt"
             raise ValueError(f"the run {planned.run_id} has failed; its traceback: {reason}")
-        [run] = load_runs(path)
+        [run] = load_runs(self.folder / RUNS / f"{record['run_id']}.json")
         scored, speed = accuracy(run), metric_value(run, self.objective.metric).number
         if scored.number is None or speed is None:
             what = "accuracy" if scored.number is None else self.objective.metric
@@ -198,9 +186,7 @@ class CandidateRunner:
                 f"tasks={','.join(self.objective.tasks)} give no {what}. Allowed: tasks that have "
                 "a score for which more is better, one of them with generation for tok_per_s."
             )
-        return Figures(
-            accuracy=scored.number, stderr=scored.stderr, speed=speed, measured_by=BY_MODEL
-        )
+        return Figures(scored.number, scored.stderr, speed, BY_MODEL)
 
 
 def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[str, Any]:
@@ -212,9 +198,3 @@ def overrides_of(policy: Mapping[str, Any], axes: Sequence[str] = AXES) -> dict[
         # None stands for a default that depends on the model; it cannot be typed.
         found |= {f"{axis}.{key}": value for key, value in choice.items() if value is not None}
     return found
-
-
-def _lossless_part(policy: Policy) -> Policy:
-    if policy.is_lossless:
-        return policy
-    return load_policy("on_demand", overrides_of(policy.as_dict(), ("prefetch", "eviction")))

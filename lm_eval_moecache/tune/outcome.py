@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,24 +100,22 @@ class Outcome:
 
 def read_outcome(study: Any, floor: float) -> Outcome:
     """Collect what a study holds."""
-    entries, left_out, counts = [], {}, dict[str, int]()
+    entries, left_out, counts = [], {}, Counter[str]()
     for trial in study.get_trials(deepcopy=False):
         attributes = trial.user_attrs
         composition = attributes.get("composition")
         if composition is None:
-            state = trial.state.name.lower()
-            counts[state] = counts.get(state, 0) + 1
+            counts[trial.state.name.lower()] += 1
         if "figures" in attributes:
             figures = attributes["figures"]
-            entries.append(
-                Entry(
-                    name=composition or f"trial {trial.number}",
-                    kind=attributes["kind"],
-                    policy=attributes["policy"],
-                    within_budget=figures["accuracy"] >= floor,
-                    **figures,
-                )
+            entry = Entry(
+                name=composition or f"trial {trial.number}",
+                kind=attributes["kind"],
+                policy=attributes["policy"],
+                within_budget=figures["accuracy"] >= floor,
+                **figures,
             )
+            entries.append(entry)
         elif composition is not None:
             left_out[composition] = attributes["reason"]
     measured = {entry.name for entry in entries}
@@ -186,14 +185,17 @@ def _table(title: str, entries: Sequence[Mapping[str, Any]], speed: Column) -> T
 
 def composition_text(policy: Mapping[str, Any]) -> str:
     """`standard + next_gate(depth=2) + lru + fetch`: algorithms with their parameters."""
-    return " + ".join(_choice_text(policy[axis]) for axis in AXES)
-
-
-def _choice_text(choice: Mapping[str, Any]) -> str:
-    given = {k: v for k, v in choice.items() if k not in ("name", "class_path") and v is not None}
-    name = str(choice.get("name", choice.get("class_path")))
-    shown = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in given.items()]
-    return f"{name}({', '.join(shown)})" if shown else name
+    texts = []
+    for choice in (policy[axis] for axis in AXES):
+        given = {k: v for k, v in choice.items() if k not in ("name", "class_path")}
+        shown = [
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in given.items()
+            if value is not None
+        ]
+        name = str(choice.get("name", choice.get("class_path")))
+        texts.append(f"{name}({', '.join(shown)})" if shown else name)
+    return " + ".join(texts)
 
 
 def policy_yaml(entry: Entry, outcome: Outcome) -> str:

@@ -17,8 +17,16 @@ from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
+from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.validation import check_cell
-from lm_eval_moecache.tune.measure import BY_REPLAY, CandidateRunner, Objective, overrides_of
+from lm_eval_moecache.sweep.worker import BY_REPLAY
+from lm_eval_moecache.tune.measure import (
+    POINT,
+    CandidateRunner,
+    Figures,
+    Objective,
+    overrides_of,
+)
 from lm_eval_moecache.tune.outcome import (
     Entry,
     Outcome,
@@ -31,7 +39,6 @@ from lm_eval_moecache.tune.search import Effort, Search
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, read_space
 from lm_eval_moecache.tune.study import open_study
 
-_POINT = 0.01
 OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
 """Metrics of the tokens after a request's first, which only a generating task has."""
 
@@ -45,9 +52,6 @@ def tune(
 ) -> Outcome:
     """Search, confirm the best by runs of the model, and write `front.*` and `best.yaml`.
 
-    A best that was only replayed is run once: both must say the same. Then it runs on documents
-    that the search has not seen, beside plain loading, which tells what it loses there.
-
     Raises ValueError for anything the options can cause, before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
@@ -60,8 +64,7 @@ def tune(
         outcome = read_outcome(study, search.floor)
         best = outcome.fastest()
         if best is not None:
-            _run_once(runner, best, say)
-            found = confirm(runner, best)
+            found = confirm(runner, best, say)
             outcome = dataclasses.replace(outcome, confirmation=found)
             say(confirmation_text(best.name, found))
     write_whole(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
@@ -69,17 +72,6 @@ def tune(
     if best is not None:
         write_whole(folder / "best.yaml", policy_yaml(best, outcome))
     return outcome
-
-
-def _run_once(runner: CandidateRunner, best: Entry, say: Callable[[str], object]) -> None:
-    """Run the model where the best policy has only been replayed: both must say the same."""
-    if best.measured_by != BY_REPLAY:
-        return
-    args = {"policy": "on_demand", **overrides_of(best.policy)}
-    [found] = runner.run([runner.candidate(best.name, args)])
-    if isinstance(found, str):
-        raise ValueError(f"the best policy, {best.name}, was replayed, but does not run: {found}")
-    say(f"{best.name}: run: accuracy {found.accuracy:.3f}, speed {found.speed:.1f}")
 
 
 def check_objective(objective: Objective) -> None:
@@ -131,27 +123,29 @@ def other_documents(objective: Objective) -> dict[str, Sequence[int]]:
     return found if all(found.values()) else {}
 
 
-def confirm(runner: CandidateRunner, best: Entry) -> dict[str, Any] | None:
-    """Run the best policy and the reference on other documents; None where there are none.
+def confirm(
+    runner: CandidateRunner, best: Entry, say: Callable[[str], object]
+) -> dict[str, Any] | None:
+    """Run the best policy beside plain loading on other documents; None where there are none.
 
     What is found at its best on some documents is worse on others: the loss stated here is the one
-    to believe. Raises ValueError where one of the two runs fails.
+    to believe. A best that was only replayed is first run on the documents of the search: both must
+    say the same. Raises ValueError where one of the runs fails.
     """
+    plain, policy = {"policy": "on_demand"}, best.policy
+    args = {**plain, **overrides_of(policy)}
+    if policy["phases"] != "all":
+        args["phases"] = policy["phases"]
+    if best.measured_by == BY_REPLAY:
+        [again] = _figures(runner, [runner.candidate(best.name, args)])
+        say(f"{best.name}: run: accuracy {again.accuracy:.3f}, speed {again.speed:.1f}")
     samples = other_documents(runner.objective)
     if not samples:
         return None
-    reference = runner.candidate("reference, other documents", {"policy": "on_demand"}, samples)
-    args = {"policy": "on_demand", **overrides_of(best.policy), "phases": best.policy["phases"]}
-    if args["phases"] == "all":
-        del args["phases"]
+    reference = runner.candidate("reference, other documents", plain, samples)
     chosen = runner.candidate(f"{best.name}, other documents", args, samples)
-    figures = runner.run([reference, chosen])
-    for candidate, found in zip((reference, chosen), figures, strict=True):
-        if isinstance(found, str):
-            raise ValueError(f"{candidate.name}: {found}")
-    before, after = figures
-    assert not isinstance(before, str) and not isinstance(after, str), "checked above"
-    lost = (before.accuracy - after.accuracy) / _POINT
+    before, after = _figures(runner, [reference, chosen])
+    lost = (before.accuracy - after.accuracy) / POINT
     return {
         "documents": {task: len(numbers) for task, numbers in samples.items()},
         "accuracy": after.accuracy,
@@ -162,3 +156,12 @@ def confirm(runner: CandidateRunner, best: Entry) -> dict[str, Any] | None:
         "points_lost": lost,
         "within_budget": lost <= runner.objective.budget + 1e-9,
     }
+
+
+def _figures(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> list[Figures]:
+    found = []
+    for candidate, figures in zip(candidates, runner.run(candidates), strict=True):
+        if isinstance(figures, str):
+            raise ValueError(f"{candidate.cell.label}: {figures}")
+        found.append(figures)
+    return found

@@ -39,10 +39,16 @@ class Space:
     def fit(self, geometry: Geometry) -> Space:
         """Put a model's sizes in the place of their names."""
         sizes = {name: getattr(geometry, name) for name in SIZES}
+
+        def fitted(values: Any) -> Any:
+            if isinstance(values, list):
+                return values
+            return {k: sizes.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+
         return Space(
             {
                 axis: {
-                    name: {p: _fitted(values, sizes) for p, values in parameters.items()}
+                    name: {p: fitted(values) for p, values in parameters.items()}
                     for name, parameters in algorithms.items()
                 }
                 for axis, algorithms in self.axes.items()
@@ -52,12 +58,11 @@ class Space:
     @property
     def max_depth(self) -> int:
         """The furthest that a prefetcher of the space looks ahead, in layers."""
-        depths = [
-            depth
-            for parameters in self.axes["prefetch"].values()
-            for depth in _reach(parameters.get("depth", 1))
-        ]
-        return max(depths, default=1)
+        reach = 1
+        for parameters in self.axes["prefetch"].values():
+            depth = parameters.get("depth", [1])
+            reach = max(reach, *map(int, [depth["high"]] if isinstance(depth, dict) else depth))
+        return reach
 
 
 def read_space(path: Path) -> Space:
@@ -74,12 +79,6 @@ def read_space(path: Path) -> Space:
     return Space(axes)
 
 
-def _fitted(values: Any, sizes: Mapping[str, int]) -> Any:
-    if isinstance(values, list):
-        return values
-    return {k: sizes.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
-
-
 def _suggest(trial: Any, name: str, values: Any) -> Any:
     if isinstance(values, list):
         return trial.suggest_categorical(name, values)
@@ -87,9 +86,3 @@ def _suggest(trial: Any, name: str, values: Any) -> Any:
     if isinstance(low, int) and isinstance(high, int):
         return trial.suggest_int(name, low, high, log=log)
     return trial.suggest_float(name, float(low), float(high), log=log)
-
-
-def _reach(values: Any) -> list[int]:
-    if isinstance(values, dict):
-        return [int(values["high"])]
-    return [int(v) for v in (values if isinstance(values, list) else [values])]

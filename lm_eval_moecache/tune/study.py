@@ -97,10 +97,3 @@ def _mend(journal: Path) -> None:
         if whole < len(data):
             logger.warning("%s: its last line was torn, and is left out.", journal)
             os.truncate(journal, whole)
-
-
-def fail_unfinished(study: Any) -> None:
-    """Close the trials that a kill has left open: what they drew may be drawn again."""
-    states = import_optuna().trial.TrialState
-    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING, states.WAITING)):
-        study.tell(trial.number, state=states.FAIL)

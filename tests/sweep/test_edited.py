@@ -34,10 +34,7 @@ class Mine(LRU):
 
 def planned(eviction: str) -> ResolvedCell:
     arguments = {"policy": "on_demand", "eviction": eviction}
-    cell = Cell(
-        model="moecache", model_args=arguments, tasks=("tiny_arc",), options={}, include_path=()
-    )
-    return check_cell(cell)
+    return check_cell(Cell(model="moecache", model_args=arguments, tasks=("tiny_arc",)))
 
 
 def rewrite(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.reproduce import our_value
 from lm_eval_moecache.records.schemas.inputs import ReproducedValue
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
+from lm_eval_moecache.sweep.recipes import fit, recipe_names
 from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.sweep.validation import check_cells
 from tests.conftest import Checkpoint
@@ -40,7 +40,7 @@ def test_every_recipe_fits_the_shipped_model(tmp_path: Path, paper: str) -> None
     for name in recipe_names():
         if not name.startswith(paper):
             continue
-        recipe = fit(load_recipe(name), "tiny", 1)
+        recipe = fit(name, "tiny", 1)
         assert recipe.said, name
         if recipe.analyze is not None:
             continue
@@ -51,7 +51,7 @@ def test_every_recipe_fits_the_shipped_model(tmp_path: Path, paper: str) -> None
 
 def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint) -> None:
     folder = str(checkpoint("mixtral"))
-    recipe = fit(load_recipe("buddymoe/table_2"), folder, None)
+    recipe = fit("buddymoe/table_2", folder, None)
     assert recipe.sweep["base"]["capacity"] == "6/layer"
     assert "emulate" not in recipe.sweep["base"]
     tasks = [axes["tasks"] for axes in recipe.sweep["grid"]]
@@ -61,14 +61,14 @@ def test_another_model_gets_its_own_sizes_links_and_tasks(checkpoint: Checkpoint
 
 def test_an_analysis_has_options_of_the_shipped_model_alone(checkpoint: Checkpoint) -> None:
     drafts = [
-        fit(load_recipe("sp_moe/figure_2"), model, None).analyze
+        fit("sp_moe/figure_2", model, None).analyze
         for model in ("tiny", str(checkpoint("mixtral")))
     ]
     assert [own is not None and own.options.get("draft") for own in drafts] == ["tiny-draft", None]
 
 
 def test_a_limit_that_is_asked_for_holds_for_every_cell(tmp_path: Path) -> None:
-    recipe = fit(load_recipe("buddymoe/table_2"), "tiny", 3)
+    recipe = fit("buddymoe/table_2", "tiny", 3)
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(recipe.sweep))
     assert {cell.options["limit"] for cell in read_sweep(path).cells()} == {3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,7 @@ def test_tasks_and_limits_can_be_axes(tmp_path: Path) -> None:
 
 
 def cell(**model_args: Any) -> Cell:
-    return Cell(
-        model="moecache", model_args=model_args, tasks=("toy",), options={}, include_path=()
-    )
+    return Cell(model="moecache", model_args=model_args, tasks=("toy",))
 
 
 def test_a_written_default_is_the_same_run_and_a_changed_setting_another() -> None:
@@ -100,6 +99,27 @@ def test_a_written_default_is_the_same_run_and_a_changed_setting_another() -> No
 def test_a_run_of_a_renamed_profile_is_still_finished() -> None:
     """The hash is that of the releases that called the default profile `a100-5gbps`."""
     assert resolve(read_config({}))["hardware"]["name"] == "a100-5gbps"
+
+
+def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
+    plain = resolve(read_config({}))
+    assert "emulate" not in plain and "link" not in plain
+    settings = ({"emulate": "OLMoE-1B-7B"}, {"emulate": "Mixtral-8x7B"}, {"link": "fifo"})
+    texts = {
+        json.dumps(resolve(read_config(each)), sort_keys=True, default=str) for each in settings
+    }
+    assert len(texts) == 3
+    emulated = resolve(read_config({"emulate": "OLMoE-1B-7B"}))["emulate"]
+    assert emulated["expert_weights"] == 3 * 2048 * 1024 and "source" not in emulated
+
+
+def test_a_profile_that_says_nothing_of_its_host_is_the_cell_it_was() -> None:
+    """Cells of before these figures existed keep their names, and so their runs."""
+    hardware = resolve(read_config({"hardware": "phone-12gb"}))["hardware"]
+    later = {"pass_overhead_s", "wait_overhead_s", "host_flops", "host_memory_bytes_per_s"}
+    assert not {"layer_overhead_s", *later} & set(hardware)
+    slow = resolve(read_config({"hardware": "specmd-a100"}))["hardware"]
+    assert slow["layer_overhead_s"] == 0.03
 
 
 def test_a_run_name_is_readable_and_safe_in_a_file_system() -> None:

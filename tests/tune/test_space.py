@@ -10,21 +10,15 @@ import pytest
 import yaml
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.testing.streams import make_geometry
 from lm_eval_moecache.tune.space import DEFAULT_SPACE, Space, read_space
 
-GEOMETRY = Geometry(
-    model="x", num_layers=2, num_experts=8, top_k=2, expert_bytes=((4,), (4,)), dense_bytes=(1, 1)
-)
+GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
 
 
 def write(folder: Path, **axes: Any) -> Path:
-    plain = {
-        "routing": {"standard": {}},
-        "prefetch": {"none": {}},
-        "eviction": {"lru": {}},
-        "miss": {"fetch": {}},
-    }
+    usual = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
+    plain = {axis: {name: {}} for axis, name in usual.items()}
     path = folder / "space.yaml"
     path.write_text(yaml.safe_dump({**plain, **axes}))
     return path
@@ -56,12 +50,8 @@ def test_sizes_of_the_model_stand_in_for_their_names(tmp_path: Path) -> None:
 
 
 def test_whole_numbers_draw_whole_numbers_and_others_do_not(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        routing={
-            "cache_prior": {"lambda": {"low": 0.5, "high": 1}, "top_j": {"low": 0, "high": 2}}
-        },
-    )
+    ranges = {"lambda": {"low": 0.5, "high": 1}, "top_j": {"low": 0, "high": 2}}
+    path = write(tmp_path, routing={"cache_prior": ranges})
     overrides = read_space(path).suggest(optuna.create_study().ask())
     assert isinstance(overrides["routing.top_j"], int)
     assert isinstance(overrides["routing.lambda"], float)

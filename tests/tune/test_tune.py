@@ -14,8 +14,9 @@ from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
+from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY
 from lm_eval_moecache.tune import search
-from lm_eval_moecache.tune.measure import BY_MODEL, BY_REPLAY, CandidateRunner, Objective
+from lm_eval_moecache.tune.measure import CandidateRunner, Objective
 from lm_eval_moecache.tune.study import JOURNAL, open_study
 from tests.conftest import Checkpoint
 from tests.soak.judge import OBJECTIVE
@@ -175,10 +176,10 @@ def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
             candidate = runner.candidate("x", args)
             [live] = runner.run([candidate])
             assert not isinstance(live, str)
-            replayed = runner.lossless(candidate.policy)
+            replayed = runner.lossless(candidate.config.policy)
             assert (live.accuracy, live.speed) == (replayed.accuracy, replayed.speed)
         lossy = runner.candidate("y", {"policy": "specmd", "miss": "drop", "miss.h": 1})
-        assert runner.replay(lossy.policy) == runner.replay(load_policy("specmd"))
+        assert runner.replay(lossy.config.policy) == runner.replay(load_policy("specmd"))
 
 
 def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
