@@ -58,16 +58,9 @@ LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
 what any replay may ask for; or the experts alone."""
 # What HFLM passes on to transformers' from_pretrained; anything else there is a misspelt key.
 FROM_PRETRAINED = (
-    "attn_implementation",
-    "cache_dir",
-    "device_map",
-    "experts_implementation",
-    "local_files_only",
-    "low_cpu_mem_usage",
-    "quantization_config",
-    "token",
-    "use_safetensors",
-    "variant",
+    *("attn_implementation", "cache_dir", "device_map", "experts_implementation"),
+    *("local_files_only", "low_cpu_mem_usage", "quantization_config", "token"),
+    *("use_safetensors", "variant"),
 )
 
 
@@ -350,20 +343,17 @@ def _clock_conflicts(asked: ModelArguments, given: Mapping[str, Any], policy: Po
         for key in [k for k in ("store", "store_dir") if k in given]:
             yield key, "has no effect with clock='virtual', where nothing is moved", "clock=wall"
         return
+    wall = "does not go with clock='wall', "
     if "hardware" in given:
         why = "has no effect with clock='wall', which measures this machine"
         yield "hardware", why, "bandwidth, which slows the real link down; or clock=virtual"
     if asked.link == FIFO:
-        why = "does not go with clock='wall', whose demands always go first"
-        yield "link", why, "clock=virtual"
+        yield "link", f"{wall}whose demands always go first", "clock=virtual"
     for key in [k for k in ("execute", "reads_per_expert", "attention") if k in given]:
-        why = (
-            "does not go with clock='wall', which measures what this machine does in its own order"
-        )
-        yield key, why, "clock=virtual"
+        why = "which measures what this machine does in its own order"
+        yield key, wall + why, "clock=virtual"
     if "emulate" in given:
-        why = "does not go with clock='wall', which moves and times the model's own experts"
-        yield "emulate", why, "clock=virtual"
+        yield "emulate", f"{wall}which moves and times the model's own experts", "clock=virtual"
     if "store_dir" in given and asked.store != "disk":
         yield "store_dir", "has no effect with store='ram'", "store=disk"
     if policy.miss.name == "bounded_insertion":
@@ -383,28 +373,20 @@ def _scan_conflicts(asked: ModelArguments, policy: Policy, capacity: str) -> Con
     if asked.scoring != "scan":
         return
     if not (is_per_layer(capacity) or policy.per_layer):
-        why = (
-            f"needs a cache per layer, but capacity={capacity!r} is one cache for all layers: "
-            "routing token after token inside a layer has no order across layers"
-        )
+        why = f"needs a cache per layer, but capacity={capacity!r} is one cache for all layers: "
+        why += "routing token after token inside a layer has no order across layers"
         yield "scoring", why, "a capacity like '30/layer'"
     if policy.prefetch.algorithm.is_active:
-        why = (
-            f"does not go with prefetch={policy.prefetch.name!r}: prefetches cross layers, and "
-            "scan goes through one layer at a time"
-        )
+        why = "prefetches cross layers, and scan goes through one layer at a time"
+        why = f"does not go with prefetch={policy.prefetch.name!r}: {why}"
         yield "scoring", why, "prefetch=none"
     if getattr(policy.routing.algorithm, "depth", 0):
-        why = (
-            f"does not go with routing={policy.routing.name!r}, which decides a layer's experts in "
-            "the layer before"
-        )
+        why = f"does not go with routing={policy.routing.name!r}, "
+        why += "which decides a layer's experts in the layer before"
         yield "scoring", why, "a routing of one layer"
     if asked.precision is not None and policy.miss.algorithm.uses_ladder:
-        why = (
-            f"does not go with miss={policy.miss.name!r}: tokens of one text would run one expert "
-            "at different precisions, but are executed together"
-        )
+        why = f"does not go with miss={policy.miss.name!r}: tokens of one text would run one "
+        why += "expert at different precisions, but are executed together"
         yield "scoring", why, "one precision"
 
 

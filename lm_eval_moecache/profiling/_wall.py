@@ -30,7 +30,7 @@ from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.store import SlotStore
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.profiling.hardware import typical_s
+from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.profiling._texts import say
+from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.numbers import finite, read_count
@@ -38,7 +37,6 @@ ON_DEMAND = "on_demand"
 _CPU_EDGE = 1024
 _SMALL_EDGE = 256
 _PRODUCT_S = 0.25
-_REPEATS = 7
 MOST_EDGE = 65536
 """Of the measured product: beyond it one takes minutes on any device."""
 
@@ -275,21 +273,6 @@ def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, Any], dict[str, str
         "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
     }
     return figures, source
-
-
-def typical_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the median of several runs: how fast the machine is as it is used."""
-    from lm_eval_moecache.model.device import synchronize
-
-    times = []
-    for _ in range(_REPEATS + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    # The first one also allocates and compiles.
-    return statistics.median(times[1:])
 
 
 def _dtype(dtype_name: str) -> torch.dtype:

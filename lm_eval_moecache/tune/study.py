@@ -39,7 +39,22 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
     optuna = import_optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
-    study = _read(folder, "maximize" if METRICS[objective.metric][2] else "minimize")
+    _mend(folder / JOURNAL)
+    direction = "maximize" if METRICS[objective.metric][2] else "minimize"
+    journal = optuna.storages.journal
+    try:
+        storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
+        directions = ["maximize", direction]
+        study = optuna.create_study(
+            study_name=_STUDY, storage=storage, directions=directions, load_if_exists=True
+        )
+    except OSError:
+        raise
+    except Exception as error:  # Optuna trusts its journal: any key that lacks, any assertion
+        raise ValueError(
+            f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
+            f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
+        ) from error
     asked = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
     before = {**asked, **study.user_attrs.get("question", {})}
     before["hardware"] = RENAMED.get(before["hardware"], before["hardware"])
@@ -60,28 +75,6 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
             constraints_func=lambda trial: (trial.user_attrs.get("excess", 1.0),),
         )
     return study
-
-
-def _read(folder: Path, direction: str) -> Any:
-    """Read the folder's journal, or begin one."""
-    optuna = import_optuna()
-    journal = optuna.storages.journal
-    _mend(folder / JOURNAL)
-    try:
-        storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
-        return optuna.create_study(
-            study_name=_STUDY,
-            storage=storage,
-            directions=["maximize", direction],
-            load_if_exists=True,
-        )
-    except OSError:
-        raise
-    except Exception as error:  # Optuna trusts its journal: any key that lacks, any assertion
-        raise ValueError(
-            f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
-            f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
-        ) from error
 
 
 def _mend(journal: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -28,58 +29,32 @@ def hash_of(cell: Cell) -> str:
 
 
 def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> None:
-    cells = sweep(
-        tmp_path,
-        base={"hardware": "a100-5GBps"},
-        grid={"policy": ["specmd", "on_demand"], "capacity": ["5%", "10%"]},
-    ).cells()
-    assert [(c.model_args["policy"], c.model_args["capacity"]) for c in cells] == [
-        ("specmd", "5%"),
-        ("specmd", "10%"),
-        ("on_demand", "5%"),
-        ("on_demand", "10%"),
-    ]
+    grid = {"policy": ["specmd", "on_demand"], "capacity": ["5%", "10%"]}
+    cells = sweep(tmp_path, base={"hardware": "a100-5GBps"}, grid=grid).cells()
+    found = [(c.model_args["policy"], c.model_args["capacity"]) for c in cells]
+    assert found == list(itertools.product(*grid.values()))
     assert {c.model_args["hardware"] for c in cells} == {"a100-5GBps"}
 
 
 def test_runs_are_crossed_with_the_grid_and_carry_their_labels(tmp_path: Path) -> None:
-    cells = sweep(
-        tmp_path,
-        runs=[{"label": "plain"}, {"label": "dropping", "miss": "drop", "limit": 3}],
-        grid={"capacity": ["5%", "10%"]},
-        limit=9,
-    ).cells()
-    assert [(c.label, c.options["limit"]) for c in cells] == [
-        ("plain", 9),
-        ("plain", 9),
-        ("dropping", 3),
-        ("dropping", 3),
-    ]
+    runs = [{"label": "plain"}, {"label": "dropping", "miss": "drop", "limit": 3}]
+    cells = sweep(tmp_path, runs=runs, grid={"capacity": ["5%", "10%"]}, limit=9).cells()
+    found = [(c.label, c.options["limit"]) for c in cells]
+    assert found == [("plain", 9), ("plain", 9), ("dropping", 3), ("dropping", 3)]
     assert "label" not in cells[0].model_args
 
 
 def test_several_grids_follow_each_other_and_excluded_cells_are_left_out(tmp_path: Path) -> None:
-    cells = sweep(
-        tmp_path,
-        grid=[{"policy": ["a", "b"], "capacity": ["5%", "10%"]}, {"policy": "c"}],
-        exclude=[{"policy": "b", "capacity": "10%"}],
-    ).cells()
-    assert [tuple(c.model_args.values()) for c in cells] == [
-        ("a", "5%"),
-        ("a", "10%"),
-        ("b", "5%"),
-        ("c",),
-    ]
+    grid = [{"policy": ["a", "b"], "capacity": ["5%", "10%"]}, {"policy": "c"}]
+    cells = sweep(tmp_path, grid=grid, exclude=[{"policy": "b", "capacity": "10%"}]).cells()
+    found = [tuple(c.model_args.values()) for c in cells]
+    assert found == [("a", "5%"), ("a", "10%"), ("b", "5%"), ("c",)]
 
 
 def test_tasks_and_limits_can_be_axes(tmp_path: Path) -> None:
     cells = sweep(tmp_path, grid={"tasks": ["toy", ["toy", "other"]], "limit": [1, 2]}).cells()
-    assert [(c.tasks, c.options["limit"]) for c in cells] == [
-        (("toy",), 1),
-        (("toy",), 2),
-        (("toy", "other"), 1),
-        (("toy", "other"), 2),
-    ]
+    found = [(c.tasks, c.options["limit"]) for c in cells]
+    assert found == [(("toy",), 1), (("toy",), 2), (("toy", "other"), 1), (("toy", "other"), 2)]
 
 
 def cell(**model_args: Any) -> Cell:
@@ -87,13 +62,13 @@ def cell(**model_args: Any) -> Cell:
 
 
 def test_a_written_default_is_the_same_run_and_a_changed_setting_another() -> None:
-    plain = hash_of(cell(policy="specmd", capacity="5%"))
-    assert hash_of(cell(policy="specmd", capacity="5%", clock="virtual", seed=0)) == plain
-    assert hash_of(cell(policy="specmd", capacity="5%", hardware="a100-5GBps")) == plain
-    assert hash_of(cell(policy="specmd", capacity="5%", hardware="a100-5gbps")) == plain
-    assert hash_of(cell(policy="specmd", capacity="6%")) != plain
-    assert hash_of(cell(policy="specmd", capacity="5%", seed=1)) != plain
-    assert hash_of(cell(policy="specmd", capacity="5%", eviction="lru")) != plain
+    usual = {"policy": "specmd", "capacity": "5%"}
+    plain = hash_of(cell(**usual))
+    assert hash_of(cell(**usual, clock="virtual", seed=0)) == plain
+    for name in ("a100-5GBps", "a100-5gbps"):
+        assert hash_of(cell(**usual, hardware=name)) == plain
+    for change in ({"capacity": "6%"}, {"seed": 1}, {"eviction": "lru"}):
+        assert hash_of(cell(**{**usual, **change})) != plain
 
 
 def test_a_run_of_a_renamed_profile_is_still_finished() -> None:
@@ -140,17 +115,11 @@ def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"views": [{"title": "A", "rows": "polcy"}]},
-            "views: 'A': rows or columns: column 'polcy'",
-        ),
+        ({"views": [{"title": "A", "rows": "polcy"}]}, "'A': rows or columns: column 'polcy'"),
         ({"views": [{"rows": "policy", "values": ["mis_rate"]}]}, "Did you mean 'miss_rate'"),
         ({"views": [{"values": ["tok_per_s"], "sort": ["toks:desc"]}]}, "column 'toks'"),
         ({"views": [{"where": {"capacty": "5%"}}]}, "Did you mean 'capacity'"),
-        (
-            {"figures": [{"name": "f", "panels": [{"x": "capacity", "y": "tiny_arcs"}]}]},
-            "tiny_arcs",
-        ),
+        ({"figures": [{"name": "f", "panels": [{"x": "seed", "y": "tiny_arcs"}]}]}, "tiny_arcs"),
         ({"figures": [{"name": "f", "group": "polic", "panels": [{"x": "a", "y": "b"}]}]}, "polic"),
     ],
 )

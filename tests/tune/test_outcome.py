@@ -58,8 +58,7 @@ def test_the_best_is_the_fastest_within_the_budget_and_not_the_fastest_of_all() 
         entry("trial 8", 0.70, 500.0),
     )
     best = found.fastest()
-    assert best is not None
-    assert best.name == "trial 7"
+    assert best is not None and best.name == "trial 7"
     assert found.verdict == (
         "trial 7 (tok_per_s 130.0, accuracy 0.890) is faster than every shipped composition that "
         "meets the budget: specmd (100.0)."
@@ -88,8 +87,7 @@ def test_equal_figures_are_one_entry_of_the_front_and_the_first_of_them() -> Non
     found = outcome(entry("a", 0.9, 5.0, SHIPPED), entry("b", 0.9, 5.0), entry("c", 0.9, 4.0))
     assert [e.name for e in found.front] == ["a"]
     best = found.fastest()
-    assert best is not None
-    assert best.name == "a"
+    assert best is not None and best.name == "a"
 
 
 def test_the_best_policys_file_is_that_policy(tmp_path: Any) -> None:
@@ -106,7 +104,6 @@ def test_the_table_shows_front_shipped_verdict_and_what_was_left_out() -> None:
     found = outcome(entry("specmd", 0.9, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0))
     text = front_table(found.as_dict())
     front, _, shipped = text.partition("## Shipped compositions")
-    assert "| trial 7 |" in front
-    assert "specmd" not in front
+    assert "| trial 7 |" in front and "specmd" not in front
     assert "| specmd |" in shipped
     assert "Left out: commitmoe: needs a predictor" in text
