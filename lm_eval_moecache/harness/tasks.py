@@ -122,7 +122,5 @@ class SpeedTask(ConfigurableTask):
 
     def higher_is_better(self) -> dict[str, Any]:
         """The arrows, of the figures that were measured only."""
-        return {
-            **super().higher_is_better(),
-            **{name: HIGHER_IS_BETTER[name] for name in self._measured},
-        }
+        arrows = {name: HIGHER_IS_BETTER[name] for name in self._measured}
+        return {**super().higher_is_better(), **arrows}

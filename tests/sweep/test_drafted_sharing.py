@@ -10,6 +10,8 @@ import pytest
 from lm_eval_moecache.cli.main import main
 from tests.sweep.toy import both_ways, made_by, records, write_sweep
 
+DRAFTED: dict[str, Any] = {"model": "moecache-spec", "tasks": ["toy_answer"], "limit": 2}
+
 
 @pytest.fixture
 def base(base: dict[str, Any]) -> dict[str, Any]:
@@ -25,44 +27,25 @@ def test_drafted_cells_are_replayed_to_the_byte(tmp_path: Path, base: dict[str, 
         {"policy": ["sp_moe"], "capacity": ["4/layer"], "cache_reset": ["request"], "seed": [2]},
         {"policy": ["on_demand"], "eviction": ["score", "random"], "hardware": ["h200"]},
     ]
-    found, _ = both_ways(
-        tmp_path,
-        model="moecache-spec",
-        base={**base, "draft_tokens": 2},
-        grid=grid,
-        tasks=["toy_answer", "toy_choice"],
-        limit=2,
-    )
+    given = {**DRAFTED, "tasks": ["toy_answer", "toy_choice"]}
+    found, _ = both_ways(tmp_path, base={**base, "draft_tokens": 2}, grid=grid, **given)
     assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
     drafted = [r["config"]["moecache"]["draft"] for r in found.values()]
     assert len({str(d) for d in drafted}) > 1, "the solver's answer is a cell's own"
 
 
 def test_another_draft_or_length_is_another_run(tmp_path: Path, base: dict[str, Any]) -> None:
-    grid = {"draft": ["self:int8", "self:int4", "prompt_lookup"], "draft_tokens": [1, 2]}
-    given = {**base, "policy": "on_demand"}
-    pairs = {"eviction": ["lru", "lfu"]}
-    found, _ = both_ways(
-        tmp_path,
-        model="moecache-spec",
-        base=given,
-        grid={**grid, **pairs},
-        tasks=["toy_answer"],
-        limit=1,
-    )
+    grid: dict[str, Any] = {"draft": ["self:int8", "self:int4", "prompt_lookup"]}
+    grid |= {"draft_tokens": [1, 2], "eviction": ["lru", "lfu"]}
+    plain = {**base, "policy": "on_demand"}
+    found, _ = both_ways(tmp_path, base=plain, grid=grid, **{**DRAFTED, "limit": 1})
     assert made_by(found) == ["replay_of"] * 6 + ["run"] * 6
 
 
 def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, Any]) -> None:
-    path = write_sweep(
-        tmp_path / "x",
-        model="moecache-spec",
-        base={**base, "policy": "on_demand"},
-        grid={"eviction": ["lru", "lfu"]},
-        tasks=["toy_answer"],
-        limit=2,
-        bounds=["belady", "oracle"],
-    )
+    plain, grid = {**base, "policy": "on_demand"}, {"eviction": ["lru", "lfu"]}
+    bounds = ["belady", "oracle"]
+    path = write_sweep(tmp_path / "x", base=plain, grid=grid, bounds=bounds, **DRAFTED)
     assert main(["sweep", str(path)]) == 0
     found = records(path.parent)
     totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in found.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,8 @@ def test_batches_are_replayed_to_the_byte(
 def test_texts_routed_token_after_token_are_replayed_to_the_byte(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
-    grid = {
-        "policy": ["on_demand"],
-        "eviction": ["lru", "lfu", "score"],
-        "capacity": ["3/layer", "5/layer"],
-        "cache_reset": ["never", "request"],
-    }
+    grid = {"policy": ["on_demand"], "eviction": ["lru", "lfu", "score"]}
+    grid |= {"capacity": ["3/layer", "5/layer"], "cache_reset": ["never", "request"]}
     given = {**base, "scoring": "scan"}
     found, _ = both_ways(tmp_path, base=given, grid=grid, tasks=["toy_choice", "toy_answer"])
     assert made_by(found) == ["replay_of"] * 11 + ["run"]
@@ -118,27 +115,17 @@ def test_prefetchers_with_predictors_of_their_own_share_the_run(tmp_path: Path) 
     """On the shipped model, whose predictors ship with it."""
     names = [*lossless_policies(with_predictor=True), "specmd", "on_demand"]
     assert {"promoe", "commitmoe_prefetch"} <= set(names)
-    found, _ = both_ways(
-        tmp_path,
-        base={"pretrained": "tiny", "device": "cpu"},
-        grid={"policy": names, "capacity": ["25%"]},
-        tasks=["tiny_mmlu", "tiny_gsm8k"],
-        include_path=[],
-        limit=1,
-    )
+    base, grid = {"pretrained": "tiny", "device": "cpu"}, {"policy": names, "capacity": ["25%"]}
+    which = {"tasks": ["tiny_mmlu", "tiny_gsm8k"], "include_path": [], "limit": 1}
+    found, _ = both_ways(tmp_path, base=base, grid=grid, **which)
     assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
 
 
 def test_what_changes_outputs_or_is_measured_is_not_shared(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
-    runs = [
-        {"policy": "on_demand"},
-        {"policy": "on_demand", "miss": "drop"},
-        {"policy": "on_demand", "routing": "pruning"},
-        {"policy": "on_demand", "precision": "int8"},
-        {"policy": "on_demand", "limit": 1},
-    ]
+    alone = [{}, {"miss": "drop"}, {"routing": "pruning"}, {"precision": "int8"}, {"limit": 1}]
+    runs = [{"policy": "on_demand", **change} for change in alone]
     path = write_sweep(tmp_path / "x", base=base, runs=runs)
     assert main(["sweep", str(path)]) == 0
     assert made_by(records(path.parent)) == ["run"] * 5
@@ -173,8 +160,6 @@ def test_a_trace_is_made_again_when_the_model_has_changed(
     weights = next(Path(base["pretrained"]).glob("*.safetensors"))
     stat = weights.stat()
     try:
-        import os
-
         os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
         write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%", "75%", "90%"]})
         capsys.readouterr()

@@ -73,9 +73,8 @@ def test_sharing_the_model_changes_no_figure_and_a_rerun_repeats_them(
 def test_every_cell_is_checked_before_the_first_run(
     tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_sweep(
-        tmp_path / "bad", base=base, grid={"policy": ["specmd", "specmdd"], "capacity": ["25%"]}
-    )
+    grid = {"policy": ["specmd", "specmdd"], "capacity": ["25%"]}
+    path = write_sweep(tmp_path / "bad", base=base, grid=grid)
     assert run(path) == 2
     said = capsys.readouterr().err
     assert "1 of 2 runs cannot start" in said
@@ -180,11 +179,9 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     assert len(last.done) == 20 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert not list((path.parent / "runs").glob(".*.part"))
-    undisturbed = write_sweep(
-        tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed"
-    )
-    assert run(undisturbed) == 0
-    assert figures(path.parent) == figures(undisturbed.parent)
+    calm = write_sweep(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
+    assert run(calm) == 0
+    assert figures(path.parent) == figures(calm.parent)
 
 
 @pytest.mark.slow
@@ -231,13 +228,11 @@ def test_a_missing_extra_is_named(
 def test_other_executors_give_the_same_figures(
     tmp_path: Path, base: dict[str, Any], executor: str, options: dict[str, Any]
 ) -> None:
-    cells = {"capacity": ["25%", "50%"]}
-    far = write_sweep(
-        tmp_path / "far", base=base, grid=cells, executor=executor, executor_options=options,
-        name="x",
-    )  # fmt: skip
+    given = {"base": base, "grid": {"capacity": ["25%", "50%"]}, "name": "x"}
+    how = {"executor": executor, "executor_options": options}
+    far = write_sweep(tmp_path / "far", **given, **how)
     assert run(far) == 0
-    near = write_sweep(tmp_path / "near", base=base, grid=cells, name="x")
+    near = write_sweep(tmp_path / "near", **given)
     assert run(near) == 0
     assert figures(far.parent) == figures(near.parent)
 
