@@ -76,7 +76,7 @@ def test_a_sweep_goes_on_in_a_packed_folder(tmp_path: Path) -> None:
     pack(folder)
     assert set(finished(folder)) == before
     with only_sweep(folder):
-        assert {path.stem for path in finished(folder).values()} == before
+        assert {record["run_id"] for record in finished(folder).values()} == before
         assert not (folder / PACKED).exists()
     # A run made anew is the newer one.
     pack(folder)
