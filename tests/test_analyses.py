@@ -35,6 +35,13 @@ TEXT = "One, two, three, four, five."
             ["unmodified", "on_demand", "mixture_cache"],
         ),
         ("coactivation", ["--max_tokens=20", "--sample_tokens=8", "--layer=2"], "layer", [0, 1, 2]),
+        ("sensitivity", ["--max_tokens=6", "--seeds=1"], "rank", [0, 1, 2, 3]),
+        (
+            "locality",
+            ["--max_tokens=20", "--capacity=4/layer"],
+            "routing",
+            ["standard", "cache_prior (lambda 0.5)"],
+        ),
     ],
 )
 def test_the_command_writes_table_and_pictures(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,9 +17,11 @@ from lm_eval.utils import make_table
 from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
 from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, page, read_claims
+from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.render import FORMS
-from lm_eval_moecache.report.results import PACKED, load_runs
+from lm_eval_moecache.report.results import PACKED, Run, load_runs
 from lm_eval_moecache.report.speed_table import speed_table
+from lm_eval_moecache.report.tables import distinct
 from lm_eval_moecache.sweep.recipes import fit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -125,3 +131,57 @@ def test_misses_of_pruning_are_told_by_the_papers_denominator() -> None:
     figures = run.moecache["totals"]
     # A token executes four of its eight experts; those left out were no misses.
     assert figures["token_miss_rate"] == pytest.approx(figures["miss_rate"] * 4 / 8)
+
+
+# --- the leaderboard: each setting once, and what is handed in keeps to its protocol ---
+
+BOARD: dict[str, Any] = yaml.safe_load((RESULTS / "table.yaml").read_text())
+SUBMITTED = sorted((RESULTS / "submissions").glob("*.json"))
+
+
+def check_submission(run: Run, protocol: Mapping[str, Any]) -> None:
+    """Check that a run may stand on a leaderboard whose `where` is `protocol`.
+
+    It has these settings, and each task has the scores of its documents, to which its own add up.
+    """
+    for key, wanted in protocol.items():
+        assert selected(run, {key: wanted}), f"the protocol has {key}={wanted!r}"
+    for task in run.moecache["tasks"]:
+        assert task in run.samples, f"task {task} lacks its documents' scores"
+        for score in run.scores(task):
+            documents = run.samples[task].get(score.key, {}).values()
+            # A perplexity is no mean over documents.
+            if documents and not any(isinstance(value, list) for value in documents):
+                mean = math.fsum(documents) / len(documents)
+                assert math.isclose(mean, score.value, abs_tol=1e-9), f"{task} {score.key}: {mean}"
+
+
+@pytest.fixture(scope="module")
+def demo() -> list[Run]:
+    return load_runs(RESULTS / "demo")
+
+
+@pytest.mark.parametrize("path", SUBMITTED, ids=lambda path: path.name)
+def test_what_was_handed_in_keeps_to_the_protocol(path: Path) -> None:
+    [run] = load_runs(path)
+    check_submission(run, BOARD["where"])
+
+
+def test_a_record_of_a_sweep_may_be_handed_in(demo: list[Run]) -> None:
+    for run in demo:
+        check_submission(run, {"pretrained": "tiny", "emulate": "OLMoE-1B-7B", "limit": 80})
+
+
+def test_each_setting_stands_once(demo: list[Run]) -> None:
+    again = [dataclasses.replace(run, run_id=f"{run.run_id}-again", label="x") for run in demo]
+    assert distinct([*demo, *again]) == demo
+    placed = dict(demo[0].moecache) | {"policy": demo[0].moecache["policy"] | {"placement": "use"}}
+    other = dataclasses.replace(demo[0], moecache=placed)
+    assert distinct([*demo, other]) == [*demo, other], "where it starts is part of a policy"
+
+
+def test_the_boards_in_results_hold_each_setting_once() -> None:
+    [board, *_] = collect(RESULTS)
+    assert BOARD["distinct"] is True
+    runs = load_runs(RESULTS)
+    assert 0 < len(board.rows) <= len(distinct(runs))

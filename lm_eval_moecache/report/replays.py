@@ -190,7 +190,11 @@ class _Replays:
         # A large trace of our own is streamed, unless something has to know its future.
         self.trace: Trace | StreamedTrace = (load_trace if foresees else open_any)(
             file,
-            logits=any(map(_uses_logits, policies)),
+            logits=any(
+                (p.eviction.algorithm.uses_weights and not p.is_lossless)
+                or any(getattr(p, axis).algorithm.uses_logits for axis in AXES)
+                for p in policies
+            ),
             # Only then are a trace's predictions worth the memory.
             predicted=any(
                 p.routing.algorithm.depth or p.prefetch.algorithm.is_active for p in policies
@@ -315,11 +319,6 @@ class _Replays:
                 turns_away=turns_away,
             )
         return self._fewest[key]
-
-
-def _uses_logits(policy: Policy) -> bool:
-    weighs_changes = policy.eviction.algorithm.uses_weights and not policy.is_lossless
-    return weighs_changes or any(getattr(policy, axis).algorithm.uses_logits for axis in AXES)
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:

@@ -228,33 +228,28 @@ def groups(runs: Sequence[Run]) -> list[list[int]]:
 def load_runs(place: Path) -> list[Run]:
     """Load every results JSON under a folder (or one file), in order of experiment and run id.
 
-    A file of a folder that cannot be read is left out with a warning that names file and field.
-    Raises FileNotFoundError where there is no such place, ValueError where nothing is usable.
+    A file of a folder that cannot be read is left out with a warning that names file and field;
+    some other JSON is no run. Raises FileNotFoundError where there is no such place, ValueError
+    where nothing is usable.
     """
     if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
-    if place.is_file():
-        runs = _load(place)
-    else:
-        runs = []
-        for path in sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
-            try:
-                runs += _load(path)
-            except ValueError as error:
-                logger.warning("left out: %s", error)
+    single, runs = place.is_file(), []
+    for path in [place] if single else sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
+        try:
+            packed = path.name == PACKED
+            records = read_packed(path) if packed else [read_json(path, repr(str(path)))]
+            runs += [run for each in records if (run := _run(each, path)) is not None]
+        except ValueError as error:
+            if single:
+                raise
+            logger.warning("left out: %s", error)
     if not runs:
         raise ValueError(
             f"{str(place)!r} holds no results of moecache runs: JSON files written by "
             "`moecache sweep`, or by `lm_eval run --model moecache --output_path`."
         )
     return sorted(runs, key=lambda run: (run.experiment, run.run_id, str(run.path)))
-
-
-def _load(path: Path) -> list[Run]:
-    """Return the runs in a file; none where the file is some other JSON."""
-    packed = path.name == PACKED
-    records = read_packed(path) if packed else [read_json(path, repr(str(path)))]
-    return [run for record in records if (run := _run(record, path)) is not None]
 
 
 def _run(data: Any, path: Path) -> Run | None:

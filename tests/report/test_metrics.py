@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
-from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
+from lm_eval_moecache.records.ledger import (
+    COUNTED,
+    Counters,
+    Ledger,
+    PassRecord,
+    RequestRecord,
+    total,
+)
+from lm_eval_moecache.report.columns import metric_column
 from lm_eval_moecache.report.metrics import (
+    METRICS,
+    Metric,
     cache_metrics,
     miss_rate_stderr,
+    per,
     rates,
     request_metrics,
     summary,
@@ -264,3 +275,56 @@ def test_a_pass_that_is_early_for_one_request_is_not_steady_for_another() -> Non
     figures = task_metrics([generation([*first, shared, alone], 10), generation(second, 2, 1)], 0)
     assert figures["early_decode_miss_rate"] == 1 / 2
     assert figures["steady_decode_miss_rate"] == 0.0
+
+
+# --- a new column is described in one place, from which everything else finds it ---
+
+
+def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = [
+        make_pass(0, DECODE, 0, 1, requests=4, misses=1, evictions=1),
+        make_pass(1, DECODE, 0, 1, requests=4, evictions=2),
+    ]
+    assert "evictions_per_request" not in cache_metrics(passes)
+    monkeypatch.setitem(
+        METRICS,  # type: ignore[arg-type]
+        "evictions_per_request",
+        Metric(
+            "Evicted/req", 3, False, "evictions [per request]", per("evictions", "requests"), True
+        ),
+    )
+    found = cache_metrics(passes)
+    assert found["evictions_per_request"] == found["decode_evictions_per_request"] == 3 / 8
+    assert found["prefill_evictions_per_request"] is None
+    column = metric_column("decode_evictions_per_request")
+    assert column is not None
+    assert (column.heading, column.decimals) == ("Decode evicted/req", 3)
+    assert column.higher_is_better is False
+
+
+def test_counters_add_and_subtract_field_by_field() -> None:
+    first = Counters(**{name: 2 * place for place, name in enumerate(COUNTED)})
+    second = Counters(**{name: place for place, name in enumerate(COUNTED)})
+    assert first - second == second
+    assert second + second == first
+    assert total([second, second]) == first
+    assert total([]) == Counters()
+    counted = make_pass(0, DECODE, 0, 1)
+    counted.count(second)
+    counted.count(second)
+    assert all(getattr(counted, name) == getattr(first, name) for name in COUNTED)
+
+
+def test_every_count_is_made_something_of() -> None:
+    """A count that no metric reads is a column that nobody sees."""
+    # `draft_metrics` and `host_metrics`, where there is a draft or a host at work.
+    drafting, host = {"draft_s", "drafted", "accepted"}, {"host_executed", "host_s", "host_wait_s"}
+    for name in sorted(set(COUNTED) - drafting - host):
+        others = dict.fromkeys(("requests", "token_requests", "evictions", "predicted"), 4)
+        others |= {"predictable": 4, "predicted_right": 2, "misses": 1, "token_misses": 1}
+        others |= {"lifetime_tokens": 1, "unfaithful": 1, "weighed_tokens": 4, "lost_weight": 1}
+        before = cache_metrics([make_pass(0, DECODE, 0, 1, **others)])
+        after = cache_metrics(
+            [make_pass(0, DECODE, 0, 1, **(others | {name: others.get(name, 0) + 1}))]
+        )
+        assert before != after, name
