@@ -62,44 +62,34 @@ def write_header(header: Header) -> bytes:
     replay needs for the same times to the last digit, where `precision` and `expert_bytes` cannot
     say it.
     """
-    fields: dict[str, Any] = {"version": VERSION, **_sizes(header.geometry), "seed": header.seed}
-    if header.predicted_depth:
-        fields["predicted_depth"] = header.predicted_depth
-    if header.predicted_by:
-        fields["predicted_by"] = header.predicted_by
-    if header.proposals:
-        fields["proposals"] = list(header.proposals)
+    told: dict[str, Any] = {"version": VERSION, **_sizes(header.geometry), "seed": header.seed}
+    optional = ("predicted_depth", "predicted_by", "proposals")
+    told |= {name: value for name in optional if (value := getattr(header, name))}
     if header.draft is not None:
-        draft = header.draft
-        fields["draft"] = {
-            **_sizes(draft.geometry),
-            "level": draft.level,
-            "nbytes": draft.nbytes,
-            "tokens": draft.tokens,
-            "targets": list(draft.targets),
-            "ranked": header.ranked,
-        }
-    return json.dumps(fields).encode()
+        own = {name: getattr(header.draft, name) for name in (*_OF_DRAFT, "targets")}
+        told["draft"] = {**_sizes(header.draft.geometry), **own, "ranked": header.ranked}
+    return json.dumps(told).encode()
+
+
+_OF_MODEL = ("model", "num_layers", "num_experts", "top_k")
+_OF_DRAFT = ("level", "nbytes", "tokens")
 
 
 def _sizes(geometry: Geometry) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "model": geometry.model,
-        "num_layers": geometry.num_layers,
-        "num_experts": geometry.num_experts,
-        "top_k": geometry.top_k,
-        "expert_bytes": [levels[0] for levels in geometry.expert_bytes],
-        "dense_bytes": list(geometry.dense_bytes),
+    levels = geometry.expert_bytes if len(geometry.precision) > 1 else ()
+    optional: dict[str, Any] = {
+        "levels": levels,
+        "compute_bytes": geometry.compute_bytes,
+        "hidden_size": geometry.hidden_size,
+    }
+    return {
+        **{name: getattr(geometry, name) for name in _OF_MODEL},
+        "expert_bytes": [sizes[0] for sizes in geometry.expert_bytes],
+        "dense_bytes": geometry.dense_bytes,
         "precision": ":".join(geometry.precision),
         "element_bytes": geometry.element_bytes,
+        **{name: value for name, value in optional.items() if value},
     }
-    if len(geometry.precision) > 1:
-        fields["levels"] = [list(levels) for levels in geometry.expert_bytes]
-    if geometry.compute_bytes:
-        fields["compute_bytes"] = list(geometry.compute_bytes)
-    if geometry.hidden_size:
-        fields["hidden_size"] = geometry.hidden_size
-    return fields
 
 
 def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[bytes, bytes]:
@@ -167,8 +157,9 @@ def _draft(name: str, fields: DraftSizes, num_layers: int) -> Draft:
         raise _bad(name, "draft.targets", fields.targets, f"must lie below num_layers={num_layers}")
     if fields.level >= len(geometry.precision):
         raise _bad(name, "draft.level", fields.level, "must be one of its precisions")
-    kept = {"level": fields.level, "nbytes": fields.nbytes, "tokens": fields.tokens}
-    return Draft(geometry=geometry, targets=targets, **kept)
+    return Draft(
+        geometry=geometry, targets=targets, **{name: getattr(fields, name) for name in _OF_DRAFT}
+    )
 
 
 def _geometry(name: str, fields: ModelSizes) -> Geometry:
@@ -188,10 +179,7 @@ def _geometry(name: str, fields: ModelSizes) -> Geometry:
         raise _bad(name, "levels", levels, "must begin with the sizes of expert_bytes")
     try:
         return Geometry(
-            model=fields.model,
-            num_layers=fields.num_layers,
-            num_experts=fields.num_experts,
-            top_k=fields.top_k,
+            **{name: getattr(fields, name) for name in _OF_MODEL},
             expert_bytes=tuple(map(tuple, levels)),
             dense_bytes=tuple(fields.dense_bytes),
             precision=precision,
