@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 
@@ -93,6 +93,10 @@ def hardware_schema(record: type[Any]) -> type[BaseModel]:
 # --- what a folder shows of its runs: `views`, `figures` and `table.yaml` ---
 
 
+def _is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
 def _names(value: object) -> object:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
@@ -101,7 +105,7 @@ def _names(value: object) -> object:
 
 
 def _settings(value: object) -> object:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if not _is_mapping(value):
         raise ValueError("must be a mapping of settings to a value or a list of values")
     for wanted in value.values():
         listed = wanted if isinstance(wanted, list) else [wanted]
@@ -181,9 +185,8 @@ def _limit(value: object) -> object:
 
 
 def _gen_kwargs(value: object) -> object:
-    is_mapping = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     is_text = isinstance(value, str) and all("=" in item for item in value.split(","))
-    if not is_mapping and not is_text:
+    if not is_text and not _is_mapping(value):
         raise ValueError("must be a mapping of generation arguments, or text like 'temperature=0'")
     return value
 
@@ -192,9 +195,8 @@ def _mappings(value: object) -> object:
     listed = [value] if isinstance(value, dict) else value
     if not isinstance(listed, list) or not listed:
         raise ValueError("must be a mapping or a list of mappings")
-    for item in listed:
-        if not isinstance(item, dict) or not all(isinstance(key, str) for key in item):
-            raise ValueError("must be a mapping of names to values, or a list of such")
+    if not all(map(_is_mapping, listed)):
+        raise ValueError("must be a mapping of names to values, or a list of such")
     return listed
 
 
@@ -228,7 +230,9 @@ def check_limit(limit: object, what: str) -> None:
 
 
 def _values(value: object) -> object:
-    if isinstance(value, list) and 0 < len(value) <= MOST_CHOICES and all(map(_is_plain, value)):
+    listed = value if isinstance(value, list) else []
+    plain = (isinstance(n, (str, bool)) or plain_number(n) is not None for n in listed)
+    if 0 < len(listed) <= MOST_CHOICES and all(plain):
         return value
     if isinstance(value, dict) and {"low", "high"} <= set(value) <= {"low", "high", "log"}:
         ends, log = [value["low"], value["high"]], value.get("log", False)
@@ -241,10 +245,6 @@ def _values(value: object) -> object:
         "must be a list of choices, or `low` and `high` (and `log: true`, above 0) as numbers or "
         f"{' or '.join(SIZES)}, low not above high"
     )
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (str, bool)) or plain_number(value) is not None
 
 
 def _algorithms(value: object) -> object:

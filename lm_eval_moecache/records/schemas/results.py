@@ -48,20 +48,19 @@ Metrics = Annotated[dict[str, Any], BeforeValidator(_metrics)]
 Samples = dict[str, dict[str, Annotated[Any, BeforeValidator(_score)]]]
 
 
-class PolicyReport(OpenSchema):
-    """The policy of a run, in full."""
-
-    name: str
-    routing: Choice
-    prefetch: Choice
-    eviction: Choice
-    miss: Choice
-
-
 class NamedReport(OpenSchema):
     """Something with a name: the hardware."""
 
     name: str
+
+
+class PolicyReport(NamedReport):
+    """The policy of a run, in full."""
+
+    routing: Choice
+    prefetch: Choice
+    eviction: Choice
+    miss: Choice
 
 
 class MoecacheReport(OpenSchema):
@@ -192,10 +191,11 @@ class Bounds(Schema):
     below: Number | None = None
 
     @model_validator(mode="after")
-    def _some(self) -> Bounds:
-        if self.above is None and self.below is None:
+    def _in_order(self) -> Bounds:
+        ends = [end for end in (self.above, self.below) if end is not None]
+        if not ends:
             raise ValueError("must have `above`, `below` or both")
-        if self.above is not None and self.below is not None and self.above >= self.below:
+        if len(ends) == 2 and ends[0] >= ends[1]:
             raise ValueError("must have `above` smaller than `below`")
         return self
 
