@@ -50,6 +50,7 @@ from lm_eval_moecache.tune.study import open_study
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four
 from tests.soak.corpus import Bad, table
+from tests.trace.test_formats import FILES, FOLDER
 
 GUARD_S = 60
 OF_CELLS = {
@@ -147,6 +148,8 @@ def _use_trace(path: Path) -> object:
     return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
 
 
+OF_OTHERS = [path for path in FOLDER.iterdir() if path.name in FILES and "sglang" not in path.name]
+"""Small traces in the formats of others; SGLang's has to be told its top-k."""
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "policy": ("x.yaml", lambda path: load_policy(str(path))),
     "hardware": ("x.yaml", lambda path: load_hardware(str(path))),
@@ -170,6 +173,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "cells": ("cells.json.gz", _use_cells),
     "packed": ("runs.jsonl.gz", _use_results),
     "journal": ("study.journal", lambda path: open_study(path.parent, OBJECTIVE, 0)),
+    **{path.name: (path.name, _use_trace) for path in OF_OTHERS},
 }
 """Kind of file -> the name it is given, and what reads it."""
 

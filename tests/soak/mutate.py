@@ -25,7 +25,17 @@ from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
-from tests.soak.judge import ACCEPTED, CLEAR, OBJECTIVE, READERS, UNCLEAR, Tally, read_bad, silent
+from tests.soak.judge import (
+    ACCEPTED,
+    CLEAR,
+    OBJECTIVE,
+    OF_OTHERS,
+    READERS,
+    UNCLEAR,
+    Tally,
+    read_bad,
+    silent,
+)
 from tests.trace.recording import forget, half_a_recording
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
@@ -71,6 +81,7 @@ def sound_files(folder: Path) -> dict[str, bytes]:
         **{kind: text.encode() for kind, text in texts.items()},
         **{kind: _dumped(kind, data) for kind, data in FOUND.items()},
         **{kind: path.read_bytes() for kind, path in files.items()},
+        **{path.name: path.read_bytes() for path in OF_OTHERS},
         "npz": arrays_of(routed_experts=ROUTED),
     }
     assert sound.keys() == READERS.keys()

@@ -95,10 +95,11 @@ def test_a_folder_of_responses_is_one_trace_of_as_many_requests(tmp_path: Path) 
     assert [r.passes for r in trace.requests] == [(0, 1, 2), (3, 4, 5)]
 
 
-def response(**changes: Any) -> str:
+def response(broken: bytes = b"", **changes: Any) -> str:
     buffer = io.BytesIO()
     np.save(buffer, IDS)
-    own = {"routed_experts": base64.b64encode(buffer.getvalue()).decode()}
+    array = buffer.getvalue().replace(broken, b" ") if broken else buffer.getvalue()
+    own = {"routed_experts": base64.b64encode(array).decode()}
     return json.dumps({"choices": [own], "usage": {"prompt_tokens": 3}, **changes})
 
 
@@ -109,9 +110,11 @@ def response(**changes: Any) -> str:
         ("x.json", response(num_prompt_tokens=9), "5 rows of a prompt of 9 tokens"),
         ("x.json", response(num_prompt_tokens=-1), "num_prompt_tokens=-1 must be"),
         ("x.json", '{"routed_experts": "!!"}', "is no base64 of an .npy"),
+        ("x.json", response(broken=b"}"), "is no base64 of an .npy: .*EOF in multi-line"),
         ("x.json", '{"hello": 1}', "as none of the formats does"),
         ("x.jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "ids from -1"),
         ("x.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
+        ("x.txt", "0 0 0 1:0.5\n0 1 0 1:0.0.5\n", "line 2 is not `call row layer id:gate"),
         ("x.csv", "layer,expert\n0,1\n0,2\n0,3\n1,1\n1,2\n", "are not all multiples of the top-k"),
     ],
 )

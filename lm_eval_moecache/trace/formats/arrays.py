@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import logging
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 ROUTED = "routed_experts"
 _MOST_BYTES = 1 << 32
 """Of one array once unpacked: a small file may say that it holds any number of zeros."""
+_UNREADABLE = (
+    *(ValueError, OSError, EOFError, zlib.error),
+    *(zipfile.BadZipFile, NotImplementedError, tokenize.TokenError),  # versions, broken headers
+)
+"""What numpy raises for arrays that are damaged."""
 
 
 def generation(prompt: Any, steps: Any, request: int, first_token: int = 0) -> Iterator[Pass]:
@@ -132,7 +137,7 @@ class Array(TraceFormat):
                         raise ValueError(f"{info.filename} has {info.file_size} bytes unpacked")
             with np.load(path, allow_pickle=False) as found:
                 return {n: found[n] if n in cls.ARRAYS else np.zeros(0) for n in found.files}
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"trace {path.name} is no readable {path.suffix}: {error}.") from None
 
 
@@ -231,7 +236,7 @@ class VLLM(TraceFormat):
                 found = np.load(data, allow_pickle=False)
             else:
                 found = np.asarray(value)
-        except (ValueError, EOFError, OSError, binascii.Error) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"{what} is no base64 of an .npy: {error}.") from None
         check_routed(what, found)
         return found
@@ -270,7 +275,7 @@ class SGLang(TraceFormat):
                 raise ValueError(f"{what}: meta_info lacks prompt_tokens or completion_tokens.")
             try:
                 ids = np.frombuffer(base64.b64decode(info[ROUTED], validate=True), dtype="<i4")
-            except (ValueError, binascii.Error) as error:
+            except ValueError as error:
                 raise ValueError(f"{what}: {ROUTED} is no base64 of int32: {error}.") from None
             tokens = prompt + output - 1
             if not tokens or not len(ids) or len(ids) % tokens:

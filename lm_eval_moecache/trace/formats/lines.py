@@ -309,7 +309,8 @@ class Colibri(TraceFormat):
     name = "colibri"
     suffixes = (".txt", ".trace", ".log")
     holds = "gates of the chosen as weights, phases by the number of rows"
-    LINE = re.compile(r"([0-9]+)\s+([0-9]+)\s+([0-9]+)((?:\s+[0-9]+:[-+0-9.eE]+)+)\s*")
+    GATE = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    LINE = re.compile(rf"([0-9]+)\s+([0-9]+)\s+([0-9]+)((?:\s+[0-9]+:{GATE})+)\s*")
 
     @classmethod
     def sniff(cls, head: bytes) -> bool:
