@@ -17,9 +17,8 @@ from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.trace.convert import with_sizes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
-from lm_eval_moecache.trace.trace import Trace, build_trace
+from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes
 
 ACTIONS = ("convert", "formats", "show")
 _NO_LOGITS = "it has no logits of the router"

@@ -1,18 +1,19 @@
 """Routing traces in memory: what a run's routers chose, checked before anything uses it.
 
 Rows are (pass, layer, token) in execution order. The files they come from are the business of
-`trace_file` (Parquet) and `trace_import` (other formats); all of them end in `build_trace`.
+`file` (Parquet) and `formats` (others'); all of them end in `build_trace`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as made
 
 import numpy as np
 
 from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints, check_rows
@@ -133,6 +134,17 @@ def build_trace(
         drafted=drafted,
         has_sizes=has_sizes,
     )
+
+
+def with_sizes(trace: Trace, model: RealModel) -> Trace:
+    """Return a trace whose layers are charged as a model's."""
+    geometry = replace(model.emulated_by(trace.geometry), model=model.name, emulates="")
+    if not trace.has_sizes and model.num_experts > geometry.num_experts:
+        # Such a file does not say the number of experts either: the largest id was taken.
+        layers, experts = np.divmod(trace.keys, geometry.num_experts)
+        trace = replace(trace, keys=(layers * model.num_experts + experts).astype(np.int32))
+        geometry = replace(geometry, num_experts=model.num_experts)
+    return replace(trace, geometry=geometry, has_sizes=True)
 
 
 def _unique_keys(geometry: Geometry, columns: Columns, bounds: IntArray) -> tuple[Ints, IntArray]:

@@ -8,17 +8,23 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.trace.convert import save_trace, with_sizes
+from lm_eval_moecache.trace.formats.parquet import Parquet
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace, with_sizes
 from tests.engine import traces
 
 SHIPPED = Path(__file__).resolve().parents[2] / "traces"
 
 
+def written(trace: Trace, path: Path) -> Trace:
+    Parquet.write(trace, path)
+    return load_trace(str(path))
+
+
 def test_a_written_trace_is_the_one_that_was_read(tmp_path: Path) -> None:
     path, _ = traces.record(tmp_path)
     trace = load_trace(str(path))
-    again = load_trace(str(save_trace(trace, tmp_path / "out", "copy")))
+    again = written(trace, tmp_path / "copy.parquet")
     np.testing.assert_array_equal(again.keys, trace.keys)
     np.testing.assert_array_equal(again.key_bounds, trace.key_bounds)
     np.testing.assert_array_equal(again.columns.weights, trace.columns.weights)
@@ -31,9 +37,9 @@ def test_a_trace_without_sizes_is_given_those_of_a_model(tmp_path: Path) -> None
     file.write_text('{"tok": 0, "layers": [[0, 1], [2, 3]]}\n')
     trace = load_trace(str(file))
     with pytest.raises(ValueError, match="says no sizes"):
-        save_trace(trace, tmp_path / "out", "bare")
+        Parquet.write(trace, tmp_path / "bare.parquet")
     sized = with_sizes(trace, load_real_model("OLMoE-1B-7B"))
-    again = load_trace(str(save_trace(sized, tmp_path / "out", "sized")))
+    again = written(sized, tmp_path / "sized.parquet")
     assert again.geometry.expert_bytes == ((12_582_912,),) * 2 and again.has_sizes
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
-from lm_eval_moecache.trace.convert import save_trace
+import numpy as np
+
+from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat
+from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.writer import TraceWriter
 
 
 class Parquet(TraceFormat):
@@ -31,5 +36,24 @@ class Parquet(TraceFormat):
 
     @classmethod
     def write(cls, trace: Trace, path: Path) -> None:
+        """Write a trace without its logits and predictions. ValueError where it says no sizes."""
+        if not trace.has_sizes:
+            raise ValueError(f"trace {trace.name} says no sizes: give those of a model.")
+        header = Header(geometry=trace.geometry, seed=trace.seed, has_logits=False)
+        columns, num_layers = trace.columns, trace.geometry.num_layers
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            os.replace(save_trace(trace, Path(scratch), "trace"), path)
+            writer = TraceWriter(Path(scratch), "trace", header)
+            for event, (first, last) in enumerate(pairwise(trace.row_bounds.tolist())):
+                pass_index, layer = divmod(event, num_layers)
+                rows = slice(first, last)
+                phase = PHASES[int(columns.phase[first])]
+                owners, tokens = columns.request[rows], columns.token[rows]
+                # Anew for each layer: engines route the last token alone through the last layer.
+                writer.begin_pass(
+                    pass_index, phase, owners.astype(np.int64), tokens.astype(np.int64)
+                )
+                weights = None if columns.weights is None else columns.weights[rows]
+                writer.add(layer, columns.experts[rows].astype(np.int64), weights, None, [])
+            written = writer.close()
+            assert written is not None, "a trace without passes"
+            os.replace(written, path)
