@@ -36,18 +36,12 @@ MOST_NODES = 100_000
 
 def is_file(path: str | Path) -> bool:
     """Whether there is such a file; a name that no file system could hold is none."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
+    return os.path.isfile(path)
 
 
 def exists(path: str | Path) -> bool:
     """Whether there is such a file or folder."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
+    return os.path.exists(path)
 
 
 def open_file(path: str | Path, what: str, most: int | None = None) -> BinaryIO:

@@ -51,8 +51,7 @@ def may_compile() -> bool:
 
 
 def _numba() -> Any:
-    """Return numba, whose types a reader of types knows in part."""
-    return import_module("numba")
+    return import_module("numba")  # imported late, and of types that are known in part
 
 
 def make_table(kind: type, count: int) -> Table:

@@ -178,26 +178,22 @@ def recover(folder: Path) -> list[Path]:
         with contextlib.suppress(FileNotFoundError), partial.open("rb") as held:
             age = time.time() - partial.stat().st_mtime
             is_new = not partial.stat().st_size and age < FRESH_S
-            if not is_new and lock(held.fileno()) and partial.exists():
-                target = _recovered(partial)
-                if target is not None:
-                    found.append(target)
+            if is_new or not lock(held.fileno()) or not partial.exists():
+                continue
+            target = partial.with_name(partial.name.removesuffix(SUFFIX))
+            try:
+                kept = kept_batches(partial)
+            except ValueError:
+                kept = Kept(None, 0, {})
+            if not kept.num_batches:
+                told = "trace: removed %s, of a run that was killed before a request."
+                logger.warning(told, partial)
+            elif not target.exists():
+                write_parquet(partial, target, kept.num_batches, kept.metadata)
+                logger.warning("trace: %s is what a run that was killed had finished.", target)
+            partial.unlink()
+            found += [target] if kept.num_batches else []
     return found
-
-
-def _recovered(partial: Path) -> Path | None:
-    target = partial.with_name(partial.name.removesuffix(SUFFIX))
-    try:
-        kept = kept_batches(partial)
-    except ValueError:
-        kept = Kept(None, 0, {})
-    if kept.num_batches and not target.exists():
-        write_parquet(partial, target, kept.num_batches, kept.metadata)
-        logger.warning("trace: %s is what a run that was killed had finished.", target)
-    elif not kept.num_batches:
-        logger.warning("trace: removed %s, of a run that was killed before a request.", partial)
-    partial.unlink()
-    return target if kept.num_batches else None
 
 
 def _batches(reader: Any) -> Iterator[tuple[Any, Any]]:

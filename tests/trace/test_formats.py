@@ -115,6 +115,11 @@ def response(broken: bytes = b"", **changes: Any) -> str:
         ("x.jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "ids from -1"),
         ("x.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
         ("x.txt", "0 0 0 1:0.5\n0 1 0 1:0.0.5\n", "line 2 is not `call row layer id:gate"),
+        (
+            "x.txt",
+            "0 0 0 1:0.5 2:0.5\n1 0 0 1:0.5\n",
+            "token 1: experts is .1., must hold 2",
+        ),
         ("x.csv", "layer,expert\n0,1\n0,2\n0,3\n1,1\n1,2\n", "are not all multiples of the top-k"),
     ],
 )

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.trace.columns import Columns
+from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.trace.columns import Columns, misfit
 from lm_eval_moecache.trace.trace import Trace, build_trace
 
 MOST_EXPERT = 2**15 - 1
@@ -101,18 +102,25 @@ def build(
                 f"trace {name}: pass {index} has {len(each.experts)} layers, pass 0 has "
                 f"{num_layers}."
             )
-    arrays = [_ids(name, layer) for each in passes for layer in each.experts]
-    top_k = arrays[0].shape[1]
-    if any(array.shape[1] != top_k for array in arrays):
-        raise ValueError(f"trace {name}: not all tokens have {top_k} experts, as the first has.")
-    experts, weights = np.concatenate(arrays), None
+    layers = [layer for each in passes for layer in each.experts]
+    experts, weights = _rows(layers), None
+    if experts is None or not np.issubdtype(experts.dtype, np.integer) or not experts.shape[1]:
+        raise _uneven(name, passes)
+    low, high = int(experts.min(initial=0)), int(experts.max(initial=0))
+    if low < 0 or high > MOST_EXPERT:
+        raise ValueError(
+            f"trace {name}: has ids from {low} to {high}, must be in 0..{MOST_EXPERT}."
+        )
+    top_k = experts.shape[1]
     if all(each.weights is not None for each in passes):
-        weights = _weights(name, passes, experts.shape)
+        weights = _rows([layer for each in passes for layer in each.weights or ()], np.float32)
+        if weights is None or weights.shape != experts.shape:
+            raise ValueError(f"trace {name}: must have one weight, a number, for each expert.")
         order = np.argsort(-weights, axis=-1, kind="stable")
         experts = np.take_along_axis(experts, order, axis=-1)
         weights = np.take_along_axis(weights, order, axis=-1)
-    sizes = np.asarray([len(array) for array in arrays])
-    event = np.repeat(np.arange(len(arrays)), sizes)
+    sizes = np.asarray([len(layer) for layer in layers])
+    event = np.repeat(np.arange(len(layers)), sizes)
     of_pass = event // num_layers
     # Layers that serve fewer tokens serve the last ones.
     ends = np.asarray([p.first_token + len(p.experts[0]) for p in passes])[of_pass]
@@ -126,11 +134,10 @@ def build(
         experts=experts.astype(np.int32),
         weights=weights,
     )
-    seen = int(experts.max(initial=0)) + 1
     geometry = Geometry(
         model=model,
         num_layers=num_layers,
-        num_experts=max(seen, top_k) if num_experts is None else num_experts,
+        num_experts=max(high + 1, top_k) if num_experts is None else num_experts,
         top_k=top_k,
         expert_bytes=((options.expert_bytes or 1,),) * num_layers,
         dense_bytes=(0,) * num_layers,
@@ -145,32 +152,33 @@ def build(
     return build_trace(name, geometry, columns, where=where or usual, has_sizes=has_sizes)
 
 
-def _ids(name: str, values: Any) -> IntArray:
-    """Return ids [tokens, top_k]. ValueError where they are none."""
-    try:
-        found = np.asarray(values)
-        whole = np.issubdtype(found.dtype, np.integer)
-    except ValueError:
-        whole = False
-    if not whole or found.ndim != 2 or not found.shape[1]:
-        raise ValueError(f"trace {name}: ids of experts must be lists of as many whole numbers.")
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= MOST_EXPERT:
-        low, high = int(found.min()), int(found.max())
-        raise ValueError(
-            f"trace {name}: has ids from {low} to {high}, must be in 0..{MOST_EXPERT}."
-        )
-    return found.astype(np.int64)
+def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
+    """Name the first token whose ids are not as many whole numbers as the first token's."""
+    first = np.size(passes[0].experts[0][0]) or 1
+    for number, each in enumerate(passes):
+        for layer, rows in enumerate(each.experts):
+            for token, ids in enumerate(rows, start=each.first_token):
+                listed = ids if isinstance(ids, (list, np.ndarray)) else []
+                if len(listed) != first or any(
+                    not isinstance(e, (int, np.integer)) for e in listed
+                ):
+                    place = f"pass {number}, layer {layer}, token {token}"
+                    problem = f"is {shown(ids)}, must hold {first} whole numbers, as the first does"
+                    return misfit(name, place, "experts", problem)
+    return ValueError(f"trace {name}: ids of experts must be lists of as many whole numbers.")
 
 
-def _weights(name: str, passes: Sequence[Pass], shape: tuple[int, ...]) -> FloatArray:
+def _rows(layers: Sequence[Any], dtype: Any = None) -> npt.NDArray[Any] | None:
+    """Return what all layers have for their tokens as [rows, top_k]; None where rows differ."""
     try:
-        parts = [np.asarray(w, dtype=np.float32) for p in passes for w in p.weights or ()]
-        found: FloatArray = np.concatenate(parts)
+        if isinstance(layers[0], np.ndarray):
+            found = np.concatenate(layers, dtype=dtype)
+        else:
+            # At once: numpy is slow on many small lists.
+            found = np.asarray([row for layer in layers for row in layer], dtype)
     except (TypeError, ValueError):
-        found = np.zeros((0, 0), dtype=np.float32)
-    if found.shape != shape:
-        raise ValueError(f"trace {name}: must have one weight, a number, for each expert.")
-    return found
+        return None
+    return found if found.ndim == 2 else None
 
 
 def one_request(trace: Trace, what: str) -> None:
