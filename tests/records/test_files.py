@@ -103,21 +103,8 @@ def test_what_is_no_number_is_none_in_json_both_ways() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(
-            "1_0",
-            "١٢",
-            "\uff11\uff12",
-            "0x10",
-            "1e9999",
-            "inf",
-            "nan",
-            "",
-            " ",
-            "1e",
-            "--1",
-            "1,0",
-            "9" * 50,
-        ),
+        *("1_0", "١٢", "\uff11\uff12", "0x10", "1e9999", "inf", "nan"),
+        *("", " ", "1e", "--1", "1,0", "9" * 50),
         *(True, False, None, [1], {}, math.inf, -math.inf, math.nan, 10**400),
     ],
 )

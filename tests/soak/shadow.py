@@ -207,10 +207,10 @@ class Shadow:
         """Serve the passes of a case; return the number of events. Raises Violation."""
         rng = self.case.rng
         for index in range(PASSES):
-            num_tokens = (
-                int(rng.choice([1, 1, 1, 1, 2, 5])) if index % 6 else int(rng.integers(1, 9))
-            )
-            self._pass(PREFILL if index % 6 == 0 else DECODE, num_tokens)
+            if index % 6:
+                self._pass(DECODE, int(rng.choice([1, 1, 1, 1, 2, 5])))
+            else:
+                self._pass(PREFILL, int(rng.integers(1, 9)))
             if rng.random() < 0.03:
                 self.engine.reset_cache()
                 must(not any(w.resident for w in self.watches), "a reset cache holds experts")
@@ -229,10 +229,8 @@ class Shadow:
         engine.end_pass()
         after = engine.clock.now
         must(record.start_s == begin and record.end_s == after, "a pass' times are not the clock's")
-        must(
-            record.bytes_moved == engine.link.bytes_moved - moved,
-            "a pass' bytes are not the link's",
-        )
+        moved = engine.link.bytes_moved - moved
+        must(record.bytes_moved == moved, "a pass' bytes are not the link's")
         self._check_counts(record, phase, num_tokens)
 
     def _made(self, index: int, phase: str, logits: Any) -> Iterator[Event]:
@@ -316,16 +314,14 @@ class Shadow:
         top_k, layers = self.case.geometry.top_k, self.case.geometry.num_layers
         must(record.hits + record.late + record.misses == record.requests, "hits, late and misses")
         must(record.token_requests == num_tokens * top_k * layers, "assignments of a pass")
-        must(0 <= record.token_misses <= record.token_requests, "token misses")
-        must(0 <= record.dropped <= record.token_requests, "dropped")
-        must(0 <= record.substituted <= record.executed, "substituted")
-        must(0 <= record.unfaithful <= record.executed, "unfaithful")
-        must(0 <= record.low_precision <= record.executed, "low precision")
+        for name in ("token_misses", "dropped"):
+            must(0 <= getattr(record, name) <= record.token_requests, name)
+        for name in ("substituted", "unfaithful", "low_precision"):
+            must(0 <= getattr(record, name) <= record.executed, name)
         must(0 <= record.collisions <= record.misses, "collisions")
         must(0 <= record.stall_s <= record.duration_s * (1 + 1e-9) + 1e-12, "stall beyond the pass")
-        if self.case.policy.is_lossless or (
-            self.case.policy.phases == "decode" and phase == PREFILL
-        ):
+        policy = self.case.policy
+        if policy.is_lossless or (policy.phases == "decode" and phase == PREFILL):
             lost = (record.dropped, record.substituted, record.unfaithful)
             must(lost == (0, 0, 0), f"a lossless pass lost {lost}")
         for watch, pool, limit in zip(self.watches, self.engine.pools, self.limits, strict=True):
