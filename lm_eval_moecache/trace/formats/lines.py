@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import parse_json, read_text, write_whole
+from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.trace.formats.base import (
     MOST_EXPERT,
     Options,
@@ -140,7 +141,10 @@ class CacheLab(JsonLines):
                     raise ValueError(f"{what}: layer {layer} serves other tokens.")
             rows = {layer: [row[1:] for row in found] for layer, found in layers.items()}
             passes.append(pass_of(rows, 0, cls.NAMES[phase], begin))
-        count, model = about.get("num_experts"), str(about.get("model_id"))
+        count = about.get("num_experts")
+        if count is not None:
+            count = read_count(f"{what}: num_experts", count, least=1, most=MOST_EXPERT + 1)
+        model = str(about.get("model_id"))
         return build(path.name, model, passes, options, num_experts=count)
 
     @classmethod
