@@ -147,12 +147,16 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-@cache
+_parameters: dict[type[Any], Mapping[str, inspect.Parameter]] = {}
+
+
 def parameters_of(algorithm: type[Any]) -> Mapping[str, inspect.Parameter]:
     """Return the constructor parameters that a user may set."""
-    signature = inspect.signature(algorithm, eval_str=True)
-    return {
-        n: p
-        for n, p in signature.parameters.items()
-        if n not in _NOT_PARAMETERS and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    if algorithm not in _parameters:
+        known = inspect.signature(algorithm, eval_str=True).parameters
+        _parameters[algorithm] = {
+            n: p
+            for n, p in known.items()
+            if n not in _NOT_PARAMETERS and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+    return _parameters[algorithm]
