@@ -133,7 +133,7 @@ def test_a_batch_whose_answers_ended_at_once_is_passed_over(tmp_path: Path) -> N
     hidden = np.ones((2, 3, 5), np.float16)
     write_shard(good, hidden, hidden[:, :, :4], np.array([0, 0, 1]))
     write_shard(empty, hidden[:, :0, :1], hidden[:, :0, :1], np.array([], np.int64))
-    assert Samples([empty, good]).hidden(0).shape == (3, 5)
+    assert Samples([empty, good]).pairs(0, 2).inputs_ND.shape == (3, 5)
     with pytest.raises(ValueError, match="nothing to learn from"):
         Samples([empty])
 
@@ -182,7 +182,7 @@ def test_the_loss_is_equation_4_by_hand() -> None:
     predicted = np.exp(logits) / np.exp(logits).sum()
     true = np.exp(targets[0].astype(np.float64))
     expected = float((true * np.log(true / predicted)).sum())
-    assert found.held_out_loss == pytest.approx(expected, rel=0.01)
+    assert found.best.held_out_loss == pytest.approx(expected, rel=0.01)
 
 
 def test_early_stopping_keeps_the_best_epoch() -> None:
@@ -193,7 +193,7 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
     ]
     recipe = Recipe(learning_rate=0.05, batch_size=4, max_epochs=30, patience=2)
     found = train(noise[0], noise[1], stages=2, num_chosen=2, recipe=recipe, layer=0)
-    assert found.epochs == found.best_epoch + 2 < 30
+    assert found.best.epochs == found.best.epoch + 2 < 30
 
 
 def test_certainty_is_the_divergence_from_uniform() -> None:

@@ -19,6 +19,7 @@ from lm_eval_moecache.profiling._texts import (
     collect_prompts,
     say,
 )
+from lm_eval_moecache.records.artifact import write_artifact
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.predictor import LOSSES
 
@@ -47,19 +48,21 @@ def run(arguments: Namespace) -> int:
     geometry_of(arguments.pretrained)  # says what cannot be read
     recipe = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)}
     work = Path(arguments.work or Path(arguments.out).with_suffix(".work"))
-    found = make(
+    artifact = make(
         arguments.pretrained,
         prompts,
         work,
+        data,
         num_tokens=arguments.tokens,
         prompts_per_batch=arguments.prompts_per_batch,
         recipe=Recipe(**recipe),
     )
-    found.write(arguments.out, data)
+    write_artifact(arguments.out, artifact)
     if arguments.work is None:
         shutil.rmtree(work)
+    tables = {name: artifact.made_from[name] for name in ("layers", "certainty")}
     lines = [f"{arguments.out}: share of the experts named rightly, on held-out prompts", ""]
-    lines += [rows_as_markdown(found.layers), rows_as_markdown(found.certainty).rstrip("\n")]
-    layers = {"layers": found.layers, "certainty": found.certainty}
-    say({"out": arguments.out, **layers}, lines, arguments.json)
+    lines += [rows_as_markdown(tables["layers"])]
+    lines += [rows_as_markdown(tables["certainty"]).rstrip("\n")]
+    say({"out": arguments.out, **tables}, lines, arguments.json)
     return 0

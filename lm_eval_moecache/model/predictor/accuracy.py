@@ -14,7 +14,7 @@ import torch
 
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
-from lm_eval_moecache.model.predictor.samples import Halves, Pairs, Samples, top_k
+from lm_eval_moecache.model.predictor.samples import Halves, Samples, top_k
 from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax
 
 PREDICTOR, NEXT_GATE, FREQUENCY = "predictor", "next_gate", "frequency"
@@ -67,14 +67,22 @@ def judge(
         target = (layer + 1) % len(layers)
         judged = pairs.where(np.isin(pairs.prompts_N, held_out))
         counted = pairs.where(np.isin(pairs.prompts_N, known))
-        true = top_k(judged.targets_NE, num_chosen)
-        inputs = torch.from_numpy(judged.inputs_ND)
+        true, inputs = top_k(judged.targets_NE, num_chosen), torch.from_numpy(judged.inputs_ND)
         named = top_k(network(layer, inputs).numpy(), num_chosen)
+        gate = layers[target].gate
+        with torch.no_grad():
+            asked = gate.predict(inputs.to(gate.dtype)).float().cpu().numpy()
+        counts = np.bincount(
+            top_k(counted.targets_NE, num_chosen).ravel(), minlength=pairs.targets_NE.shape[1]
+        )
+        frequent = np.argsort(-counts, kind="stable")[:num_chosen]
         predictions = {
             PREDICTOR: named,
-            NEXT_GATE: top_k(_ask_gate(layers[target], inputs), num_chosen),
-            FREQUENCY: np.broadcast_to(_most_frequent(counted, num_chosen), true.shape),
+            NEXT_GATE: top_k(asked, num_chosen),
+            FREQUENCY: np.broadcast_to(frequent, true.shape),
         }
+        ordered = -np.sort(-judged.targets_NE.astype(np.float32), axis=-1)
+        following = ordered[:, min(num_chosen, ordered.shape[1] - 1)]
         found.append(
             Judged(
                 layer=layer,
@@ -82,7 +90,7 @@ def judge(
                 right={name: count_right(chosen, true) for name, chosen in predictions.items()},
                 certainty=certainty(judged.targets_NE),
                 first=(named[:, 0] == true[:, 0]).astype(np.int64),
-                gap=_gap(judged.targets_NE, num_chosen),
+                gap=ordered[:, num_chosen - 1] - following,
                 prompts=judged.prompts_N,
             )
         )
@@ -161,16 +169,10 @@ def document_rows(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     others, and better or worse foretold, then make no trend of their own.
     """
     prompts = np.concatenate([one.prompts for one in judged])
-    right = np.concatenate([one.right[PREDICTOR] for one in judged])
-    kld = np.concatenate([one.certainty for one in judged])
-    gap = np.concatenate([one.gap for one in judged])
-    centred_right, centred_kld = (
-        np.concatenate([side - side.mean() for side in sides])
-        for sides in (
-            [one.right[PREDICTOR] for one in judged],
-            [one.certainty for one in judged],
-        )
-    )
+    by_layer = [(one.right[PREDICTOR], one.certainty, one.gap) for one in judged]
+    right, kld, gap = map(np.concatenate, zip(*by_layer, strict=True))
+    centred = [[side - side.mean() for side in sides] for sides in by_layer]
+    centred_right, centred_kld, _ = map(np.concatenate, zip(*centred, strict=True))
     rows = []
     for prompt in np.unique(prompts).tolist():
         here = prompts == prompt
@@ -191,23 +193,3 @@ def _correlation(left: IntArray | FloatArray, right: FloatArray) -> float | None
     if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
         return None
     return float(np.corrcoef(left, right)[0, 1])
-
-
-def _gap(logits_NE: Halves, num_chosen: int) -> FloatArray:
-    ordered = -np.sort(-logits_NE.astype(np.float32), axis=-1)
-    if ordered.shape[1] == num_chosen:
-        return np.zeros(len(ordered), dtype=np.float32)
-    return np.asarray(ordered[:, num_chosen - 1] - ordered[:, num_chosen])
-
-
-def _most_frequent(pairs: Pairs, num_chosen: int) -> IntArray:
-    chosen = top_k(pairs.targets_NE, num_chosen).ravel()
-    counts = np.bincount(chosen, minlength=pairs.targets_NE.shape[1])
-    return np.argsort(-counts, kind="stable")[:num_chosen]
-
-
-@torch.no_grad()
-def _ask_gate(layer: MoELayer, inputs: torch.Tensor) -> FloatArray:
-    logits = layer.gate.predict(inputs.to(layer.gate.dtype))
-    found: FloatArray = logits.float().cpu().numpy()
-    return found

@@ -80,26 +80,27 @@ def record_texts(
     """Let the model answer the prompts greedily and note its routers' logits along each text."""
     found = []
     truncate = min(truncate, layers[0].num_experts)
+    seen: list[Tensor] = []
+
+    def keep(layer: MoELayer) -> Any:
+        def hook(router: nn.Module, args: Any, output: Any) -> None:
+            logits = layer.gate.read(output).logits
+            seen.append(logits.reshape(-1, logits.shape[-1]).float())
+
+        return hook
+
     for start in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
         batch = prompts[start : start + batch_size]
         answered, real, _ = generate(model, tokenizer, batch, num_tokens)
-        for ids in (row[own] for row, own in zip(answered, real, strict=True)):
-            seen: list[Tensor] = []
-            handles = [layer.router.register_forward_hook(_keep(layer, seen)) for layer in layers]
-            model(ids[None])
-            for handle in handles:
-                handle.remove()
+        handles = [layer.router.register_forward_hook(keep(layer)) for layer in layers]
+        for row, own in zip(answered, real, strict=True):
+            seen.clear()
+            model(row[own][None])
             values, best = torch.stack(seen, dim=1).topk(truncate)
-            found.append(Text(ids.cpu(), best.cpu(), values.cpu()))
+            found.append(Text(row[own].cpu(), best.cpu(), values.cpu()))
+        for handle in handles:
+            handle.remove()
     return found
-
-
-def _keep(layer: MoELayer, seen: list[Tensor]) -> Any:
-    def hook(router: nn.Module, args: Any, output: Any) -> None:
-        logits = layer.gate.read(output).logits
-        seen.append(logits.reshape(-1, logits.shape[-1]).float())
-
-    return hook
 
 
 def train(
@@ -133,22 +134,23 @@ def train(
             losses.append(float(loss.detach()))
         return float(np.mean(losses))
 
+    @torch.no_grad()
+    def held_out_loss() -> float:
+        starts = range(0, len(held_out), recipe.batch_size)
+        parts = [held_out[start : start + recipe.batch_size] for start in starts]
+        tokens = [sum(len(text.ids) for text in part) for part in parts]
+        losses = [float(_loss(network, part, embedding, top_k, recipe)) for part in parts]
+        return float(np.average(losses, weights=tokens))
+
     epochs = tqdm(range(recipe.max_epochs), desc="training", unit="epoch")
-    best = fit(
-        network,
-        epoch,
-        lambda: _mean_loss(network, held_out, embedding, top_k, recipe),
-        epochs,
-        recipe.patience,
-    )
+    best = fit(network, epoch, held_out_loss, epochs, recipe.patience)
     # What is judged is what is stored: halves.
     network.load_state_dict({k: value.half().float() for k, value in network.state_dict().items()})
     return Trained(
         network=network.eval(),
         epochs=best.epochs,
         held_out_loss=best.held_out_loss,
-        recall=_recall(network, held_out, embedding, top_k),
-        frequency=_frequency(known, held_out, top_k, geometry.num_experts),
+        **_recalls(network, known, held_out, embedding, top_k),
     )
 
 
@@ -182,45 +184,24 @@ def _loss(
 
 
 @torch.no_grad()
-def _mean_loss(
+def _recalls(
     network: DataAwareNetwork,
-    texts: Sequence[Text],
+    known: Sequence[Text],
+    held_out: Sequence[Text],
     embedding: nn.Module,
     top_k: int,
-    recipe: Recipe,
-) -> float:
-    starts = range(0, len(texts), recipe.batch_size)
-    parts = [texts[start : start + recipe.batch_size] for start in starts]
-    tokens = [sum(len(text.ids) for text in part) for part in parts]
-    losses = [float(_loss(network, part, embedding, top_k, recipe)) for part in parts]
-    return float(np.average(losses, weights=tokens))
-
-
-@torch.no_grad()
-def _recall(
-    network: DataAwareNetwork, texts: Sequence[Text], embedding: nn.Module, top_k: int
-) -> list[float]:
-    shares = []
-    for text in texts:
-        named = network(embedding(text.ids[None]))[0][0].topk(top_k).indices
-        shares.append(_shared(named, text.best[..., :top_k]))
-    found: list[float] = torch.cat(shares).mean(0).tolist()
-    return found
-
-
-def _frequency(
-    known: Sequence[Text], texts: Sequence[Text], top_k: int, num_experts: int
-) -> list[float]:
+) -> dict[str, list[float]]:
+    """Return which share of the routers' choices both name, layer by layer."""
+    true = torch.cat([text.best[..., :top_k] for text in held_out])
+    named = [network(embedding(text.ids[None]))[0][0].topk(top_k).indices for text in held_out]
     chosen = torch.cat([text.best[..., :top_k] for text in known])
+    num_experts = network.per_layer[1]
     counts = torch.stack(
         [torch.bincount(own.flatten(), minlength=num_experts) for own in chosen.unbind(1)]
     )
     most = counts.argsort(dim=-1, descending=True, stable=True)[None, :, :top_k]
-    true = torch.cat([text.best[..., :top_k] for text in texts])
-    found: list[float] = _shared(most.expand_as(true), true).mean(0).tolist()
+    found = {}
+    for name, told in (("recall", torch.cat(named)), ("frequency", most.expand_as(true))):
+        right_TLK = (told[..., :, None] == true[..., None, :]).any(-2).float()
+        found[name] = right_TLK.mean(-1).mean(0).tolist()
     return found
-
-
-def _shared(named: Tensor, true: Tensor) -> Tensor:
-    """Return which share of the true experts [T, L, K] were named: [T, L]."""
-    return (named[..., :, None] == true[..., None, :]).any(-2).float().mean(-1)

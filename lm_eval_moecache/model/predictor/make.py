@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from safetensors import safe_open
@@ -28,28 +27,20 @@ from lm_eval_moecache.model.device import best_device
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.predictor.accuracy import certainty_rows, judge, layer_rows
 from lm_eval_moecache.model.predictor.network import PredictorNetwork, new_network
-from lm_eval_moecache.model.predictor.samples import Pairs, Samples, digest_prompts, record, top_k
-from lm_eval_moecache.model.predictor.training import fit
-from lm_eval_moecache.records.artifact import PREDICTOR, Artifact, write_artifact
+from lm_eval_moecache.model.predictor.samples import (
+    Halves,
+    Pairs,
+    Samples,
+    digest_prompts,
+    record,
+    top_k,
+)
+from lm_eval_moecache.model.predictor.training import Best, fit
+from lm_eval_moecache.records.artifact import PREDICTOR, Artifact
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.predictor import array_name, num_stages
 
 Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """A trained predictor and what was found on the held-out prompts."""
-
-    artifact: Artifact
-    layers: Rows
-    certainty: Rows
-
-    def write(self, path: str, data: Mapping[str, Any]) -> None:
-        """Write the artifact with its accuracy, and with where its prompts come from."""
-        made_from = {**data, **self.artifact.made_from}
-        made_from |= {"layers": self.layers, "certainty": self.certainty}
-        write_artifact(path, replace(self.artifact, made_from=made_from))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,121 +60,104 @@ def make(
     pretrained: str,
     prompts: Sequence[str],
     work: Path,
+    data: Mapping[str, Any],
     *,
     num_tokens: int,
     prompts_per_batch: int,
     recipe: Recipe,
-) -> Made:
-    """Make the predictor of a model; the same arguments give the same bytes, resumed or not."""
+) -> Artifact:
+    """Make the predictor of a model; the same arguments give the same bytes, resumed or not.
+
+    `data` says where the prompts come from. What was found on the held-out ones stands in the
+    artifact's `made_from`, as the tables `layers` and `certainty`.
+    """
     path = model_path(pretrained)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(best_device())
     layers = find_moe_layers(model)
     geometry, routers = describe(model, layers, pretrained), router_digest(layers)
+    num_layers, top = geometry.num_layers, geometry.top_k
     settings = {
         "routers": routers,
         "prompts": digest_prompts(prompts),
         "tokens": num_tokens,
         "prompts_per_batch": prompts_per_batch,
     }
-    shards = record(
-        model,
-        tokenizer,
-        layers,
-        prompts,
-        work / f"recorded-{_digest(settings)}",
-        num_tokens=num_tokens,
-        batch_size=prompts_per_batch,
-    )
-    samples = Samples(shards)
+    recorded = work / f"recorded-{_digest(settings)}"
+    sizes = {"num_tokens": num_tokens, "batch_size": prompts_per_batch}
+    samples = Samples(record(model, tokenizer, layers, prompts, recorded, **sizes))
     known, held_out = samples.split(recipe.seed)
     folder = work / f"trained-{_digest(settings | asdict(recipe))}"
     arrays: dict[str, Any] = {}
     trainings: Rows = []
-    for layer in tqdm(range(geometry.num_layers), desc="training", unit="layer"):
-        trained = folder / f"{layer:03d}.safetensors"
-        if not trained.is_file():
-            pairs = samples.pairs(layer, geometry.num_layers)
-            parts = {
-                name: pairs.where(np.isin(pairs.prompts_N, chosen))
-                for name, chosen in (("training", known), ("held-out", held_out))
-            }
-            write_whole(
-                trained, _train_layer(parts, layer, geometry.num_layers, geometry.top_k, recipe)
-            )
-        with safe_open(trained, "numpy") as file:
-            arrays |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            trainings.append(json.loads(file.metadata()["row"]))
+    for layer in tqdm(range(num_layers), desc="training", unit="layer"):
+        file = folder / f"{layer:03d}.safetensors"
+        if not file.is_file():
+            pairs = samples.pairs(layer, num_layers)
+            parts = [pairs.where(np.isin(pairs.prompts_N, own)) for own in (known, held_out)]
+            for name, part in zip(("training", "held-out"), parts, strict=True):
+                if not len(part.prompts_N):
+                    raise ValueError(
+                        f"prompts: none of the {name} ones gives a sample for layer {layer}. Give "
+                        "more prompts, or such as are answered at length."
+                    )
+            stages = num_stages(layer, num_layers)
+            found = train(*parts, stages=stages, num_chosen=top, recipe=recipe, layer=layer)
+            write_whole(file, _as_file(found, layer))
+        with safe_open(file, "numpy") as trained:
+            arrays |= {name: trained.get_tensor(name) for name in trained.keys()}  # noqa: SIM118
+            trainings.append(json.loads(trained.metadata()["row"]))
+    made_from: dict[str, Any] = {
+        **data,
+        **asdict(recipe),
+        "tokens": num_tokens,
+        "prompts": len(prompts),
+        "held_out_prompts": len(held_out),
+        "samples": len(samples.prompts),
+    }
     artifact = Artifact(
         kind=PREDICTOR,
         model=geometry.model,
-        num_layers=geometry.num_layers,
+        num_layers=num_layers,
         num_experts=geometry.num_experts,
-        top_k=geometry.top_k,
+        top_k=top,
         router_digest=routers,
-        made_from={
-            **asdict(recipe),
-            "tokens": num_tokens,
-            "prompts": len(prompts),
-            "held_out_prompts": len(held_out),
-            "samples": len(samples.prompts),
-        },
+        made_from=made_from,
         arrays=arrays,
     )
-    judged = judge(
-        samples,
-        PredictorNetwork(artifact),
-        layers,
-        num_chosen=geometry.top_k,
-        known=known,
-        held_out=held_out,
-    )
-    rows = zip(layer_rows(judged, geometry.top_k), trainings, strict=True)
-    return Made(
-        artifact=artifact,
-        layers=[{**row, **training} for row, training in rows],
-        certainty=certainty_rows(judged, geometry.top_k),
-    )
-
-
-def _train_layer(
-    parts: Mapping[str, Pairs], layer: int, num_layers: int, num_chosen: int, recipe: Recipe
-) -> bytes:
-    """Return a safetensors file of one layer's trained stages, and of how the training went."""
-    for name, part in parts.items():
-        if not len(part.prompts_N):
-            raise ValueError(
-                f"prompts: none of the {name} ones gives a sample for layer {layer}. Give more "
-                "prompts, or such as are answered at length."
-            )
-    stages = num_stages(layer, num_layers)
-    found = train(*parts.values(), stages=stages, num_chosen=num_chosen, recipe=recipe, layer=layer)
-    arrays = {
-        array_name(layer, stage, what): array
-        for stage, linear in enumerate(found.stages)
-        for what, array in zip(("weight", "bias"), linear, strict=True)
-    }
-    row = {"epochs": found.epochs, "best_epoch": found.best_epoch, "loss": found.held_out_loss}
-    data: bytes = save(arrays, metadata={"row": json.dumps(row)})
-    return data
+    network = PredictorNetwork(artifact)
+    judged = judge(samples, network, layers, num_chosen=top, known=known, held_out=held_out)
+    rows = zip(layer_rows(judged, top), trainings, strict=True)
+    made_from["layers"] = [{**row, **training} for row, training in rows]
+    made_from["certainty"] = certainty_rows(judged, top)
+    return artifact
 
 
 def _digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _as_file(found: Trained, layer: int) -> bytes:
+    """Return a safetensors file of one layer's trained stages, and of how the training went."""
+    arrays = {
+        array_name(layer, stage, what): array
+        for stage, linear in enumerate(found.stages)
+        for what, array in zip(("weight", "bias"), linear, strict=True)
+    }
+    best = found.best
+    row = {"epochs": best.epochs, "best_epoch": best.epoch, "loss": best.held_out_loss}
+    data: bytes = save(arrays, metadata={"row": json.dumps(row)})
+    return data
+
+
 _CHUNK = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(NamedTuple):
     """The arrays of one layer's stages, (weight, bias) each, and how the training went."""
 
-    stages: list[tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]]
-    epochs: int
-    best_epoch: int
-    train_loss: float
-    held_out_loss: float
+    stages: list[tuple[Halves, Halves]]
+    best: Best
 
 
 def train(
@@ -213,12 +187,20 @@ def train(
         return total / len(inputs)
 
     def held_out_loss() -> float:
-        return _mean_loss(network, *judged, recipe.loss)
+        with torch.no_grad():
+            parts = [
+                float(_loss(network(x.float()), y, recipe.loss)) * len(x)
+                for x, y in zip(*(torch.split(values, _CHUNK) for values in judged), strict=True)
+            ]
+        return sum(parts) / len(judged[0])
 
     best = fit(network, epoch, held_out_loss, range(recipe.max_epochs), recipe.patience)
     linears = [module for module in network if isinstance(module, nn.Linear)]
-    arrays = [(_half(linear.weight), _half(linear.bias)) for linear in linears]
-    return Trained(arrays, best.epochs, best.epoch, best.train_loss, best.held_out_loss)
+    arrays = [
+        (linear.weight.detach().half().numpy(), linear.bias.detach().half().numpy())
+        for linear in linears
+    ]
+    return Trained(arrays, best)
 
 
 def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
@@ -236,17 +218,3 @@ def _loss(predicted: Tensor, targets: Tensor, loss: str) -> Tensor:
     if loss == "kl":
         return nn.functional.kl_div(predicted.log_softmax(-1), targets, reduction="batchmean")
     return nn.functional.binary_cross_entropy_with_logits(predicted, targets)
-
-
-@torch.no_grad()
-def _mean_loss(network: nn.Sequential, inputs: Tensor, targets: Tensor, loss: str) -> float:
-    total = 0.0
-    for start in range(0, len(inputs), _CHUNK):
-        rows = slice(start, start + _CHUNK)
-        part = _loss(network(inputs[rows].float()), targets[rows], loss)
-        total += float(part) * len(inputs[rows])
-    return total / len(inputs)
-
-
-def _half(values: Tensor) -> npt.NDArray[np.float16]:
-    return values.detach().to(torch.float16).numpy()

@@ -51,21 +51,15 @@ class Samples:
             raise ValueError("every answer ended at once: there is nothing to learn from.")
         self.prompts: IntArray = np.concatenate([_read(s, "prompt") for s in self._shards])
 
-    def hidden(self, layer: int) -> Halves:
-        """Return the inputs [N, D] of a layer's router."""
-        return np.concatenate([_read(s, "hidden", layer) for s in self._shards])
-
-    def logits(self, layer: int) -> Halves:
-        """Return the logits [N, E] of a layer's router."""
-        return np.concatenate([_read(s, "logits", layer) for s in self._shards])
-
     def pairs(self, layer: int, num_layers: int) -> Pairs:
         """Return what is predicted at `layer`: the next layer, or layer 0 of the next token."""
-        inputs = self.hidden(layer)
-        if layer < num_layers - 1:
-            return Pairs(inputs, self.logits(layer + 1), self.prompts)
+        target = (layer + 1) % num_layers
+        inputs = np.concatenate([_read(shard, "hidden", layer) for shard in self._shards])
+        logits = np.concatenate([_read(shard, "logits", target) for shard in self._shards])
+        if target > 0:
+            return Pairs(inputs, logits, self.prompts)
         follows = self.prompts[1:] == self.prompts[:-1]
-        return Pairs(inputs[:-1][follows], self.logits(0)[1:][follows], self.prompts[:-1][follows])
+        return Pairs(inputs[:-1][follows], logits[1:][follows], self.prompts[:-1][follows])
 
     def split(self, seed: int) -> tuple[IntArray, IntArray]:
         """Divide the prompts 80/20, so that no token of a held-out prompt was trained on."""
@@ -174,9 +168,15 @@ def record(
             _, real, begin = generate(model, tokenizer, batch, num_tokens + 1)
         alive_BS = real[:, begin:-1].cpu().numpy()
         rows = np.nonzero(alive_BS)[0].astype(np.int64)
-        write_shard(
-            path, _gather(seen.hidden, alive_BS), _gather(seen.logits, alive_BS), rows + start
+        steps = alive_BS.shape[1]
+        # The steps of every layer, without rows that have ended.
+        hidden, logits = (
+            np.stack([torch.stack(own[:steps], dim=1).numpy()[alive_BS] for own in kept])
+            if steps
+            else np.zeros((len(kept), 0, 1), dtype=np.float16)
+            for kept in (seen.hidden, seen.logits)
         )
+        write_shard(path, hidden, logits, rows + start)
     return shards
 
 
@@ -220,15 +220,6 @@ def generate(
     ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=output.device)
     alive = torch.isin(output[:, begin:], ends).int().cumsum(1).eq(0)
     return output, torch.cat([encoded.attention_mask.bool(), alive], dim=1), begin
-
-
-def _gather(kept: Sequence[Sequence[Tensor]], alive_BS: Any) -> Halves:
-    """Stack the steps of every layer and leave out rows that have ended: [L, N, D or E]."""
-    steps = alive_BS.shape[1]
-    if not steps:
-        return np.zeros((len(kept), 0, 1), dtype=np.float16)
-    by_layer = [torch.stack(list(layer[:steps]), dim=1).numpy()[alive_BS] for layer in kept]
-    return np.stack(by_layer)
 
 
 def _half(values: Tensor) -> Tensor:
