@@ -38,43 +38,20 @@ RULES: dict[str, type[WeightingRule]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_rule_found_gives_the_routers_own_weights_for_its_own_selection(family: str) -> None:
-    model = random_model(family)
-    for layer in find_moe_layers(model):
+    for layer in find_moe_layers(random_model(family)):
+        torch.manual_seed(5)
         rule = find_rule(layer.gate)
+        drawn = torch.rand(1)
+        assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(5)))
         assert isinstance(rule, RULES[family])
+        # routed_scaling_factor of tests/models.py
+        assert rule.scale == (1.5 if family.startswith("deepseek") else 1)
         hidden = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
         with torch.no_grad():
             logits, weights, experts = layer.router(hidden)[:3]
         found = rule(logits, experts.long(), weights.dtype)
         assert found.dtype == weights.dtype
         torch.testing.assert_close(found.float(), weights.float(), rtol=0.02, atol=1e-3)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_detection_draws_no_randomness_from_the_program(family: str) -> None:
-    model = random_model(family)
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    find_rule(find_moe_layers(model)[0].gate)
-    assert torch.equal(torch.rand(1), expected)
-
-
-def test_the_constant_scale_of_a_family_is_found() -> None:
-    rule = find_rule(find_moe_layers(random_model("deepseek_v3"))[0].gate)
-    assert rule is not None
-    assert rule.scale == 1.5  # routed_scaling_factor of tests/models.py
-
-
-def test_a_router_of_no_known_rule_is_said_to_have_none() -> None:
-    class Odd(torch.nn.Linear):
-        def forward(self, hidden: Tensor) -> Any:
-            logits = super().forward(hidden)
-            values, experts = logits.topk(2, -1)
-            return logits, values**2, experts
-
-    odd = Odd(8, 4)
-    assert find_rule(Gate(odd, odd, 8, 4)) is None
 
 
 class Squared(WeightingRule):
@@ -106,28 +83,22 @@ LOGITS = torch.tensor([[math.log(1), math.log(2), math.log(3), math.log(4)]])
 SWAPPED = torch.tensor([[3, 0]])
 
 
-def weights(rule: WeightingRule) -> list[float]:
-    return rule(LOGITS, SWAPPED, torch.float32)[0].tolist()
-
-
-def test_softmax_over_all_keeps_each_experts_share() -> None:
-    assert weights(SoftmaxAll()) == pytest.approx([0.4, 0.1])
-
-
-def test_softmax_over_the_chosen_shares_out_one() -> None:
-    assert weights(SoftmaxChosen()) == pytest.approx([4 / 5, 1 / 5])
-
-
-def test_sigmoid_looks_at_each_alone() -> None:
-    # sigmoid(ln x) = x / (1 + x).
-    assert weights(Sigmoid()) == pytest.approx([4 / 5, 1 / 2])
-
-
-def test_normed_sigmoid_shares_out_one_then_the_scale() -> None:
-    rule = SigmoidNormed()
-    assert weights(rule) == pytest.approx([0.8 / 1.3, 0.5 / 1.3])
-    rule.scale = 2.5
-    assert weights(rule) == pytest.approx([2.0 / 1.3, 1.25 / 1.3])
+@pytest.mark.parametrize(
+    ("rule", "scale", "expected"),
+    [
+        (SoftmaxAll(), 1, [0.4, 0.1]),
+        (SoftmaxChosen(), 1, [4 / 5, 1 / 5]),
+        # sigmoid(ln x) = x / (1 + x).
+        (Sigmoid(), 1, [4 / 5, 1 / 2]),
+        (SigmoidNormed(), 1, [0.8 / 1.3, 0.5 / 1.3]),
+        (SigmoidNormed(), 2.5, [2.0 / 1.3, 1.25 / 1.3]),
+    ],
+)
+def test_weights_of_other_experts_by_hand(
+    rule: WeightingRule, scale: float, expected: list[float]
+) -> None:
+    rule.scale = scale
+    assert rule(LOGITS, SWAPPED, torch.float32)[0].tolist() == pytest.approx(expected)
 
 
 def test_sparse_mixer_weighs_each_among_those_close_to_it() -> None:

@@ -59,6 +59,13 @@ def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) 
     return Engine(geometry, make_setting(geometry, policy=policy, capacity=capacity, **changes))
 
 
+def wrap_virtual(model: Any, policy: str, capacity: str, **changes: str) -> WrappedModel:
+    """Put a model behind a cache under the virtual clock."""
+    layers = find_moe_layers(model)
+    engine = make_engine(policy, capacity, describe(model, layers, "x"), **changes)
+    return WrappedModel(model, layers, engine)
+
+
 def logits_of(model: Any, wrapped: WrappedModel | None = None) -> list[torch.Tensor]:
     """A text, a left-padded batch, and three decode steps of it; `wrapped` ends with them."""
     generator = torch.Generator().manual_seed(1)
@@ -119,12 +126,10 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
 ) -> None:
     model = random_model(family).to(dtype)
     expected, before = logits_of(model), traces_left_on(model)
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, family)
     for policy, capacity in COMBINATIONS:
         given = predictor_of(model, load_policy(policy))
-        engine = make_engine(policy, capacity, geometry, **given)
-        wrapped = WrappedModel(model, layers, engine)
+        wrapped = wrap_virtual(model, policy, capacity, **given)
+        engine = wrapped.engine
         found = logits_of(model, wrapped)
         same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
         assert all(same), f"{policy} at {capacity}: {same}"
@@ -138,8 +143,7 @@ def test_logits_are_identical_under_every_lossless_composition_and_capacity(
 def test_unwrapping_twice_is_safe_and_the_model_still_answers_alike(family: str) -> None:
     model = random_model(family)
     expected, before = logits_of(model), traces_left_on(model)
-    layers = find_moe_layers(model)
-    wrapped = WrappedModel(model, layers, make_engine("specmd", "1", describe(model, layers, "x")))
+    wrapped = wrap_virtual(model, "specmd", "1")
     assert traces_left_on(model) != before
     wrapped.unwrap()
     wrapped.unwrap()
@@ -155,8 +159,7 @@ def test_another_experts_kernel_is_kept_and_put_back(implementation: str) -> Non
     model = random_model("qwen3_moe")
     model.set_experts_implementation(implementation)
     expected, before = logits_of(model), traces_left_on(model)
-    layers = find_moe_layers(model)
-    wrapped = WrappedModel(model, layers, make_engine("specmd", "1", describe(model, layers, "x")))
+    wrapped = wrap_virtual(model, "specmd", "1")
     found = logits_of(model, wrapped)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert traces_left_on(model) == before

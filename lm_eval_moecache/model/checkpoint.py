@@ -1,26 +1,23 @@
 """Which files a `pretrained=` stands for, whether they are whole, and the model they describe.
 
 A file that is shorter than its header says ends the process (SIGBUS) where its missing part is
-first touched, and flipped bytes would be used as they are: both are named here instead.
+first touched: it is named here instead.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -123,41 +120,71 @@ def check_head(config: Any) -> None:
         )
 
 
-SIDECAR = ".sha256"
-"""Ends the name of a file beside a weights file that begins with its checksum (`sha256sum`)."""
-_DIGEST = re.compile(r"[0-9a-fA-F]{64}\b")
-_CHUNK = 1 << 24
 _WEIGHTS = ("*.safetensors", f"*{SAFE_WEIGHTS_INDEX_NAME}", "*.bin", "config.json")
 
 
 def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with a shard missing, cut short, with a damaged header or flipped bytes.
+    """Refuse a checkpoint with a shard missing, cut short or with a damaged header.
 
-    Of a hub id only what is downloaded is looked at. Bytes are compared (and all of a file read)
-    only where a checksum is there: a `*.sha256` beside the file, or `sha256` (file -> checksum) in
-    the index's metadata. ValueError begins with `key`, which names the model, and names the file.
+    Of a hub id only what is downloaded is looked at. ValueError begins with `key`, which names the
+    model, and names the file.
     """
-    if theirs.get("gguf_file"):
-        return
-    folder = _folder_of(model, theirs)
+    folder = None if theirs.get("gguf_file") else _folder_of(model, theirs)
     if folder is None:
         return
     what = f"{key}={model!r}"
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if single.is_file():
-        _check_file(what, single, (), None)
+        _check_file(what, single, ())
     elif index.is_file():
-        _check_shards(what, index, Path(model).is_dir())
+        found = read_json(index, f"{what}: {index.name}")
+        places = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+            raise ValueError(f"{what}: {index.name} has no weight_map of tensors to files.")
+        for name in sorted(set(places.values())):
+            path = folder / name
+            if path.is_file():
+                _check_file(what, path, [tensor for tensor, file in places.items() if file == name])
+            elif Path(model).is_dir():
+                raise ValueError(
+                    f"{what}: {name} is missing, which {index.name} names. Copy the checkpoint "
+                    "again."
+                )
     else:
         for path in sorted(folder.glob("pytorch_model*.bin")):
-            _check_bin(what, path)
+            try:
+                # To no device: of a file that torch can map nothing is read but its header.
+                mapped = zipfile.is_zipfile(path)
+                torch.load(path, map_location="meta", weights_only=True, mmap=mapped)
+            except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+                reason = str(error).split(". ")[0].split("\n")[0]
+                raise ValueError(
+                    f"{what}: {path.name} is cut short, damaged, or no file that may be loaded: "
+                    f"{reason}. Copy the checkpoint again, or convert it to safetensors."
+                ) from error
+
+
+def _check_file(what: str, path: Path, tensors: Sequence[str]) -> None:
+    try:
+        # Compares its header with the file's size, and reads no tensor.
+        with safe_open(path, "pt") as file:
+            absent = sorted(set(tensors) - set(file.keys()))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{what}: {path.name} ({path.stat().st_size} bytes) is cut short or damaged: {error}. "
+            "Copy the checkpoint again."
+        ) from error
+    if absent:
+        raise ValueError(
+            f"{what}: {path.name} lacks {absent[0]} (and {len(absent) - 1} others), which the "
+            "index says it has. Copy the checkpoint again."
+        )
 
 
 def weights_files(model: Any, theirs: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that a model is loaded from; none where others are."""
-    if not isinstance(model, str) or theirs.get("gguf_file"):
-        return []
-    folder = _folder_of(model, theirs)
+    loads_others = not isinstance(model, str) or theirs.get("gguf_file")
+    folder = None if loads_others else _folder_of(model, theirs)
     if folder is None:
         return []
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
@@ -175,9 +202,7 @@ def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:
 
     Empty where there are no files to tell: of a loaded model, or of one not downloaded yet.
     """
-    if not isinstance(model, str):
-        return ""
-    folder = _folder_of(model, theirs)
+    folder = _folder_of(model, theirs) if isinstance(model, str) else None
     if folder is None:
         return ""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
@@ -198,86 +223,3 @@ def _folder_of(model: str, theirs: Mapping[str, Any]) -> Path | None:
     except OSError:
         return None
     return None if config is None else Path(config).parent
-
-
-def _check_shards(what: str, index: Path, is_folder: bool) -> None:
-    found = read_json(index, f"{what}: {index.name}")
-    places = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-        raise ValueError(f"{what}: {index.name} has no weight_map of tensors to files.")
-    about = found.get("metadata")
-    sums = about.get("sha256") if isinstance(about, dict) else None
-    for name in sorted(set(places.values())):
-        path = index.parent / name
-        if path.is_file():
-            tensors = [tensor for tensor, file in places.items() if file == name]
-            _check_file(what, path, tensors, sums.get(name) if isinstance(sums, dict) else None)
-        elif is_folder:
-            raise ValueError(
-                f"{what}: {name} is missing, which {index.name} names. Copy the checkpoint again."
-            )
-
-
-def _check_file(what: str, path: Path, tensors: list[str] | tuple[()], digest: Any) -> None:
-    size = path.stat().st_size
-    try:
-        # Compares its header with the file's size, and reads no tensor.
-        with safe_open(path, "pt") as file:
-            absent = sorted(set(tensors) - set(file.keys()))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{what}: {path.name} ({size} bytes) is cut short or damaged: {error}. "
-            "Copy the checkpoint again."
-        ) from error
-    if absent:
-        raise ValueError(
-            f"{what}: {path.name} lacks {absent[0]} (and {len(absent) - 1} others), which the "
-            "index says it has. Copy the checkpoint again."
-        )
-    _check_digest(what, path, digest)
-
-
-def _check_bin(what: str, path: Path) -> None:
-    try:
-        # To no device: of a file that torch can map nothing is read but its header.
-        torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).split(". ")[0].split("\n")[0]
-        raise ValueError(
-            f"{what}: {path.name} is cut short, damaged, or no file that may be loaded: {reason}. "
-            "Copy the checkpoint again, or convert it to safetensors."
-        ) from error
-
-
-def _check_digest(what: str, path: Path, digest: Any) -> None:
-    source, sidecar = "the index", path.with_name(path.name + SIDECAR)
-    if digest is None:
-        if not sidecar.is_file():
-            return
-        source = sidecar.name
-        digest = sidecar.read_text(encoding="utf-8", errors="replace").strip()
-    match = _DIGEST.match(str(digest))
-    if match is None:
-        raise ValueError(
-            f"{what}: the checksum of {path.name} in {source} is no SHA-256: {str(digest)[:80]!r}. "
-            "Allowed: 64 hexadecimal digits."
-        )
-    about = path.stat()
-    found = _digest(path, about.st_size, about.st_mtime_ns)
-    if found != match[0].lower():
-        raise ValueError(
-            f"{what}: {path.name} has other bytes than when its checksum was taken (SHA-256 "
-            f"{found}, {source} says {match[0].lower()}). Copy the checkpoint again."
-        )
-
-
-@lru_cache(maxsize=1024)
-def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """Hash a file once as long as it stays the same: a sweep asks for every cell."""
-    digest = hashlib.sha256()
-    bar = tqdm(total=size, desc=f"checksum of {path.name}", unit="B", unit_scale=True, delay=2)
-    with path.open("rb") as stream, bar:
-        while data := stream.read(_CHUNK):
-            digest.update(data)
-            bar.update(len(data))
-    return digest.hexdigest()

@@ -159,10 +159,8 @@ class Gate:
             own = [self.ask(x).logits.reshape(-1, self.num_experts) for x in inputs]
             for dtype in (weight.dtype, torch.float32):
                 found = [self._product(x, dtype) for x in inputs]
-                if all(
-                    a.dtype == b.dtype and torch.equal(a, b)
-                    for a, b in zip(own, found, strict=True)
-                ):
+                pairs = zip(own, found, strict=True)
+                if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
                     return dtype
         except (RuntimeError, ValueError, IndexError, TypeError):
             # It is not called with that.
@@ -183,34 +181,26 @@ class Gate:
 
     def stand_in(self) -> Gate:
         """Return a gate like this one with random weights on the CPU, for one that has none yet."""
-        router = _drawn(self.router, self.num_experts)
-        block = _drawn(self._shell(), self.num_experts)
-        return Gate(router, block, self.hidden_size, self.num_experts)
-
-    def _shell(self) -> nn.Module:
-        """Return a module with nothing but what the router is given from its block."""
+        # Nothing but what the router is given from its block.
         shell = nn.Module()
         for name in self._from_block:
             shell.register_buffer(name, getattr(self._block, name).detach())
-        return shell
+        router, block = (_drawn(each, self.num_experts) for each in (self.router, shell))
+        return Gate(router, block, self.hidden_size, self.num_experts)
 
     def _call(self, hidden: Tensor, given: dict[str, Tensor]) -> Any:
+        """Call the router, with a batch's dimension before the tokens' where it wants one."""
         if hidden.dim() != 2:
             return self.router.forward(hidden, **given)
-        if self._rank == 3:
-            return self._flat(self.router.forward(hidden[None], **given))
-        try:
-            return self.router.forward(hidden, **given)
-        except (ValueError, IndexError, RuntimeError, TypeError):
-            if self._rank == 2:
-                raise
-        output = self._flat(self.router.forward(hidden[None], **given))
+        if self._rank != 3:
+            try:
+                return self.router.forward(hidden, **given)
+            except (ValueError, IndexError, RuntimeError, TypeError):
+                if self._rank == 2:
+                    raise
+        output = self.router.forward(hidden[None], **given)
         self._rank = 3
-        return output
-
-    @staticmethod
-    def _flat(output: Any) -> Any:
-        return tuple(t.reshape(-1, t.shape[-1]) for t in output[:3])
+        return tuple(part.reshape(-1, part.shape[-1]) for part in output[:3])
 
 
 def _drawn(module: nn.Module, num_experts: int) -> nn.Module:

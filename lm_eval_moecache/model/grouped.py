@@ -12,8 +12,7 @@ size, H width of the first product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class GroupedCall:
     """One call of an experts module, executed in one part or in several.
 
     `run` any number of times, each expert once at most, then `result`. What no part has run adds
-    nothing to its tokens.
+    nothing to its tokens. A group is an expert's rows; groups are in the order of their experts.
     """
 
     def __init__(
@@ -63,70 +62,54 @@ class GroupedCall:
         self._module = module
         self._hidden_TD, self._w_TK = hidden_TD, w_TK
         self._top_k = index_TK.shape[-1]
-        self._num_experts = num_experts
-        self._places: list[int] | None = None
-        """Of one token, the place in its choice that each sorted row has."""
-        self._bounds = self._sort(index_TK)
-        """Expert -> its first row and the one after its last, where it has any."""
-        self._rows_SD: Tensor
-        if self._places is not None:
+        self._places: Sequence[int] | None = None
+        """Of one token, the place in its choice that each group has. What its experts give is put
+        there at once: products and weights, unlike the activation, do not depend on the place."""
+        index_S = index_TK.reshape(-1)
+        chosen: list[int] = index_S.tolist() if len(index_TK) == 1 else []
+        if chosen and len(set(chosen)) == len(chosen):
+            # A decode step: without kernels for a handful of numbers.
+            self._places = sorted(range(len(chosen)), key=chosen.__getitem__)
+            experts, self._sizes = [chosen[k] for k in self._places], [1] * len(chosen)
             self._rows_SD = hidden_TD.expand(self._top_k, -1)
         else:
+            # The sort of transformers' kernel: rows of one expert meet in the same order.
+            sorted_S, self._order_S = torch.sort(index_S)
+            found, counts = torch.unique_consecutive(sorted_S, return_counts=True)
+            experts, self._sizes = found.tolist(), counts.tolist()
             self._rows_SD = hidden_TD[self._order_S // self._top_k]
+        self._group_of = {e: group for group, e in enumerate(experts) if e < num_experts}
         self._middle_SH: Tensor | None = None
         self._out_SD: Tensor | None = None
 
     @property
     def needed(self) -> list[int]:
         """The experts that have assignments, in ascending order."""
-        return list(self._bounds)
+        return list(self._group_of)
 
     def run(self, slot_of: Iterable[tuple[int, int]], matrices: Matrices) -> None:
         """Run the assignments to these (expert, slot)."""
-        groups = [(slot, *self._bounds[e]) for e, slot in slot_of if e in self._bounds]
+        groups = [(self._group_of[e], slot) for e, slot in slot_of if e in self._group_of]
         if not groups:
             return
-        rows_SD = self._rows_SD.to(matrices.dtype)
         if self._middle_SH is None or self._out_SD is None:
-            fills = sum(end - start for _, start, end in groups) == len(rows_SD)
-            self.reserve(matrices, fills)
+            self.reserve(matrices, fills=len(groups) == len(self._sizes))
         assert self._middle_SH is not None and self._out_SD is not None
-        activate = self._module._apply_gate if self._module.has_gate else self._module.act_fn
-        if self._places is not None:
-            self._run_one_token(rows_SD, matrices, groups, activate)
-            return
-        _multiply(rows_SD, matrices.up, matrices.up_bias, groups, self._middle_SH)
-        active_SH = activate(self._middle_SH).to(matrices.dtype)
-        _multiply(active_SH, matrices.down, matrices.down_bias, groups, self._out_SD)
-
-    def _run_one_token(
-        self,
-        rows_SD: Tensor,
-        matrices: Matrices,
-        groups: list[tuple[int, int, int]],
-        activate: Callable[[Tensor], Tensor],
-    ) -> None:
-        """As for many tokens, with fewer kernels: each row is an expert's whole part.
-
-        Sorted rows matter to the activation alone. What comes out is put where the token's choice
-        has it: products and weights do not depend on the place.
-        """
-        assert self._middle_SH is not None and self._out_SD is not None and self._places
-        row_1D, middle, out = (
-            rows_SD[:1],
-            torch.split(self._middle_SH, 1),
-            torch.split(self._out_SD, 1),
-        )
+        rows = torch.split(self._rows_SD.to(matrices.dtype), self._sizes)
+        middle = torch.split(self._middle_SH, self._sizes)
         up, up_bias = matrices.up, matrices.up_bias
-        down, down_bias = matrices.down, matrices.down_bias
-        for slot, row, _ in groups:
-            torch.mm(row_1D, up[slot], out=middle[row])
+        for group, slot in groups:
+            torch.mm(rows[group], up[slot], out=middle[group])
             if up_bias is not None:
-                middle[row].add_(up_bias[slot])
-        active = torch.split(activate(self._middle_SH).to(matrices.dtype), 1)
-        for slot, row, _ in groups:
-            place = out[self._places[row]]
-            torch.mm(active[row], down[slot], out=place)
+                middle[group].add_(up_bias[slot])
+        activate = self._module._apply_gate if self._module.has_gate else self._module.act_fn
+        active = torch.split(activate(self._middle_SH).to(matrices.dtype), self._sizes)
+        out = torch.split(self._out_SD, self._sizes)
+        down, down_bias = matrices.down, matrices.down_bias
+        places = self._places or range(len(out))
+        for group, slot in groups:
+            place = out[places[group]]
+            torch.mm(active[group], down[slot], out=place)
             if down_bias is not None:
                 place.add_(down_bias[slot])
 
@@ -141,45 +124,28 @@ class GroupedCall:
     def unweighted(self) -> Tensor:
         """Return what the experts gave [S, D] in the order of the tokens' choices."""
         assert self._out_SD is not None, "nothing was run"
-        return self._out_SD if self._places is not None else self._out_SD[self._back()]
+        return self._as_chosen(self._out_SD)
 
     def result(self) -> Tensor:
         """Return the module's output [T, D]."""
         if self._out_SD is None:
             return torch.zeros_like(self._hidden_TD)
-        out_SD = self._out_SD
+        out_SD, w_S = self._out_SD, self._w_TK.reshape(-1)
         if self._module.has_post_expert_norm:
             out_SD = self._module.post_expert_norm(out_SD)
-        tokens = len(self._hidden_TD)
-        if self._places is not None:
-            weighted_SD = out_SD * self._w_TK.reshape(-1, 1)
-        else:
-            weighted_SD = out_SD * self._w_TK.reshape(-1)[self._order_S].unsqueeze(-1)
-            weighted_SD = weighted_SD[self._back()]
-        weighted_TKD = weighted_SD.view(tokens, self._top_k, -1)
+        if self._places is None:
+            w_S = w_S[self._order_S]
+        weighted_SD = self._as_chosen(out_SD * w_S.unsqueeze(-1))
+        weighted_TKD = weighted_SD.view(len(self._hidden_TD), self._top_k, -1)
         return weighted_TKD.sum(dim=1).to(self._hidden_TD.dtype)
 
-    def _back(self) -> Tensor:
-        """Return the row of each assignment [S]."""
+    def _as_chosen(self, values_SD: Tensor) -> Tensor:
+        """Put rows into the order of the tokens' choices."""
+        if self._places is not None:
+            return values_SD
         back_S = torch.empty_like(self._order_S)
         back_S[self._order_S] = torch.arange(len(back_S), device=back_S.device)
-        return back_S
-
-    def _sort(self, index_TK: Tensor) -> dict[int, tuple[int, int]]:
-        index_S = index_TK.reshape(-1)
-        if len(index_TK) == 1:
-            # A decode step: without kernels for a handful of numbers.
-            chosen: list[int] = index_S.tolist()
-            if len(set(chosen)) == len(chosen):
-                order = sorted(range(len(chosen)), key=chosen.__getitem__)
-                self._places = order
-                bounds = {chosen[k]: (row, row + 1) for row, k in enumerate(order)}
-                return {e: own for e, own in bounds.items() if e < self._num_experts}
-        # The sort of transformers' kernel: rows of one expert meet in the same order.
-        sorted_S, self._order_S = torch.sort(index_S)
-        counts = torch.bincount(sorted_S, minlength=self._num_experts).tolist()
-        ends = list(accumulate(counts[: self._num_experts]))
-        return {e: (ends[e] - n, ends[e]) for e, n in enumerate(counts[: len(ends)]) if n}
+        return values_SD[back_S]
 
 
 def grouped_forward(
@@ -198,17 +164,3 @@ def tensors_of(module: Any) -> Tensors:
     own = vars(module)
     found: Tensors = own.get("_parameters", own)
     return found
-
-
-def _multiply(
-    rows: Tensor,
-    matrices: list[Tensor],
-    bias: Stack | None,
-    groups: list[tuple[int, int, int]],
-    out: Tensor,
-) -> None:
-    for slot, start, end in groups:
-        part = out[start:end]
-        torch.mm(rows[start:end], matrices[slot], out=part)
-        if bias is not None:
-            part.add_(bias[slot])

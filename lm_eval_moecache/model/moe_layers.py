@@ -56,23 +56,19 @@ def find_moe_layers(model: Any) -> list[MoELayer]:
         hidden_size = model.config.get_text_config().hidden_size
         gate = Gate(routers[0], modules[parent], hidden_size, int(module.num_experts))
         layers.append(MoELayer(path, routers[0], module, gate))
-    if not layers:
-        raise _no_layers(model, modules)
-    return layers
-
-
-def _no_layers(model: nn.Module, modules: dict[str, nn.Module]) -> ValueError:
     name = type(model).__name__
-    if any("expert" in path.rpartition(".")[2].lower() for path in modules):
-        return ValueError(
+    if not layers and any("expert" in path.rpartition(".")[2].lower() for path in modules):
+        raise ValueError(
             f"pretrained: {name} is a Mixture-of-Experts model, but its experts do not use the "
             "experts interface of transformers (`use_experts_implementation`), through which their "
             "execution is taken over. Allowed: models whose modeling file has that decorator."
         )
-    return ValueError(
-        f"pretrained: {name} is a dense model: it has no experts to cache. "
-        "Allowed: Mixture-of-Experts models; use `--model hf` for dense ones."
-    )
+    if not layers:
+        raise ValueError(
+            f"pretrained: {name} is a dense model: it has no experts to cache. "
+            "Allowed: Mixture-of-Experts models; use `--model hf` for dense ones."
+        )
+    return layers
 
 
 def describe(
@@ -86,14 +82,19 @@ def describe(
     counts = {layer.num_experts for layer in layers}
     if len(counts) > 1:
         raise ValueError(f"pretrained: layers with different numbers of experts: {sorted(counts)}.")
-    experts = [sum(_nbytes(p) for p in layer.experts.parameters()) for layer in layers]
+    experts = [sum(p.nbytes for p in layer.experts.parameters()) for layer in layers]
     dtype = next(layers[0].experts.parameters()).dtype
     sizes = tuple(size // layers[0].num_experts for size in experts)
     levels: tuple[tuple[int, ...], ...] = tuple((size,) for size in sizes)
     if ladder is not None:
         codecs = codecs_of(tuple(ladder))
         levels = tuple(expert_bytes(layer.experts, codecs) for layer in layers)
-        _check_descent(ladder, levels[0])
+        for (upper, size), (lower, less) in pairwise(zip(ladder, levels[0], strict=True)):
+            if less >= size:
+                raise ValueError(
+                    f"precision={':'.join(ladder)!r} is not best first: an expert takes {size} "
+                    f"bytes as {upper} and {less} as {lower}. Allowed: levels that get smaller."
+                )
     return Geometry(
         model=name,
         num_layers=len(layers),
@@ -113,15 +114,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _check_descent(ladder: Sequence[str], sizes: Sequence[int]) -> None:
-    for (upper, size), (lower, less) in pairwise(zip(ladder, sizes, strict=True)):
-        if less >= size:
-            raise ValueError(
-                f"precision={':'.join(ladder)!r} is not best first: an expert takes {size} bytes "
-                f"as {upper} and {less} as {lower}. Allowed: levels that get smaller."
-            )
-
-
 def router_digest(layers: Sequence[MoELayer]) -> str:
     """Identify a model by what its routers hold, rounded to bf16: the same at any dtype it has.
 
@@ -134,10 +126,6 @@ def router_digest(layers: Sequence[MoELayer]) -> str:
             digest.update(f"{index} {name} {tuple(tensor.shape)} ".encode())
             digest.update(rounded.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _nbytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
 
 
 def _top_k(model: Any, layer: MoELayer) -> int:
@@ -165,7 +153,7 @@ def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     if head is not None and head.weight is embedding:
-        sizes[-1] += _nbytes(embedding)
+        sizes[-1] += embedding.nbytes
     for name, parameter in model.named_parameters():
         if id(parameter) in expert_ids or parameter is embedding:
             continue
@@ -175,7 +163,7 @@ def dense_bytes(model: Any, layers: Sequence[MoELayer]) -> tuple[int, ...]:
             if stack == moe_stack and index <= moe_index:
                 target = i
                 break
-        sizes[target] += _nbytes(parameter)
+        sizes[target] += parameter.nbytes
     return tuple(sizes)
 
 

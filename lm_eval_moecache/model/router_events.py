@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, K experts per token, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.moe_layers import MoELayer, router_digest
 from lm_eval_moecache.model.predictor.network import foresight_of, network_of
 from lm_eval_moecache.model.weighting import WeightingRule, in_numpy
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
@@ -63,7 +63,6 @@ class RouterEvents:
         self._weigh: list[dict[str, Any]] = [
             {} if rule is None else {"weigh": in_numpy(rule)} for rule in rules
         ]
-        self._is_lossy = [rule is not None for rule in rules]
         self._is_sorted = [layer.gate.sorts for layer in layers]
         self._wants_weights = engine.wants_weights
         # A choice that is not in order is put in order by its weights.
@@ -100,17 +99,26 @@ class RouterEvents:
     ) -> Event:
         """Return one call's event; with `weights` it has `experts` and `weights` in any case."""
         layer, predicted = call.layer, call.predicted
+        base = layer * self._num_experts
         if call.weights is None and call.logits is None and not predicted:
-            keys = self._keys_of_one_token(layer, call.experts)
+            chosen: list[Any] = call.experts.tolist()
+            while isinstance(chosen[0], list):
+                chosen = chosen[0]
+            keys = [base + expert for expert in chosen]
             return Event(record.index, layer, record.phase, 1, keys, **self._weigh[layer])
         weights |= self._wants_weights
-        in_order = self._is_sorted[layer]
         seen = self._weigh[layer].copy()
-        found = copy_to_host(self._asked(call), valid)
+        asked = [call.experts]
+        if call.weights is not None:
+            asked.append(call.weights.float())
+        if call.logits is not None:
+            # Where results cannot change, what algorithms see is what a trace keeps.
+            asked.append(call.logits.float() if seen else rounded(call.logits))
+        found = copy_to_host([*asked, *map(rounded, predicted.values())], valid)
         # Copies where they may be kept (a recorder does): what they come from is the model's.
         experts = found[0].astype(np.int64, copy=weights)
         if call.weights is not None:
-            experts, own = _in_order(experts, found[1].copy(), in_order)
+            experts, own = _in_order(experts, found[1].copy(), self._is_sorted[layer])
             if weights:
                 seen["weights"] = own
         if weights or self._wants_logits:
@@ -120,30 +128,10 @@ class RouterEvents:
         if predicted:
             seen["predicted"] = dict(zip(predicted, found[-len(predicted) :], strict=True))
         if num_tokens == 1:
-            base = layer * self._num_experts
             keys = [base + expert for expert in experts.tolist()[0]]
         else:
             keys = unique_in_order(layer, self._num_experts, experts)
         return Event(record.index, layer, record.phase, num_tokens, keys, **seen)
-
-    def _asked(self, call: RouterCall) -> list[Tensor]:
-        """Return what has to come to the host of a call: experts, weights, logits, predictions."""
-        asked = [call.experts]
-        if call.weights is not None:
-            asked.append(call.weights.float())
-        if call.logits is not None:
-            # Where results cannot change, what algorithms see is what a trace keeps.
-            is_lossy = self._is_lossy[call.layer]
-            asked.append(call.logits.float() if is_lossy else rounded(call.logits))
-        asked += map(rounded, call.predicted.values())
-        return asked
-
-    def _keys_of_one_token(self, layer: int, experts_TK: Tensor) -> list[int]:
-        experts: list[Any] = experts_TK.tolist()
-        while isinstance(experts[0], list):
-            experts = experts[0]
-        base = layer * self._num_experts
-        return [base + expert for expert in experts]
 
     def of_one_token(self, calls: Sequence[RouterCall], record: PassRecord) -> TokenPass:
         """Return what all layers of a pass of one token said, brought to the host together."""
@@ -173,24 +161,21 @@ class RouterEvents:
                 rows, by_weight = [*experts[:, None]], [*weights[:, None]]
             if self._wants_logits:
                 logits = [*found[-1 - bool(targets)][:, None]]
-            predicted = _by_call(calls, found[-1]) if targets else [NO_PREDICTIONS] * len(calls)
+            predicted: list[Mapping[int, FloatArray]] = [NO_PREDICTIONS] * len(calls)
+            if targets:
+                each = iter(found[-1][:, None])
+                predicted = [{target: next(each) for target in call.predicted} for call in calls]
             seen = zip(calls, keys.tolist(), rows, by_weight, logits, predicted, strict=True)
             index, phase = record.index, record.phase
             return [Event(index, call.layer, phase, 1, *rest) for call, *rest in seen]
 
-        proposed = self._proposed(calls, targets, found[-1]) if targets else None
+        proposed = None
+        if targets:
+            proposed = self._engine.rules.prefetch.propose_arrays(targets, found[-1])
+        if proposed is not None:
+            ends = np.cumsum([0, *[len(call.predicted) for call in calls]])
+            proposed = proposed[0], np.append(0, proposed[1].cumsum())[ends]
         return TokenPass(keys, weights, proposed, events)
-
-    def _proposed(
-        self, calls: Sequence[RouterCall], targets: Sequence[int], logits: FloatArray
-    ) -> tuple[IntArray, IntArray] | None:
-        """Return what the prefetcher proposes at the calls, whose predictions are `logits`."""
-        proposed = self._engine.rules.prefetch.propose_arrays(targets, logits)
-        if proposed is None:
-            return None
-        keys, counts = proposed
-        ends = np.cumsum([0, *[len(call.predicted) for call in calls]])
-        return keys, np.append(0, counts.cumsum())[ends]
 
 
 def rounded(logits: Tensor) -> Tensor:
@@ -213,12 +198,6 @@ def _in_order(experts: Any, weights: Any, is_sorted: Any) -> tuple[Any, Any]:
     order = np.argsort(-weights, axis=-1, kind="stable")
     order = np.where(is_sorted, np.arange(weights.shape[-1]), order)
     return np.take_along_axis(experts, order, -1), np.take_along_axis(weights, order, -1)
-
-
-def _by_call(calls: Sequence[RouterCall], rows: FloatArray) -> list[Mapping[int, FloatArray]]:
-    """Divide [predictions, E] between the calls that they are of."""
-    each: Iterator[FloatArray] = iter(rows[:, None])
-    return [{target: next(each) for target in call.predicted} for call in calls]
 
 
 class ShadowPrefetcher:
@@ -255,7 +234,7 @@ class ShadowPrefetcher:
             target = target_of(event.layer, self._num_layers, event.phase)
             if target is not None:
                 logits = self._network(event.layer, hidden)
-                predicted[target] = rows(logits.to(torch.float16).float())
+                predicted[target] = rows(rounded(logits))
         elif self._prefetch.depth:
             last = min(event.layer + self._prefetch.depth, self._num_layers - 1)
             predicted = {ahead: predict(ahead) for ahead in range(event.layer + 1, last + 1)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 
 from lm_eval_moecache.model.precision.stored import shape_without_memory
@@ -44,29 +43,20 @@ def sources_of(model: Any, names: Collection[str], keys: Collection[str]) -> dic
         if name in names:
             found.setdefault(name, {}).setdefault(pattern, []).append(key)
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    return {
-        name: Source([key for part in parts.values() for key in part], _groups(parts, by_pattern))
-        for name, parts in found.items()
-    }
-
-
-def _groups(
-    parts: Mapping[str | None, list[str]], by_pattern: Mapping[str, Any]
-) -> list[list[str]] | None:
-    (first, *_) = parts
-    if first is None:
-        return list(parts.values())
-    patterns = by_pattern[first].source_patterns
-    if set(parts) != set(patterns) or not _only_joins(by_pattern[first]):
-        return None
-    return [parts[pattern] for pattern in patterns]
-
-
-def _only_joins(converter: Any) -> bool:
-    """Whether it stacks experts, and joins their matrices along the rows if they are several."""
-    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
-    joins = [("MergeModulelist", 0), ("Concatenate", 1)]
-    return steps == joins[: 1 if len(converter.source_patterns) == 1 else 2]
+    sources = {}
+    for name, parts in found.items():
+        (first, *_) = parts
+        groups: list[list[str]] | None = list(parts.values())
+        if first is not None:
+            # Known is what stacks experts, and joins their matrices along the rows if several.
+            rule = by_pattern[first]
+            patterns = rule.source_patterns
+            steps = [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
+            joins = [("MergeModulelist", 0), ("Concatenate", 1)][: 1 + (len(patterns) > 1)]
+            fits = set(parts) == set(patterns) and steps == joins
+            groups = [parts[pattern] for pattern in patterns] if fits else None
+        sources[name] = Source([key for part in parts.values() for key in part], groups)
+    return sources
 
 
 @contextmanager
@@ -91,7 +81,15 @@ def leaving_out(names: Collection[str]) -> Iterator[None]:
                 rest = _without(said["model"], set(names), said["checkpoint_files"], files)
             if rest is None:
                 return usual(*bound.args, **bound.kwargs)
-            _leave_shapes(said["model"], names, said["load_config"].device_map)
+            places = said["load_config"].device_map or {"": "cpu"}
+            for name in names:
+                path, _, own = name.rpartition(".")
+                module = said["model"].get_submodule(path)
+                if "" in places:
+                    shape = shape_without_memory(module._parameters[own], places[""])
+                    setattr(module, own, shape)
+                # Else transformers would fill what it takes for a parameter that nobody loaded.
+                module._parameters[own]._is_hf_initialized = True
             said["state_dict"] = rest
             info, index = usual(*bound.args, **bound.kwargs)
             info.missing_keys -= set(names)
@@ -131,17 +129,3 @@ def _without(
     for key in {key for source in sources.values() for key in source.keys}:
         del tensors[key]
     return tensors
-
-
-def _leave_shapes(model: Any, names: Collection[str], device_map: Mapping[str, Any] | None) -> None:
-    places = device_map or {"": "cpu"}
-    for name in names:
-        path, _, own = name.rpartition(".")
-        module: nn.Module = model.get_submodule(path)
-        shape = module._parameters[own]
-        assert shape is not None
-        if "" in places:
-            shape = shape_without_memory(shape, places[""])
-            setattr(module, own, shape)
-        # Else transformers would fill what it takes for a parameter that nobody loaded.
-        shape._is_hf_initialized = True  # type: ignore[attr-defined]

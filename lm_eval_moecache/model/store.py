@@ -15,17 +15,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from lm_eval_moecache.model.grouped import Matrices, grouped_forward, tensors_of
 from lm_eval_moecache.records.arrays import BoolArray
 
+IMPLEMENTATION = "moecache"
+STORE_ATTRIBUTE = "moecache_store"
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Runs (experts module, hidden states [T, D], indices [T, K], weights [T, K])."""
 Waves = Callable[[], Iterator[tuple[Mapping[int, int], bool]]]
 """Tells the keys to execute and their slots, as they come: `Executor.waves`."""
-
-
-class LayerStore(Protocol):
-    """What an experts module finds its weights through."""
-
-    @property
-    def run(self) -> Kernel:
-        """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
+Slots = Mapping[str, Tensor]
+"""Parameter name -> [slots, ...]."""
+_FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transposed")
 
 
 class Store(Protocol):
@@ -43,8 +41,8 @@ class Store(Protocol):
     def close(self) -> None:
         """End what runs beside the caller. Safe to call twice."""
 
-    def at(self, layer: int, waves: Waves) -> LayerStore:
-        """Return the store of one layer's experts, which are executed as the `waves` come."""
+    def at(self, layer: int, waves: Waves) -> Kernel:
+        """Return what runs one layer's experts, which are executed as the `waves` come."""
 
 
 class InPlaceStore:
@@ -59,26 +57,44 @@ class InPlaceStore:
     def __init__(self, implementation: str | None, device_type: str) -> None:
         self._implementation = implementation or "eager"
         self._device_type = device_type
-        self.kernel: Kernel = self._kernel(decoding=False)
-        """Runs (experts module, hidden states, indices, weights) in the pass in progress."""
+        self.begin_pass(decoding=False)
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass; transformers changes kernels for decode steps."""
-        self.kernel = self._kernel(decoding)
+        name = self._implementation
+        if decoding and name == "grouped_mm" and self._device_type != "cpu":
+            # `GenerationMixin._optimize_model_for_decode` does so for the unwrapped model.
+            name = "batched_mm"
+        self.kernel: Kernel = _own_loop if name == "eager" else ALL_EXPERTS_FUNCTIONS[name]
 
     def close(self) -> None:
         """Do nothing: the caller executes."""
 
-    def at(self, layer: int, waves: Waves) -> InPlaceLayer:
-        return InPlaceLayer(self)
+    def at(self, layer: int, waves: Waves) -> Kernel:
+        """Return the kernel of one layer, which keeps the views that few tokens' products take."""
+        matrices: Matrices | None = None
+        seen: list[Any] = []
+
+        def run(module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
+            nonlocal matrices, seen
+            if not self._skips_groups(module, index_TK) or hasattr(module, "_hf_hook"):
+                # With a hook of accelerate, weights are there for this call only: no view may stay.
+                return self.run(module, hidden_TD, index_TK, w_TK)
+            tensors = tensors_of(module)
+            now: list[Any] = list(tensors.values())
+            if matrices is None or any(a is not b for a, b in zip(now, seen, strict=True)):
+                matrices, seen = Matrices(module, tensors), now
+            return grouped_forward(module, hidden_TD, index_TK, w_TK, matrices)
+
+        return run
 
     def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Run experts that are there for this call only."""
-        if self.skips_groups(module, index_TK):
+        if self._skips_groups(module, index_TK):
             return grouped_forward(module, hidden_TD, index_TK, w_TK)
         return self.kernel(module, hidden_TD, index_TK, w_TK)
 
-    def skips_groups(self, module: Any, index_TK: Tensor) -> bool:
+    def _skips_groups(self, module: Any, index_TK: Tensor) -> bool:
         """Whether the kernel would visit experts without a row, and ours may stand for it."""
         return (
             self._implementation == "grouped_mm"
@@ -87,43 +103,30 @@ class InPlaceStore:
             and not torch.is_grad_enabled()
         )
 
-    def _kernel(self, decoding: bool) -> Kernel:
-        name = self._implementation
-        if name == "eager":
-            return _own_loop
-        if decoding and name == "grouped_mm" and self._device_type != "cpu":
-            # `GenerationMixin._optimize_model_for_decode` does so for the unwrapped model.
-            name = "batched_mm"
-        kernel: Kernel = ALL_EXPERTS_FUNCTIONS[name]
-        return kernel
+
+class OnSlots:
+    """Stands for an experts module whose experts are the slots of a pool.
+
+    With `sparse`, an index beyond the last slot stands for an expert that is not there and whose
+    output is zero: what transformers does for the experts of other ranks.
+    """
+
+    def __init__(self, module: nn.Module, slots: Slots, sparse: bool = False) -> None:
+        own = vars(module)
+        self.__dict__.update({name: own[name] for name in _FLAGS if name in own}, **slots)
+        self.num_experts = len(next(iter(slots.values())))
+        self._is_expert_parallel = sparse
+        self._module = module
+        self.own_class = type(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
-class InPlaceLayer:
-    """One layer's part of the store: keeps the views that the products of few tokens go through."""
-
-    def __init__(self, store: InPlaceStore) -> None:
-        self._store = store
-        self._matrices: Matrices | None = None
-        self._seen: list[Any] = []
-
-    def run(self, module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
-        """Run the chosen experts from the module's own tensors."""
-        if not self._store.skips_groups(module, index_TK) or hasattr(module, "_hf_hook"):
-            # With a hook of accelerate, weights are there for this call only: no view may stay.
-            return self._store.run(module, hidden_TD, index_TK, w_TK)
-        tensors = tensors_of(module)
-        now: list[Any] = list(tensors.values())
-        if self._matrices is None or any(a is not b for a, b in zip(now, self._seen, strict=True)):
-            self._matrices, self._seen = Matrices(module, tensors), now
-        return grouped_forward(module, hidden_TD, index_TK, w_TK, self._matrices)
-
-
-def _own_loop(
-    experts: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
+def _own_loop(module: Any, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
     """Run the class' own loop, which the decorator of the experts interface keeps."""
-    own: Any = getattr(experts, "own_class", type(experts)).forward
-    result: Tensor = own.__wrapped__(experts, hidden_TD, index_TK, weights_TK)
+    own: Any = getattr(module, "own_class", type(module)).forward
+    result: Tensor = own.__wrapped__(module, hidden_TD, index_TK, w_TK)
     return result
 
 
@@ -134,19 +137,13 @@ def implementation_of(model: Any) -> str | None:
     return name
 
 
-IMPLEMENTATION = "moecache"
-STORE_ATTRIBUTE = "moecache_store"
-
-
-def experts_forward(
-    module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
+def experts_forward(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
     """Run the chosen experts [T, K] on hidden states [T, D] from the store of this module.
 
-    The router hook has already decided what `index_TK` and `weights_TK` are.
+    The router hook has already decided what indices and weights are.
     """
-    store: LayerStore = getattr(module, STORE_ATTRIBUTE)
-    return store.run(module, hidden_TD, index_TK, weights_TK)
+    run: Kernel = getattr(module, STORE_ATTRIBUTE)
+    return run(module, hidden_TD, index_TK, w_TK)
 
 
 def register_experts_function() -> None:

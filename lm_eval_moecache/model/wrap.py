@@ -80,8 +80,16 @@ class WrappedModel:
         """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
         self._scanning = False
         self._layers = layers
-        self._check_artifacts()
-        self._rules: list[WeightingRule | None] = self._find_rules()
+        rules = engine.rules
+        carried = [rule.artifact for rule in (rules.routing, rules.prefetch, rules.miss)]
+        digest = router_digest(layers) if any(carried) else ""
+        for artifact in carried:
+            if artifact is not None:
+                check_router_digest(artifact, digest, engine.geometry.model)
+        self._rules: list[WeightingRule | None] = [None] * len(layers)
+        """How each router weighs a selection, where a policy may change the selection."""
+        if rules.may_change:
+            self._rules = find_rules([layer.gate for layer in layers])
         self._valid: BoolArray | None = None
         self._num_tokens = 0
         self._routers = RouterEvents(engine, layers, self._rules)
@@ -93,7 +101,7 @@ class WrappedModel:
         self._weighed = False
         """Whether the events of this pass have weights, whoever looks at them."""
         self._calls: list[RouterCall] = []
-        self._foresight = foresight_of(engine.rules.prefetch, model.get_input_embeddings())
+        self._foresight = foresight_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
             store = InPlaceStore(implementation_of(model), model.device.type)
@@ -102,17 +110,14 @@ class WrappedModel:
         model.set_experts_implementation(IMPLEMENTATION)
         for index, layer in enumerate(layers):
             setattr(layer.experts, STORE_ATTRIBUTE, store.at(index, engine.waves))
-        self._handles = self._hooks(model)
-
-    def _hooks(self, model: Any) -> list[Any]:
-        """Register what is called around each pass, and after each router."""
-        handles = [
+        self._handles: list[Any] = [
             model.register_forward_pre_hook(self._begin_pass, with_kwargs=True),
             model.register_forward_hook(self._end_pass),
+            *(
+                layer.router.register_forward_hook(self._router_hook(index))
+                for index, layer in enumerate(layers)
+            ),
         ]
-        for index, layer in enumerate(self._layers):
-            handles.append(layer.router.register_forward_hook(self._router_hook(index)))
-        return handles
 
     def unwrap(self) -> None:
         """Restore the model to what it was. A second call changes nothing."""
@@ -131,72 +136,47 @@ class WrappedModel:
         """Take every token of the passes to come for real."""
         self.valid_rows, self.ended, self.scan_scoring = None, None, False
 
-    def _check_artifacts(self) -> None:
-        """Refuse what an algorithm learned from another model's routers."""
-        rules = self.engine.rules
-        carried = [a.artifact for a in (rules.routing, rules.prefetch, rules.miss)]
-        digest = router_digest(self._layers) if any(carried) else ""
-        for artifact in carried:
-            if artifact is not None:
-                check_router_digest(artifact, digest, self.engine.geometry.model)
-
-    def _find_rules(self) -> list[WeightingRule | None]:
-        """Find how each router weighs a selection, where a policy may change the selection."""
-        if not self.engine.rules.may_change:
-            return [None] * len(self._layers)
-        return find_rules([layer.gate for layer in self._layers])
-
     def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input_ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         for each in self._layers:
             each.gate.input_ids = input_ids
-        past = kwargs.get("past_key_values")
+        past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         rows, length = input_ids.shape
-        phase = PREFILL
-        if past is not None and past.get_seq_length() > 0:
-            phase = DECODE if length == 1 else VERIFY
-        self._valid = None
-        if rows > 1:
-            self._valid = self._valid_tokens(input_ids, kwargs.get("attention_mask"), phase)
+        past_length = 0 if past is None else past.get_seq_length()
+        phase = PREFILL if past_length == 0 else DECODE if length == 1 else VERIFY
+        self._valid = None if rows == 1 else self._valid_tokens(input_ids, mask, phase)
         self._num_tokens = rows * length if self._valid is None else int(self._valid.sum())
         if not self._num_tokens:
             return
+        engine, recorder = self.engine, self.recorder
         padding = None if self._valid is None else ~self._valid
         self._store.begin_pass(decoding=phase == DECODE, padding=padding)
         self._scanning = self.scan_scoring and phase == PREFILL
-        index = len(self.engine.ledger.passes)
-        past_length = 0 if past is None else past.get_seq_length()
+        index = len(engine.ledger.passes)
         if self.reads_first is not None:
             self.reads_first(input_ids, past_length)
-        self._record = self._begin(phase, input_ids, past_length, kwargs.get("attention_mask"))
+        if self._scanning:
+            # A scan's tokens have a pass each, and this one counts nothing.
+            engine.begin_scan(self._num_tokens)
+            self._record = PassRecord(-1, PREFILL, self._num_tokens, start_s=0.0)
+        else:
+            positions = None
+            if engine.wants_positions:
+                positions = positions_of(input_ids, mask, past_length).ravel()
+                positions = positions if self._valid is None else positions[self._valid]
+            foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS
+            if self._foresight is not None:
+                foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
+            self._record = engine.begin_pass(phase, self._num_tokens, foreseen, positions)
         # A recorder sees hidden states, which are not kept for the end of the pass.
-        self._waits = self.engine.can_defer and not self._scanning and self.recorder is None
-        self._weighed = self._scanning or self.recorder is not None
+        self._waits = engine.can_defer and not self._scanning and recorder is None
+        self._weighed = self._scanning or recorder is not None
         self._weighed |= self._num_tokens > 1 or self._valid is not None
         self._calls.clear()
-        if self.recorder is None:
-            return
-        if self._scanning:
-            self.recorder.begin_scan(index, input_ids, self._valid)
-        else:
-            mask = kwargs.get("attention_mask")
-            self.recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
-
-    def _begin(
-        self, phase: str, input_ids: Tensor, past_length: int, mask: Tensor | None
-    ) -> PassRecord:
-        """Begin the engine's pass; a scan's tokens have one each, and this one counts nothing."""
-        if self._scanning:
-            self.engine.begin_scan(self._num_tokens)
-            return PassRecord(index=-1, phase=PREFILL, num_tokens=self._num_tokens, start_s=0.0)
-        positions = None
-        if self.engine.wants_positions:
-            positions = positions_of(input_ids, mask, past_length).ravel()
-            positions = positions if self._valid is None else positions[self._valid]
-        foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS
-        if self._foresight is not None:
-            foreseen = self._foresight.begin_pass(input_ids, past_length, self._valid)
-        return self.engine.begin_pass(phase, self._num_tokens, foreseen, positions)
+        if recorder is not None and self._scanning:
+            recorder.begin_scan(index, input_ids, self._valid)
+        elif recorder is not None:
+            recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""
@@ -215,11 +195,20 @@ class WrappedModel:
     def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._num_tokens:
             return
+        engine, calls, record = self.engine, self._calls, self._record
         if self._scanning:
-            self.engine.end_scan()
+            engine.end_scan()
         else:
-            self._serve_calls()
-            self.engine.end_pass()
+            # Events that have waited for the end of their pass are served in their order.
+            assert record is not None
+            if self._num_tokens > 1 or self._valid is not None:
+                for call in calls:
+                    engine.enter(call.layer, self._num_tokens)
+                    engine.run(self._event(call, record))
+            elif calls:
+                engine.serve(self._routers.of_one_token(calls, record))
+            calls.clear()
+            engine.end_pass()
         self._record = None
 
     def _router_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], Any]:
@@ -236,9 +225,14 @@ class WrappedModel:
                 return None
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
-            event = self._event(call)
+            event = self._event(call, record)
             if self.recorder is not None:
-                self._note(self.recorder, event, args[0], gate.read(output).logits)
+                # The gates may be asked for more, and their own hooks do not fire.
+                def predict(ahead: int) -> FloatArray:
+                    found = self._layers[ahead].gate.predict(args[0])
+                    return np.asarray(self._rows(rounded(found)))
+
+                self.recorder.add(event, args[0], gate.read(output).logits, self._rows, predict)
             if self._scanning:
                 selection, executed_at = engine.scan(event), None
             else:
@@ -253,32 +247,8 @@ class WrappedModel:
 
         return hook
 
-    def _event(self, call: RouterCall) -> Event:
-        """Build the event of one router call."""
-        record = self._record
-        assert record is not None
+    def _event(self, call: RouterCall, record: PassRecord) -> Event:
         return self._routers.event(call, record, self._num_tokens, self._valid, self._weighed)
-
-    def _serve_calls(self) -> None:
-        """Serve the events that have waited for the end of their pass, in their order."""
-        engine, calls, num_tokens = self.engine, self._calls, self._num_tokens
-        assert self._record is not None
-        if num_tokens > 1 or self._valid is not None:
-            for call in calls:
-                engine.enter(call.layer, num_tokens)
-                engine.run(self._event(call))
-        elif calls:
-            engine.serve(self._routers.of_one_token(calls, self._record))
-        calls.clear()
-
-    def _note(self, recorder: Recorder, event: Event, hidden: Tensor, logits: Tensor) -> None:
-        """Record an event; the gates may be asked for more, and their own hooks do not fire."""
-
-        def predict(layer: int) -> FloatArray:
-            found: FloatArray = self._rows(rounded(self._layers[layer].gate.predict(hidden)))
-            return found
-
-        recorder.add(event, hidden, logits, self._rows, predict)
 
     def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
         rule, choice = self._rules[layer], self._layers[layer].gate.read(output)

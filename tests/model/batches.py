@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
 from tests.model.wall.models import wrap_wall
-from tests.test_equality import make_engine
+from tests.test_equality import wrap_virtual
 
 PAD, END = 0, 1
 
@@ -70,21 +69,13 @@ class Batch:
         return counts
 
 
-def wrap(model: Any, clock: str, capacity: str, policy: str = "on_demand") -> WrappedModel:
-    """Put a model on the CPU behind a cache under either clock."""
-    if clock == "wall":
-        return wrap_wall(model, policy, capacity)
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "batches")
-    return WrappedModel(model, layers, make_engine(policy, capacity, geometry))
-
-
 def assert_exact(
     model: Any, batch: Batch, clock: str, capacity: str, policy: str = "on_demand"
 ) -> None:
     """Check that a wrapped model answers a batch bit for bit, and counts whom it serves."""
     expected = batch.logits(model)
-    wrapped = wrap(model, clock, capacity, policy)
+    wrap = wrap_wall if clock == "wall" else wrap_virtual
+    wrapped = wrap(model, policy, capacity)
     try:
         found = batch.logits(model, wrapped)
         wrapped.engine.check_integrity()

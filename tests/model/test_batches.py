@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lm_eval_moecache.model.grouped import GroupedCall, Matrices
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from tests.model.batches import END, PAD, Batch, assert_exact
-from tests.models import FAMILIES, random_model
+from tests.models import FAMILY_CASES, random_model
 
 
 @cache
@@ -45,7 +45,7 @@ def test_any_batch_is_answered_bit_for_bit(
 
 
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_a_row_that_chose_the_padding_token_keeps_its_experts(family: str, clock: str) -> None:
     """Only a row that was given an end token has ended; what it is fed then is padding."""
     steps = [[PAD, 7, END], [9, PAD, 5], [PAD, PAD, 5], [8, END, 5]]

@@ -12,13 +12,12 @@ import transformers
 from accelerate import dispatch_model
 
 from lm_eval_moecache.harness.preflight import check_arguments
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.model.weighting import SoftmaxChosenScaled, check_rules, find_rule
-from lm_eval_moecache.model.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.families.configs import small_model
 from tests.models import FAMILIES, byte_tokenizer, config_of, random_model
-from tests.test_equality import logits_of, make_engine
+from tests.test_equality import logits_of, wrap_virtual
 
 CPU = {"device": "cpu"}
 
@@ -39,10 +38,8 @@ def test_a_model_that_accelerate_offloads_runs_under_any_policy(
     policy: str, tmp_path: Path
 ) -> None:
     model = random_model("qwen3_moe")
-    layers = find_moe_layers(model)
-    digest = router_digest(layers)
-    geometry = describe(model, layers, "x")
-    wrapped = WrappedModel(model, layers, make_engine(policy, "25%", geometry))
+    digest = router_digest(find_moe_layers(model))
+    wrapped = wrap_virtual(model, policy, "25%")
     expected = logits_of(model)
     counts = [p.misses for p in wrapped.engine.ledger.passes]
     wrapped.unwrap()
@@ -50,7 +47,7 @@ def test_a_model_that_accelerate_offloads_runs_under_any_policy(
     layers = find_moe_layers(model)
     assert all(p.is_meta for layer in layers for p in layer.router.parameters())
     assert router_digest(layers) == digest
-    wrapped = WrappedModel(model, layers, make_engine(policy, "25%", geometry))
+    wrapped = wrap_virtual(model, policy, "25%")
     found = logits_of(model)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert [p.misses for p in wrapped.engine.ledger.passes] == counts

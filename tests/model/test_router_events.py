@@ -17,7 +17,7 @@ from lm_eval_moecache.model.router_events import RouterEvents
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.families.configs import small_model
 from tests.models import FAMILIES, FAMILY_CASES, random_model
-from tests.test_equality import logits_of, make_engine
+from tests.test_equality import logits_of, make_engine, wrap_virtual
 
 POLICIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("on_demand", {}),
@@ -87,9 +87,8 @@ def test_what_changes_outputs_does_not_wait() -> None:
 
 def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("olmoe")
-    layers = find_moe_layers(model)
-    engine = make_engine("specmd", "40%", describe(model, layers, "x"))
-    wrapped = WrappedModel(model, layers, engine)
+    wrapped = wrap_virtual(model, "specmd", "40%")
+    engine = wrapped.engine
     decode(model, 2)
     with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(RuntimeError, match="full"):
 

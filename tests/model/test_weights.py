@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -12,7 +11,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lm_eval_moecache.harness.preflight import check_arguments, check_draft, geometry_of
-from lm_eval_moecache.model import checkpoint
 from tests.conftest import Checkpoint
 
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,10 +43,6 @@ def refused(folder: Path, *words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def digest_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @pytest.mark.parametrize("left", [0, 4, 500, -1])
 def test_a_file_that_is_cut_short_is_named(folder: Path, left: int) -> None:
     data = (folder / NAME).read_bytes()
@@ -73,42 +67,6 @@ def test_a_missing_or_exchanged_shard_is_named(sharded: Path) -> None:
     refused(sharded, second.name, "is missing", INDEX)
     (sharded / INDEX).write_text("[]")
     refused(sharded, INDEX, "no weight_map")
-
-
-def test_flipped_bytes_are_found_where_a_checksum_is_there(folder: Path) -> None:
-    path = folder / NAME
-    sidecar = path.with_name(f"{NAME}.sha256")
-    sidecar.write_text(f"{digest_of(path)}  {NAME}\n")
-    check_arguments(str(folder), {})
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-    refused(folder, NAME, "other bytes", sidecar.name)
-    sidecar.write_text("not a checksum")
-    refused(folder, sidecar.name, "64 hexadecimal digits")
-    sidecar.unlink()
-    check_arguments(str(folder), {})
-
-
-def test_an_index_may_have_checksums(sharded: Path) -> None:
-    files = sorted(sharded.glob("model-*"))
-    index = json.loads((sharded / INDEX).read_text())
-    index["metadata"]["sha256"] = {file.name: digest_of(file) for file in files}
-    (sharded / INDEX).write_text(json.dumps(index))
-    check_arguments(str(sharded), {})
-    data = bytearray(files[1].read_bytes())
-    data[-5] ^= 1
-    files[1].write_bytes(data)
-    refused(sharded, files[1].name, "other bytes", "the index says")
-
-
-def test_a_file_is_hashed_once(folder: Path) -> None:
-    path = folder / NAME
-    path.with_name(f"{NAME}.sha256").write_text(digest_of(path))
-    before = checkpoint._digest.cache_info().misses
-    check_arguments(str(folder), {})
-    check_arguments(str(folder), {"capacity": "50%"})
-    assert checkpoint._digest.cache_info().misses == before + 1
 
 
 def test_a_model_that_is_not_there_is_named_by_every_way_in() -> None:

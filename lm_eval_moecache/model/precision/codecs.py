@@ -1,14 +1,15 @@
 """The codecs: a weight matrix in, the tensors that stand for it in the store out.
 
-A new codec is a class here and one entry of `CODECS`; `ladder` has its name, for whoever does not
-need torch yet. Shapes of HQQ: G groups, S weights of a group.
+A new codec is an entry of `CODECS`, at the end, and a class where its format is new; `ladder` has
+its name, for whoever does not need torch yet. Shapes of HQQ: G groups, S weights of a group.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -24,11 +25,10 @@ class Codec(ABC):
     """Encodes [out, in] matrices of float weights and decodes them again.
 
     `layout` is a function of the shape alone, so a store can set slots of fixed size aside before
-    there are any weights. `name` is what users type, the group size included.
+    there are any weights. `name` is what users type, the group size included. `kind` and the group
+    size say what is stored.
     """
 
-    source: ClassVar[str]
-    """The library and the format."""
     library: ClassVar[str | None] = None
     """Package that does the work; None for torch itself."""
     minimum: ClassVar[str] = "0"
@@ -40,8 +40,12 @@ class Codec(ABC):
     as_it_lies: ClassVar[bool] = False
     """Whether a matrix is stored as the model has it, also where that is [in, out]."""
 
-    def __init__(self, name: str, group_size: int | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str, group_size: int | None = None, kind: str = "") -> None:
+        """ValueError for a group size that this codec does not have."""
+        if group_size is not None and group_size not in self.group_sizes:
+            allowed = ", ".join(f"g{size}" for size in self.group_sizes) or "none: it has no groups"
+            raise ValueError(f"precision={name!r}: the group size must be one of {allowed}.")
+        self.name, self.kind = name, kind or type(self).__name__
         self.group_size = 64 if group_size is None else group_size
 
     @abstractmethod
@@ -68,7 +72,7 @@ class Codec(ABC):
 
         Encodes and decodes a small matrix there: what counts is what the installed library does.
         """
-        self._check_version()
+        installed = self._installed_version()
         probe = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
         try:
             matrix = probe.to(device_type, torch.bfloat16)
@@ -82,27 +86,22 @@ class Codec(ABC):
         if not works:
             raise ValueError(
                 f"precision={self.name!r} does not work on the device {device_type!r} with "
-                f"{self._installed()} ({problem}). Allowed: a device that it supports, as "
-                "device=cpu, or another precision, as bf16 or fp16."
+                f"{self.library or 'torch'} {installed} ({problem}). Allowed: a device that it "
+                "supports, as device=cpu, or another precision, as bf16 or fp16."
             )
 
-    def _check_version(self) -> None:
-        if self.library is None:
-            return
+    def _installed_version(self) -> str:
         try:
-            found = version(self.library)
+            found = version(self.library or "torch")
         except PackageNotFoundError:
-            found = None
-        if found is None or Version(found) < Version(self.minimum):
+            found = "none"
+        if self.library and (found == "none" or Version(found) < Version(self.minimum)):
             raise ValueError(
-                f"precision={self.name!r} needs {self.library}>={self.minimum}, but "
-                f"{'none' if found is None else found} is installed. Allowed: "
-                f"pip install -U {self.library}, or a precision without it, as bf16 or fp16."
+                f"precision={self.name!r} needs {self.library}>={self.minimum}, but {found} is "
+                f"installed. Allowed: pip install -U {self.library}, or a precision without it, as "
+                "bf16 or fp16."
             )
-
-    def _installed(self) -> str:
-        name = self.library or "torch"
-        return f"{name} {version(name)}"
+        return found
 
 
 def num_weights(shape: Sequence[int], codec: Codec, multiple: int) -> int:
@@ -131,7 +130,9 @@ def pieces(count: int, width: int, most: int = PIECE) -> list[slice]:
 class Cast(Codec):
     """Stores the weights at a floating-point dtype; lossless where that is the model's own."""
 
-    dtype: ClassVar[torch.dtype]
+    def __init__(self, name: str, group_size: int | None = None, *, dtype: torch.dtype) -> None:
+        super().__init__(name, group_size, kind=str(dtype))
+        self.dtype = dtype
 
     def layout(self, shape: Sequence[int]) -> Layout:
         return ((tuple(shape), self.dtype),)
@@ -143,57 +144,24 @@ class Cast(Codec):
         return tensors[0].to(dtype)
 
 
-class BF16(Cast):
-    """Weights at bfloat16."""
+class AsStored(Cast):
+    """Leaves matrices of this dtype as transformers has made them; no level of a ladder."""
 
-    source = "torch.bfloat16"
-    dtype = torch.bfloat16
-
-
-class FP16(Cast):
-    """Weights at float16."""
-
-    source = "torch.float16"
-    dtype = torch.float16
-
-
-class FP32(Cast):
-    """Weights at float32."""
-
-    source = "torch.float32"
-    dtype = torch.float32
-
-
-class AsStored(Codec):
-    """Leaves matrices as transformers has made them; no level of a ladder."""
-
-    source: ClassVar[str] = "transformers' conversion of the checkpoint"
     library: ClassVar[str | None] = "transformers"
     as_it_lies: ClassVar[bool] = True
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(str(dtype).removeprefix("torch."))
-        self._dtype = dtype
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        return ((tuple(shape), self._dtype),)
-
-    def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        return (matrix.contiguous(),)
-
-    def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return tensors[0].to(dtype)
+        super().__init__(str(dtype).removeprefix("torch."), dtype=dtype)
 
 
 class Int8(Codec):
-    """One int8 per weight and one float32 per row, its largest magnitude.
+    """bitsandbytes int8_vectorwise_quant: an int8 per weight; per row its largest, in float32.
 
     The weights of LLM.int8() (Dettmers et al. 2022), as in SpecMD section 5.1. Its other half,
     int8 activations with outliers held back, belongs to its matrix product: here the decoded
     weights are multiplied at the compute dtype. Quantised from float16, as the library asks.
     """
 
-    source: ClassVar[str] = "bitsandbytes int8_vectorwise_quant"
     library: ClassVar[str | None] = "bitsandbytes"
     minimum: ClassVar[str] = "0.46.1"
 
@@ -235,15 +203,20 @@ _PER_STEP = 7.874015718698502e-3
 
 
 class FourBit(Codec):
-    """Stores 4 bits per weight and one float32, the largest magnitude, per group of weights.
+    """bitsandbytes quantize_4bit: 4 bits per weight; per group of them the largest, in float32.
 
-    Groups run along the rows and over their ends; scales are not quantised again.
+    The 16 levels of nf4 fit normally distributed weights (QLoRA, Dettmers et al. 2023); those of
+    fp4 are of a float with sign, exponent and mantissa. Groups run along the rows and over their
+    ends; scales are not quantised again.
     """
 
     library: ClassVar[str | None] = "bitsandbytes"
     minimum: ClassVar[str] = "0.46.1"
     group_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256, 512, 1024, 2048, 4096)
-    quant_type: ClassVar[str]
+
+    def __init__(self, name: str, group_size: int | None = None, *, quant_type: str) -> None:
+        super().__init__(name, group_size, kind=quant_type)
+        self.quant_type = quant_type
 
     def layout(self, shape: Sequence[int]) -> Layout:
         count = math.prod(shape)
@@ -274,20 +247,6 @@ class FourBit(Codec):
         return decoded.reshape(tuple(shape))
 
 
-class NF4(FourBit):
-    """The 16 levels fit normally distributed weights (QLoRA, Dettmers et al. 2023)."""
-
-    source = "bitsandbytes quantize_4bit, nf4"
-    quant_type = "nf4"
-
-
-class FP4(FourBit):
-    """The 16 levels are those of a float with sign, exponent and mantissa."""
-
-    source = "bitsandbytes quantize_4bit, fp4"
-    quant_type = "fp4"
-
-
 ITERATIONS, BETA, NORM = 20, 10.0, 0.7
 """HQQ's own settings: steps at most, and what its shrinking operator takes."""
 SMALLEST, LARGEST_SCALE = 1e-4, 2e4
@@ -308,23 +267,25 @@ class HalfQuadratic(Codec):
     search is its mean.
     """
 
-    source: ClassVar[str] = "HQQ Quantizer"
     library: ClassVar[str | None] = "hqq"
     minimum: ClassVar[str] = "0.2.7"
     group_sizes: ClassVar[tuple[int, ...]] = (8, 16, 32, 64, 128, 256)
     encodes_on: ClassVar[str | None] = "cpu"
-    bits: ClassVar[int]
-    per_word: ClassVar[int]
-    """Weights in one packed word."""
-    word: ClassVar[torch.dtype] = torch.uint8
+
+    def __init__(self, name: str, group_size: int | None = None, *, bits: int) -> None:
+        super().__init__(name, group_size, kind=f"hqq{bits}")
+        self.bits = bits
+        # Of three bits, ten in 32: 3.2 bits stored.
+        self._word, self._per_word = (torch.int32, 10) if bits == 3 else (torch.uint8, 8 // bits)
+        self._top = 2**bits - 1
 
     def layout(self, shape: Sequence[int]) -> Layout:
         # Words pack weights of different groups; three bits alone pad what is left over.
-        step = self.group_size * (1 if self.word == torch.int32 else self.per_word)
+        step = self.group_size * (1 if self.bits == 3 else self._per_word)
         groups = num_weights(shape, self, step) // self.group_size
         scales = ((groups, 1), torch.float16)
-        packed = (-(-groups // self.per_word), self.group_size)
-        return ((packed, self.word), scales, scales)
+        packed = (-(-groups // self._per_word), self.group_size)
+        return ((packed, self._word), scales, scales)
 
     @torch.no_grad()
     def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
@@ -347,8 +308,8 @@ class HalfQuadratic(Codec):
         decoded = torch.empty((len(scale), self.group_size), dtype=dtype)
         parts = pieces(*packed.shape)
         piece = torch.empty(packed[parts[0]].shape)
-        for part in range(self.per_word):
-            shift = self.bits * (self.per_word - 1 - part)
+        for part in range(self._per_word):
+            shift = self.bits * (self._per_word - 1 - part)
             # Codes stay where they are in their words: scale and zero are shifted instead, which is
             # exact, as both are multiples of powers of two.
             place = 2.0**shift
@@ -361,10 +322,6 @@ class HalfQuadratic(Codec):
                 found = piece[: len(here)].copy_(codes)
                 here.copy_(found.sub_(zeros[rows]).mul_(scales[rows]))
         return decoded.reshape(tuple(shape))
-
-    @property
-    def _top(self) -> int:
-        return int(2**self.bits - 1)
 
     def _search(self, weights_GS: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale (codes per weight) and zero of each group, as HQQ's optimiser finds them."""
@@ -411,40 +368,16 @@ class HalfQuadratic(Codec):
         return decoded.to(dtype)
 
 
-class HQQ2(HalfQuadratic):
-    """2 bits per weight."""
-
-    bits, per_word = 2, 4
-
-
-class HQQ3(HalfQuadratic):
-    """3 bits per weight, ten in 32: 3.2 bits stored."""
-
-    bits, per_word = 3, 10
-    word = torch.int32
-
-
-class HQQ4(HalfQuadratic):
-    """4 bits per weight."""
-
-    bits, per_word = 4, 2
-
-
-class HQQ8(HalfQuadratic):
-    """8 bits per weight."""
-
-    bits, per_word = 8, 1
-
-
-CODECS: dict[str, type[Codec]] = {
-    "bf16": BF16,
-    "fp16": FP16,
-    "fp32": FP32,
+CODECS: dict[str, Callable[[str, int | None], Codec]] = {
+    "bf16": partial(Cast, dtype=torch.bfloat16),
+    "fp16": partial(Cast, dtype=torch.float16),
+    "fp32": partial(Cast, dtype=torch.float32),
     "int8": Int8,
-    "nf4": NF4,
-    "fp4": FP4,
-    "hqq8": HQQ8,
-    "hqq4": HQQ4,
-    "hqq3": HQQ3,
-    "hqq2": HQQ2,
+    "nf4": partial(FourBit, quant_type="nf4"),
+    "fp4": partial(FourBit, quant_type="fp4"),
+    "hqq8": partial(HalfQuadratic, bits=8),
+    "hqq4": partial(HalfQuadratic, bits=4),
+    "hqq3": partial(HalfQuadratic, bits=3),
+    "hqq2": partial(HalfQuadratic, bits=2),
 }
+"""Name -> what makes the codec of a level and a group size."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, expert_matrices, matrix_shape
@@ -55,25 +55,25 @@ class EncodedExpertStore:
 
         Raises OSError where too little is free, or nothing may be written.
         """
+        levels = range(len(self._folders))
+        files = [self.file(level, layer) for level in levels for layer in range(num_layers)]
         with ExitStack() as stack:
-            is_kept = self._has_all(num_layers)
-            if not is_kept:
+            if not all(map(_is_sound, files)):
                 for folder in sorted(set(self._folders)):
                     stack.enter_context(_locked(folder))
-                is_kept = self._has_all(num_layers)
+            # Another may have made them meanwhile.
+            is_kept = all(map(_is_sound, files))
             if not is_kept:
-                for folder in self._folders:
-                    _remove_unfinished(folder)
+                for path in [path for folder in self._folders for path in folder.iterdir()]:
+                    # Left by those that were killed while they held the lock.
+                    if path.name.startswith(_PENDING) or path.name.endswith(PART):
+                        path.unlink(missing_ok=True)
                 free = shutil.disk_usage(self.parent).free
                 if free < self._needed:
                     raise OSError(
                         f"{self.parent} has {free} bytes free, the experts take {self._needed}."
                     )
             yield is_kept
-
-    def _has_all(self, num_layers: int) -> bool:
-        levels = range(len(self._folders))
-        return all(_is_sound(self.file(x, layer)) for x in levels for layer in range(num_layers))
 
     def file(self, level: int, layer: int) -> Path:
         """Return the file of a layer at a level, which may not be there."""
@@ -93,15 +93,14 @@ class EncodedExpertStore:
     def write(self, stored: Mapping[str, Encoded]) -> list[Path]:
         """Write matrices of a layer to files of no layer yet. Raises OSError, as of a full disk."""
         pending = f"{_PENDING}{os.getpid()}-{next(self._count)}.safetensors"
-        found = [folder / pending for folder in self._folders]
-        for level, path in enumerate(found):
-            tensors: dict[str, Tensor] = {
+        for level, folder in enumerate(self._folders):
+            parts = {
                 f"{name}.{i}": tensor.contiguous()
                 for name, levels in stored.items()
                 for i, tensor in enumerate(levels[level])
             }
-            write_whole(path, save(tensors))
-        return found
+            write_whole(folder / pending, save(parts))
+        return [folder / pending for folder in self._folders]
 
     def place(self, layer: int, files: Sequence[Path]) -> None:
         """Give written files the names of their layer, under which they are found."""
@@ -116,13 +115,6 @@ def _is_sound(file: Path) -> bool:
             return True
     except (OSError, SafetensorError):
         return False
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what those have left that were killed while they held the lock."""
-    for path in folder.iterdir():
-        if path.name.startswith(_PENDING) or path.name.endswith(PART):
-            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -140,5 +132,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _digest(identity: str, dtype: torch.dtype, codec: Codec) -> str:
     made_by = version(codec.library) if codec.library else torch.__version__
-    named = [FORMAT, identity, str(dtype), type(codec).__name__, codec.group_size, made_by]
+    named = [FORMAT, identity, str(dtype), codec.kind, codec.group_size, made_by]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]

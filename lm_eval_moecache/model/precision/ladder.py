@@ -68,8 +68,4 @@ def codec(level: str) -> Codec:
     from lm_eval_moecache.model.precision.codecs import CODECS
 
     name, group_size = split_name(level)
-    sizes = CODECS[name].group_sizes
-    if group_size is not None and group_size not in sizes:
-        allowed = ", ".join(f"g{size}" for size in sizes) or "none: it has no groups"
-        raise ValueError(f"precision={level!r}: the group size must be one of {allowed}.")
     return CODECS[name](level, group_size)

@@ -19,7 +19,6 @@ from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
 from lm_eval_moecache.model.precision.stored import (
     Encoded,
-    Noted,
     encode,
     expert_matrices,
     is_matrices,
@@ -50,40 +49,54 @@ def encoding(
     is `kept` already, nothing is encoded, and the matrices are not read. With `release` a layer
     goes to the kept files as soon as it is whole, and memory holds one at a time.
     """
+    store = kept if release else None
+    classes = {type(layer.experts) for layer in skeleton}
     with ExitStack() as stack:
         is_kept = kept is not None and stack.enter_context(kept.claimed(len(skeleton)))
+        matrices = [expert_matrices(layer.experts) for layer in skeleton]
         bar = tqdm(
             desc=f"storing experts at {':'.join(codec.name for codec in codecs)}",
-            total=sum(_num_matrices(layer) for layer in skeleton) * len(codecs),
+            total=sum(len(m) for own in matrices for m in own.values()) * len(codecs),
             unit=" matrices",
             delay=2,
             disable=is_kept,
         )
         stack.callback(bar.close)
-        store = kept if release else None
-        setter = _Setter(codecs, is_kept, store, bar.update)
-        stack.enter_context(setter.setting({type(layer.experts) for layer in skeleton}))
-        if is_kept:
-            names = (f"{e.path}.{name}" for e in skeleton for name in expert_matrices(e.experts))
-            stack.enter_context(leaving_out(set(names)))
-        yield
 
+        def encoded(module: Any, name: str, value: nn.Parameter) -> None:
+            held: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
+            held[name] = encode(module, value, codecs, bar.update)
+            page_out_checkpoints()
+            if store is not None and set(held) == set(expert_matrices(module)):
+                module.__dict__[_WRITTEN] = store.write(module.__dict__.pop(_HELD))
 
-class _Setter:
-    """What experts modules do when a parameter is set on them while a model is loaded."""
+        def setter(usual: Any) -> Callable[[Any, str, Any], None]:
+            def set_attribute(module: Any, name: str, value: Any) -> None:
+                is_own = isinstance(value, nn.Parameter) and name in module._parameters
+                if is_own and not value.is_meta and is_matrices(module, value):
+                    if is_kept:
+                        module.__dict__[_IS_KEPT] = True
+                    elif not takes_no_memory(value):
+                        encoded(module, name, value)
+                    value = shape_without_memory(value)
+                    # Else transformers would fill what it takes for a parameter nobody loaded.
+                    value._is_hf_initialized = True
+                usual(module, name, value)
 
-    def __init__(
-        self, codecs: Sequence[Codec], is_kept: bool, store: EncodedExpertStore | None, noted: Noted
-    ) -> None:
-        self._codecs, self._is_kept, self._store, self._noted = codecs, is_kept, store, noted
+            return set_attribute
 
-    @contextmanager
-    def setting(self, classes: set[type]) -> Iterator[None]:
         before = os.environ.get(_IN_ORDER)
         os.environ[_IN_ORDER] = "1"
         for each in classes:
-            each.__setattr__ = self._method(each.__setattr__)  # type: ignore[assignment]
+            each.__setattr__ = setter(each.__setattr__)  # type: ignore[assignment]
         try:
+            if is_kept:
+                names = {
+                    f"{layer.path}.{name}"
+                    for layer, own in zip(skeleton, matrices, strict=True)
+                    for name in own
+                }
+                stack.enter_context(leaving_out(names))
             yield
         finally:
             for each in classes:
@@ -92,69 +105,35 @@ class _Setter:
             if before is not None:
                 os.environ[_IN_ORDER] = before
 
-    def _method(self, usual: Any) -> Callable[[Any, str, Any], None]:
-        def set_attribute(module: Any, name: str, value: Any) -> None:
-            if (
-                isinstance(value, nn.Parameter)
-                and name in module._parameters
-                and not value.is_meta
-                and is_matrices(module, value)
-            ):
-                if self._is_kept:
-                    module.__dict__[_IS_KEPT] = True
-                elif not takes_no_memory(value):
-                    self._encode(module, name, value)
-                value = shape_without_memory(value)
-                # Else transformers would fill what it takes for a parameter that nobody loaded.
-                value._is_hf_initialized = True
-            usual(module, name, value)
-
-        return set_attribute
-
-    def _encode(self, module: Any, name: str, value: nn.Parameter) -> None:
-        held: dict[str, Encoded] = module.__dict__.setdefault(_HELD, {})
-        held[name] = encode(module, value, self._codecs, self._noted)
-        page_out_checkpoints()
-        if self._store is not None and set(held) == set(expert_matrices(module)):
-            module.__dict__[_WRITTEN] = self._store.write(module.__dict__.pop(_HELD))
-
-
-def _num_matrices(layer: MoELayer) -> int:
-    return sum(len(stacked) for stacked in expert_matrices(layer.experts).values())
-
 
 def take(
     layers: Sequence[MoELayer], codecs: Sequence[Codec], kept: EncodedExpertStore | None = None
 ) -> list[dict[str, Encoded]]:
-    """Return each layer's encoded matrices, and encode those that were set in another way."""
-    return [take_layer(index, layer, codecs, kept) for index, layer in enumerate(layers)]
+    """Return each layer's encoded matrices, and encode those that were set in another way.
 
-
-def take_layer(
-    index: int, layer: MoELayer, codecs: Sequence[Codec], kept: EncodedExpertStore | None = None
-) -> dict[str, Encoded]:
-    """As `take`, of one layer; what was encoded now is kept for the next load.
-
-    A full disk costs that one its time and fails none.
+    What was encoded now is kept for the next load; a full disk costs that one its time and fails
+    none.
     """
-    if vars(layer.experts).pop(_IS_KEPT, False):
-        assert kept is not None, "skipped without a place to read from"
-        return kept.read(index, layer.experts)
-    held = _rest(layer, codecs)
-    if kept is not None:
-        try:
-            kept.place(index, kept.write(held))
-        except OSError as error:
-            logger.warning("encoded_dir: %s; these experts are encoded again.", error)
-    return held
+    found = []
+    for index, layer in enumerate(layers):
+        if vars(layer.experts).pop(_IS_KEPT, False):
+            assert kept is not None, "skipped without a place to read from"
+            found.append(kept.read(index, layer.experts))
+            continue
+        found.append(_rest(layer, codecs))
+        if kept is not None:
+            try:
+                kept.place(index, kept.write(found[-1]))
+            except OSError as error:
+                logger.warning("encoded_dir: %s; these experts are encoded again.", error)
+    return found
 
 
 def settle_layer(index: int, layer: MoELayer, kept: EncodedExpertStore) -> None:
     """Bring one layer to its kept files, where it was not there already. Raises OSError."""
-    if vars(layer.experts).pop(_IS_KEPT, False):
-        return
-    written = vars(layer.experts).pop(_WRITTEN, None)
-    kept.place(index, written or kept.write(_rest(layer, kept.codecs)))
+    if not vars(layer.experts).pop(_IS_KEPT, False):
+        written = vars(layer.experts).pop(_WRITTEN, None)
+        kept.place(index, written or kept.write(_rest(layer, kept.codecs)))
 
 
 def _rest(layer: MoELayer, codecs: Sequence[Codec]) -> dict[str, Encoded]:

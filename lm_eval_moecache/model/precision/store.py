@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, decode, is_matrices
-from lm_eval_moecache.model.store import InPlaceStore, Waves
-from lm_eval_moecache.model.wall.kernels import OnSlots
+from lm_eval_moecache.model.store import InPlaceStore, Kernel, OnSlots, Waves
 from lm_eval_moecache.records.arrays import BoolArray
 
 # Decoding again what was decoded a moment ago would cost real time, where it fits.
@@ -35,56 +35,34 @@ class LadderStore:
         implementation: str | None,
         device_type: str,
     ) -> None:
-        self.stored = stored
-        self.codecs = codecs
+        self.stored, self.codecs = stored, codecs
         self.levels: list[Mapping[int, int] | None] | None = [None] * len(stored)
         """Layer -> the levels of its event's keys; None where all are at the best one."""
-        self.kernels = InPlaceStore(implementation, device_type)
+        self._kernels = InPlaceStore(implementation, device_type)
         self._decoded: OrderedDict[tuple[int, str, int, int], Tensor] = OrderedDict()
         self._decoded_bytes = 0
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
         """Choose the kernel of a pass, as the in-place store does."""
-        self.kernels.begin_pass(decoding=decoding)
+        self._kernels.begin_pass(decoding=decoding)
 
     def close(self) -> None:
         """Do nothing: the caller executes."""
 
-    def at(self, layer: int, waves: Waves) -> LayerLadder:
-        """Return the store of one layer's experts module."""
-        return LayerLadder(self, layer)
+    def at(self, layer: int, waves: Waves) -> Kernel:
+        """Return what runs one layer's experts."""
+        return partial(self._run, layer)
 
-    def matrix(self, layer: int, module: nn.Module, name: str, expert: int, level: int) -> Tensor:
-        """Return one expert's decoded matrix, as the module would have it."""
-        place = (layer, name, expert, level)
-        found = self._decoded.get(place)
-        if found is not None:
-            self._decoded.move_to_end(place)
-            return found
-        tensors = self.stored[layer][name][level]
-        found = decode(module, getattr(module, name), tensors, expert, self.codecs[level])
-        self._decoded[place] = found
-        self._decoded_bytes += found.nbytes
-        while self._decoded_bytes > MEMO_BYTES:
-            self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
-        return found
-
-
-class LayerLadder:
-    """One layer's part of the store."""
-
-    def __init__(self, store: LadderStore, layer: int) -> None:
-        self._store = store
-        self._layer = layer
-
-    def run(self, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor) -> Tensor:
+    def _run(
+        self, layer: int, module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, w_TK: Tensor
+    ) -> Tensor:
         """Run the chosen experts, each at the level of the layer's event.
 
         Assignments to experts that are not of the event (padding, dropped ones) run on another:
         nobody reads what padding computes, and the weight of a dropped expert is 0.
         """
-        assert self._store.levels is not None
-        levels = self._store.levels[self._layer]
+        assert self.levels is not None
+        levels = self.levels[layer]
         num_experts = len(next(iter(module.parameters(recurse=False))))
         if levels is None:
             wanted = dict.fromkeys(torch.unique(index_TK).tolist(), 0)
@@ -94,9 +72,7 @@ class LayerLadder:
         if not experts:
             return torch.zeros_like(hidden_TD)
         slots = {
-            name: torch.stack(
-                [self._store.matrix(self._layer, module, name, e, wanted[e]) for e in experts]
-            )
+            name: torch.stack([self._matrix(layer, module, name, e, wanted[e]) for e in experts])
             if is_matrices(module, parameter)
             else parameter[experts]
             for name, parameter in module.named_parameters(recurse=False)
@@ -106,4 +82,19 @@ class LayerLadder:
         table_E = torch.zeros(num_experts, dtype=index_TK.dtype)
         table_E[experts] = torch.arange(len(experts), dtype=index_TK.dtype)
         slot_TK = table_E.to(index_TK.device)[index_TK]
-        return self._store.kernels.run(OnSlots(module, slots), hidden_TD, slot_TK, w_TK)
+        return self._kernels.run(OnSlots(module, slots), hidden_TD, slot_TK, w_TK)
+
+    def _matrix(self, layer: int, module: nn.Module, name: str, expert: int, level: int) -> Tensor:
+        """Return one expert's decoded matrix, as the module would have it."""
+        place = (layer, name, expert, level)
+        found = self._decoded.get(place)
+        if found is not None:
+            self._decoded.move_to_end(place)
+            return found
+        tensors = [whole[expert] for whole in self.stored[layer][name][level]]
+        found = decode(module, getattr(module, name), tensors, self.codecs[level])
+        self._decoded[place] = found
+        self._decoded_bytes += found.nbytes
+        while self._decoded_bytes > MEMO_BYTES:
+            self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
+        return found

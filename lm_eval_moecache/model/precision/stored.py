@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -39,8 +40,7 @@ def matrix_shape(experts: nn.Module, stacked: Tensor) -> tuple[int, int]:
 def expert_bytes(experts: nn.Module, codecs: Sequence[Codec]) -> tuple[int, ...]:
     """Return the size of one expert at each level: matrices encoded, biases as they are."""
     matrices = expert_matrices(experts)
-    total = sum(p.numel() * p.element_size() for p in experts.parameters())
-    plain = total - sum(m.numel() * m.element_size() for m in matrices.values())
+    plain = sum(p.nbytes for p in experts.parameters()) - sum(m.nbytes for m in matrices.values())
     num_experts = len(next(iter(matrices.values())))
     shapes = [matrix_shape(experts, stacked) for stacked in matrices.values()]
     return tuple(
@@ -48,17 +48,8 @@ def expert_bytes(experts: nn.Module, codecs: Sequence[Codec]) -> tuple[int, ...]
     )
 
 
-def decode(
-    experts: nn.Module, stacked: Tensor, level: Sequence[Tensor], expert: int, codec: Codec
-) -> Tensor:
+def decode(experts: nn.Module, stacked: Tensor, tensors: Sequence[Tensor], codec: Codec) -> Tensor:
     """Return one expert's matrix as computations use it; `stacked` gives shape and dtype."""
-    return decode_one(experts, stacked, [whole[expert] for whole in level], codec)
-
-
-def decode_one(
-    experts: nn.Module, stacked: Tensor, tensors: Sequence[Tensor], codec: Codec
-) -> Tensor:
-    """As `decode`, of the tensors of one expert."""
     matrix = codec.decode(tensors, matrix_shape(experts, stacked), stacked.dtype)
     return matrix.t() if experts.is_transposed else matrix
 
@@ -68,9 +59,8 @@ def shape_without_memory(tensor: Tensor, device: Any = None) -> nn.Parameter:
 
     On the tensor's device, or on another one.
     """
-    place = tensor.device if device is None else device
-    shape = torch.zeros((), dtype=tensor.dtype, device=place).expand(tensor.shape)
-    return nn.Parameter(shape, requires_grad=False)
+    one = torch.zeros((), dtype=tensor.dtype, device=device or tensor.device)
+    return nn.Parameter(one.expand(tensor.shape), requires_grad=False)
 
 
 def takes_no_memory(tensor: Tensor) -> bool:
@@ -83,12 +73,12 @@ BYTES_PER_WEIGHT = 20
 MOST_BYTES = 2**30
 """What all matrices that are encoded at one time may take so."""
 
-Noted = Callable[[], object]
-Task = Callable[[], None]
-
 
 def encode(
-    experts: nn.Module, stacked: Tensor, codecs: Sequence[Codec], noted: Noted = lambda: None
+    experts: nn.Module,
+    stacked: Tensor,
+    codecs: Sequence[Codec],
+    noted: Callable[[], object] = lambda: None,
 ) -> Encoded:
     """Encode one parameter [E, ...], and call `noted` after each expert at each level.
 
@@ -108,7 +98,13 @@ def encode(
         )
         on_cpu = (codec.encodes_on or stacked.device.type) == "cpu"
         at_once = workers(math.prod(shape)) if on_cpu else 1
-        for _ in side_by_side(_tasks(codec, matrices, kept), at_once):
+
+        def task(expert: int, matrix: Tensor, codec: Codec = codec, kept: Any = kept) -> None:
+            for whole, part in zip(kept, codec.encode(matrix), strict=True):
+                whole[expert].copy_(part)
+
+        tasks = (partial(task, expert, matrix) for expert, matrix in enumerate(matrices))
+        for _ in side_by_side(tasks, at_once):
             noted()
         found.append(kept)
     return found
@@ -119,7 +115,7 @@ def workers(num_weights: int) -> int:
     return max(1, min(torch.get_num_threads(), MOST_BYTES // (BYTES_PER_WEIGHT * num_weights)))
 
 
-def side_by_side(tasks: Iterable[Task], at_once: int) -> Iterator[None]:
+def side_by_side(tasks: Iterable[Callable[[], None]], at_once: int) -> Iterator[None]:
     """Run tasks in so many threads of one core each; yield as they end, in their order.
 
     What a task raises is raised here, once those that have begun are done; no other begins.
@@ -140,16 +136,6 @@ def side_by_side(tasks: Iterable[Task], at_once: int) -> Iterator[None]:
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-
-
-def _tasks(codec: Codec, matrices: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Task]:
-    for expert, matrix in enumerate(matrices):
-
-        def task(expert: int = expert, matrix: Tensor = matrix) -> None:
-            for whole, part in zip(kept, codec.encode(matrix), strict=True):
-                whole[expert].copy_(part)
-
-        yield task
 
 
 def store_experts(experts: nn.Module, codecs: Sequence[Codec]) -> dict[str, Encoded]:

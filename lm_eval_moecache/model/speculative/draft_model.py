@@ -27,8 +27,8 @@ from lm_eval_moecache.model.moe_layers import (
     find_moe_layers,
     place_of,
 )
-from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.ladder import codec
+from lm_eval_moecache.model.precision.stored import expert_bytes, expert_matrices
 from lm_eval_moecache.records.draft import NO_TARGET, Draft
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -63,32 +63,23 @@ ExpertsOf = Callable[[int], Mapping[str, Tensor]]
 def make_draft(
     name: str, target: Any, tokens: int = 1, experts_of: ExpertsOf | None = None
 ) -> DraftModel:
-    """Load a draft by name or make it from the target; its fit has been checked.
+    """Load a draft by name, next to the target and at its dtype, or make it from the target.
 
-    `experts_of` gives the target's experts where they do not lie in its modules.
+    Its fit has been checked. `experts_of` gives the target's experts where they do not lie in its
+    modules.
     """
     if name.startswith(SELF):
-        return own_draft(name, target, tokens, experts_of)
-    return load_draft(name, target, tokens)
-
-
-def load_draft(name: str, target: Any, tokens: int) -> DraftModel:
-    """Load a draft model next to the target, at the target's dtype."""
+        return _own_draft(name, target, tokens, experts_of)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)
     model.to(target.device).eval()
     blocks, geometry = measure(model, name)
-    cost = Draft(
-        geometry=geometry,
-        nbytes=_nbytes(model),
-        tokens=tokens,
-        targets=_targets(model, blocks, target),
-    )
+    targets = _targets(model, blocks, target)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    cost = Draft(geometry=geometry, nbytes=nbytes, tokens=tokens, targets=targets)
     return DraftModel(name, model, blocks, cost)
 
 
-def own_draft(
-    name: str, target: Any, tokens: int, experts_of: ExpertsOf | None = None
-) -> DraftModel:
+def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None) -> DraftModel:
     """Make a draft of the target's own weights, with its experts at low precision.
 
     `name` is `self:` and a precision. Everything but the experts is the target's own tensors, so
@@ -97,20 +88,23 @@ def own_draft(
     level = name.removeprefix(SELF)
     stored_as = codec(level)
     stored_as.check(target.device.type)
-    experts = [layer.experts for layer in find_moe_layers(target)]
-    copied = {id(p) for module in experts for p in module.parameters()}
+    copied = {id(p) for layer in find_moe_layers(target) for p in layer.experts.parameters()}
     if experts_of is not None:
         # Replaced below: a copy of what lies there would be for nothing.
         copied = set()
     tensors = [*target.parameters(), *target.buffers()]
     model = copy.deepcopy(target, {id(t): t for t in tensors if id(t) not in copied})
-    stored_bytes = []
+    stored_bytes: list[int] = []
     for index, layer in enumerate(find_moe_layers(model)):
         if experts_of is not None:
             for parameter, tensor in experts_of(index).items():
                 own = nn.Parameter(tensor.to(target.device), requires_grad=False)
                 setattr(layer.experts, parameter, own)
-        stored_bytes.append(_round(layer.experts, stored_as) // layer.num_experts)
+        for stacked in expert_matrices(layer.experts).values():
+            for matrix in stacked:
+                lies = matrix.t() if layer.experts.is_transposed else matrix
+                lies.copy_(stored_as.decode(stored_as.encode(lies), lies.shape, matrix.dtype))
+        stored_bytes += expert_bytes(layer.experts, [stored_as])
     blocks, geometry = measure(model, name)
     levels = zip(geometry.expert_bytes, stored_bytes, strict=True)
     geometry = replace(
@@ -128,32 +122,13 @@ def own_draft(
     return DraftModel(name, model, blocks, cost)
 
 
-def _round(experts: nn.Module, stored_as: Codec) -> int:
-    """Replace the matrices of an experts module by what the codec keeps of them.
-
-    Returns the bytes of all of them as stored; biases stay as they are.
-    """
-    nbytes = 0
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            if parameter.dim() < 3:
-                nbytes += parameter.numel() * parameter.element_size()
-                continue
-            for matrix in parameter:
-                lies = matrix.t() if experts.is_transposed else matrix
-                kept = stored_as.encode(lies)
-                lies.copy_(stored_as.decode(kept, lies.shape, matrix.dtype))
-                nbytes += stored_as.nbytes(lies.shape)
-    return nbytes
-
-
 def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:
     """Return a draft's blocks and sizes (it may be on the meta device).
 
     In a dense draft each feed-forward block counts as one expert that every token needs. Raises
     ValueError where the blocks cannot be told.
     """
-    if _is_sparse(model):
+    if any("expert" in path.rpartition(".")[2].lower() for path, _ in model.named_modules()):
         layers = find_moe_layers(model)
         geometry = describe(model, layers, name)
         modules = dict(model.named_modules())
@@ -163,21 +138,18 @@ def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:
         ]
     else:
         layers = _dense_blocks(model, name)
+        sizes = [sum(p.nbytes for p in layer.experts.parameters()) for layer in layers]
         blocks = [Block(place_of(layer.path)[1], layer.experts, None) for layer in layers]
         geometry = Geometry(
             model=name,
             num_layers=len(layers),
             num_experts=1,
             top_k=1,
-            expert_bytes=tuple((_nbytes(layer.experts),) for layer in layers),
+            expert_bytes=tuple((size,) for size in sizes),
             dense_bytes=dense_bytes(model, layers),
             element_bytes=float(next(model.parameters()).dtype.itemsize),
         )
     return tuple(blocks), geometry
-
-
-def _is_sparse(model: nn.Module) -> bool:
-    return any("expert" in path.rpartition(".")[2].lower() for path, _ in model.named_modules())
 
 
 def _dense_blocks(model: Any, name: str) -> list[MoELayer]:
@@ -193,10 +165,6 @@ def _dense_blocks(model: Any, name: str) -> list[MoELayer]:
             "its drafting cannot be timed. Allowed: models with that name for it, or prompt_lookup."
         )
     return found
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def _targets(model: Any, blocks: Sequence[Block], target: Any) -> tuple[int, ...]:
@@ -230,20 +198,7 @@ def measure_overlap(draft: DraftModel, engine: Engine, stage: DraftStage) -> Non
     prefetch = engine.rules.prefetch.draft_stage
     if prefetch is None:
         return
-    forward_s = _forward_s(draft)
-    load_s = engine.time_load(prefetch.critical)
-    first = engine.geometry.expert_bytes[0][0]
-    stage.solve(
-        engine.geometry,
-        engine.setting.capacity.bytes_by_partition,
-        forward_s / draft.cost.geometry.num_layers,
-        [load_s * levels[0] / first for levels in engine.geometry.expert_bytes],
-        float(total_memory(draft.model.device) or math.inf),
-    )
-
-
-def _forward_s(draft: DraftModel) -> float:
-    """Return the median seconds of one token through the draft, its head included."""
+    # The median of one token through the draft, its head included.
     model, seconds = draft.model, []
     token = torch.ones((1, 1), dtype=torch.int64, device=model.device)
     for _ in range(1 + FORWARDS):
@@ -252,4 +207,12 @@ def _forward_s(draft: DraftModel) -> float:
             model(token, use_cache=True)
         synchronize(model.device)
         seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds[1:])
+    load_s = engine.time_load(prefetch.critical)
+    first = engine.geometry.expert_bytes[0][0]
+    stage.solve(
+        engine.geometry,
+        engine.setting.capacity.bytes_by_partition,
+        statistics.median(seconds[1:]) / draft.cost.geometry.num_layers,
+        [load_s * levels[0] / first for levels in engine.geometry.expert_bytes],
+        float(total_memory(model.device) or math.inf),
+    )

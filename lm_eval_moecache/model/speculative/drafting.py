@@ -18,10 +18,8 @@ from transformers.generation.candidate_generator import (
 
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, matching_layers
-from lm_eval_moecache.records.arrays import FloatArray
 
 
 class DraftHooks:
@@ -59,7 +57,9 @@ class DraftHooks:
             stage.dense(index, len(hidden_TD))
             if target is not None and stage.wants(target):
                 # The last token only: those before it (the prompt) have been verified already.
-                stage.predict(target, ask_gate(self._targets[target].gate, hidden_TD[-1:]))
+                gate = self._targets[target].gate
+                logits = gate.predict(hidden_TD[-1:].to(gate.dtype)).float()
+                stage.predict(target, logits.reshape(1, -1).cpu().numpy())
             if is_dense:
                 stage.experts(index, 1, len(hidden_TD))
 
@@ -75,13 +75,6 @@ class DraftHooks:
                 self._stage.experts(index, count, len(experts))
 
         return hook
-
-
-def ask_gate(gate: Gate, hidden: Tensor) -> FloatArray:
-    """Return the [1, experts] logits of a target's gate; its own hooks do not fire."""
-    logits = gate.predict(hidden.to(gate.dtype)).float()
-    scores: FloatArray = logits.reshape(1, -1).cpu().numpy()
-    return scores
 
 
 class ReadAlong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.model.device import total_memory
-from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wall.host import measure_host
-from lm_eval_moecache.model.wall.ladder import LadderPools, LadderSlotStore, shapes_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.memory import available_host_bytes
-from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.store import KERNELS, SlotStore, WallStore
+from lm_eval_moecache.model.wall.pools import LadderPools, SlotPools, shapes_of
+from lm_eval_moecache.model.wall.store import KERNELS, SlotStore
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
 
@@ -57,41 +56,21 @@ def check_wall(
     if not geometry.compute_bytes:  # Slots of encoded experts have the size of what lies there.
         for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
             slots_of(size, geometry, layers)
-    _check_room(model, capacity, str(theirs["device"]))
-    _check_host_room(model, geometry, capacity, str(theirs["device"]), store)
-
-
-def _check_room(model: Any, capacity: Capacity, device: str) -> None:
-    """Refuse a capacity that a device has no memory for, whatever else may be freed there."""
+    device, slots = str(theirs["device"]), capacity.total_bytes
+    own = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
+    dense = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in own)
     memory = None if device == "cpu" else total_memory(torch.device(device))
-    if memory is None:
-        return
-    experts = capacity.total_bytes
-    dense = _dense_bytes(model)
-    if experts + dense > memory:
+    if memory is not None and slots + dense > memory:
         raise ValueError(
-            f"capacity: {experts} bytes of experts and {dense} bytes of the model's other weights "
+            f"capacity: {slots} bytes of experts and {dense} bytes of the model's other weights "
             f"do not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
             f"{max(memory - dense, 0)} bytes."
         )
-
-
-def _dense_bytes(model: Any) -> int:
-    """Return what a model takes beside its experts, at its own precision."""
-    experts = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    return int(whole - sum(p.numel() * p.element_size() for p in experts))
-
-
-def _check_host_room(
-    model: Any, geometry: Geometry, capacity: Capacity, device: str, store: str
-) -> None:
-    """Refuse what the host has no memory for: experts at every level, and all else on a CPU."""
+    # The host has to hold experts at every level, and all else on a CPU.
     experts = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts if store == "ram" else 0
     needed = {"experts": experts}
     if device == "cpu":
-        needed["slots"] = capacity.total_bytes
-        needed["the model's other weights"] = _dense_bytes(model)
+        needed |= {"slots": slots, "the model's other weights": dense}
     available = available_host_bytes()
     if available is not None and sum(needed.values()) > available:
         parts = " and ".join(f"{size} bytes of {what}" for what, size in needed.items() if size)
@@ -105,16 +84,24 @@ def _check_host_room(
 
 def assemble(
     model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
-) -> tuple[Engine, WallStore]:
+) -> tuple[Engine, SlotStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
-    layers, kernel = find_moe_layers(model), str(implementation_of(model))
-    engine, store = _assemble(layers, model.device, kernel, geometry, setting, loader)
-    prepare_host(engine, store, layers[0].experts, model.device)
+    layers, device = find_moe_layers(model), model.device
+    codecs = loader.codecs or ()
+    pools: SlotPools | LadderPools
+    if codecs:
+        shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
+        pools = LadderPools(shapes, loader.tiers, geometry.num_experts, device)
+    else:
+        pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], device)
+    engine = Engine(geometry, setting, mover=pools)
+    store = SlotStore(pools, geometry, str(implementation_of(model)), device.type, codecs)
+    prepare_host(engine, store, layers[0].experts, device)
     return engine, store
 
 
 def prepare_host(
-    engine: Engine, store: WallStore, experts: nn.Module, device: torch.device
+    engine: Engine, store: SlotStore, experts: nn.Module, device: torch.device
 ) -> None:
     """Let a policy that executes on the host know this machine, by the first layer's experts."""
     executor = engine.executor
@@ -123,24 +110,5 @@ def prepare_host(
         return
     store.note_host = executor.note_host
     if executor.host.asks_for_costs:
-        layer = store.at(0, engine.waves)
-        executor.host.costs = measure_host(engine, layer, experts, device)
-
-
-def _assemble(
-    layers: Sequence[MoELayer],
-    device: torch.device,
-    kernel: str,
-    geometry: Geometry,
-    setting: Setting,
-    loader: ExpertLoader,
-) -> tuple[Engine, WallStore]:
-    if loader.codecs is None:
-        (tier,) = loader.tiers
-        pools = SlotPools(loader.parameters, geometry, setting.capacity, tier, device)
-        engine = Engine(geometry, setting, mover=pools)
-        return engine, SlotStore(pools, geometry, kernel, device.type)
-    shapes = [[shapes_of(layer.experts, codec) for codec in loader.codecs] for layer in layers]
-    ladder = LadderPools(shapes, loader.tiers, geometry.num_experts, device)
-    engine = Engine(geometry, setting, mover=ladder)
-    return engine, LadderSlotStore(ladder, loader.codecs, geometry, kernel, device.type)
+        elsewhere = store.at(0, engine.waves).elsewhere
+        executor.host.costs = measure_host(engine, elsewhere, experts, device)

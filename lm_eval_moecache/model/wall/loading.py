@@ -20,16 +20,15 @@ from lm_eval_moecache.model.device import CPU, peak_memory
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
 from lm_eval_moecache.model.precision.codecs import AsStored, Codec
 from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
-from lm_eval_moecache.model.precision.loading import encoding, settle_layer, take_layer
+from lm_eval_moecache.model.precision.loading import encoding, settle_layer, take
 from lm_eval_moecache.model.precision.stored import (
     expert_bytes,
     expert_matrices,
     shape_without_memory,
 )
 from lm_eval_moecache.model.sources import Source, can_leave_out, leaving_out, sources_of
-from lm_eval_moecache.model.wall.ladder import part_of, stored_parameters
-from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
-from lm_eval_moecache.model.wall.pools import expert_parameters
+from lm_eval_moecache.model.wall.memory import available_host_bytes
+from lm_eval_moecache.model.wall.pools import expert_parameters, part_of, stored_parameters
 from lm_eval_moecache.model.wall.tiers import (
     DiskTier,
     OnDisk,
@@ -83,7 +82,7 @@ class ExpertLoader:
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
         self.figures: dict[str, Any] = {}
-        """Time and peak memory of loading."""
+        """Time of loading, and what it took of a device."""
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return what `from_pretrained` is told about places: the device gets its part later."""
@@ -95,7 +94,6 @@ class ExpertLoader:
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
-                peak = stack.enter_context(watched())
                 layers = find_moe_layers(self._skeleton)
                 if self._in_place is not None:
                     names = {name for row in names_of(layers) for name in row.values()}
@@ -112,8 +110,6 @@ class ExpertLoader:
                 + (f" (files are written to {self._folder})" if writes else "")
             ) from error
         self.figures = {"seconds": time.perf_counter() - start_s}
-        if peak.bytes is not None:
-            self.figures |= {"peak_host_bytes": peak.bytes, "own_host_bytes": own_bytes()}
         if self._store == "disk":
             self.figures["past_page_cache"] = self._past_cache()
         peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)
@@ -121,20 +117,32 @@ class ExpertLoader:
             self.figures["peak_device_bytes"] = peak_bytes
 
     def take_experts(self, model: nn.Module, device: torch.device) -> None:
-        """Move a loaded model's experts into the tier; shapes without memory stay behind."""
+        """Move a loaded model's experts into the tier; shapes without memory stay behind.
+
+        All but the experts goes to the device; what that copies from is locked.
+        """
         self._device = device
         layers = find_moe_layers(model)
         if self._in_place is not None:
-            self._move_rest(
-                model, layers, device, [DiskTier(self._in_place, past_cache=self._past_cache())]
-            )
+            self.tiers = [DiskTier(self._in_place, past_cache=self._past_cache())]
         elif self._store == "disk":
-            self._move_rest(model, layers, device, self._written(layers))
+            self.tiers = self._written(layers)
         elif self.codecs is not None:
-            self._move_rest(model, layers, device, self._encoded(layers, self.codecs))
+            pairs = list(zip(layers, take(layers, self.codecs, self._kept), strict=True))
+            self.tiers = [
+                RamTier([stored_parameters(layer.experts, own, level) for layer, own in pairs])
+                for level in range(len(self.codecs))
+            ]
         else:
-            host = [expert_parameters(layer.experts) for layer in layers]
-            self._move_rest(model, layers, device, [RamTier(host)])
+            self.tiers = [RamTier([expert_parameters(layer.experts) for layer in layers])]
+        if device.type != "cpu":
+            for layer in layers:
+                for name, tensor in expert_parameters(layer.experts).items():
+                    setattr(layer.experts, name, shape_without_memory(tensor, device))
+            model.to(device)
+            for tier in self.tiers:
+                if isinstance(tier, RamTier):
+                    tier.pin()
         self.parameters = [expert_parameters(layer.experts) for layer in layers]
 
     def copy_of(self, layer: int) -> dict[str, Tensor]:
@@ -184,39 +192,10 @@ class ExpertLoader:
         codecs = self.codecs or [AsStored(next(layers[0].experts.parameters()).dtype)]
         return room is not None and _bytes_at(layers, codecs) > room
 
-    def _encoded(self, layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> list[Tier]:
-        """Return what was encoded while it was loaded, level by level."""
-        levels: list[list[dict[str, Tensor]]] = [[] for _ in codecs]
-        for index, layer in enumerate(layers):
-            stored = take_layer(index, layer, codecs, self._kept)
-            for level, rows in enumerate(levels):
-                rows.append(stored_parameters(layer.experts, stored, level))
-        return [RamTier(rows) for rows in levels]
-
-    def _move_rest(
-        self, model: nn.Module, layers: Sequence[MoELayer], device: Any, tiers: Sequence[Tier]
-    ) -> None:
-        """Bring all but the experts to the device, and lock what it copies from."""
-        self.tiers = list(tiers)
-        if device.type == "cpu":
-            return
-        _leave_shapes(layers, device)
-        model.to(device)
-        for tier in tiers:
-            if isinstance(tier, RamTier):
-                tier.pin()
-
 
 def _bytes_at(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> int:
     """Return what all experts take, at all levels together."""
     return sum(sum(expert_bytes(layer.experts, codecs)) * layer.num_experts for layer in layers)
-
-
-def _leave_shapes(layers: Sequence[MoELayer], device: torch.device) -> None:
-    """Replace experts by parameters of their shape that take one number's memory."""
-    for layer in layers:
-        for name, tensor in expert_parameters(layer.experts).items():
-            setattr(layer.experts, name, shape_without_memory(tensor, device))
 
 
 def names_of(layers: Sequence[MoELayer]) -> list[dict[str, str]]:
@@ -238,13 +217,11 @@ def find_in_place(skeleton: Any, files: Sequence[Path]) -> list[dict[str, OnDisk
     sources = sources_of(skeleton, {name for row in names for name in row.values()}, tensors)
     found: list[dict[str, OnDisk]] = []
     for layer, row in zip(layers, names, strict=True):
-        own: dict[str, OnDisk] = {}
-        for name, parameter in expert_parameters(layer.experts).items():
-            place = _place(sources.get(row[name]), parameter, tensors)
-            if place is None:
-                return None
-            own[name] = place
-        found.append(own)
+        parameters = expert_parameters(layer.experts).items()
+        places = {n: _place(sources.get(row[n]), p, tensors) for n, p in parameters}
+        if None in places.values():
+            return None
+        found.append({name: place for name, place in places.items() if place is not None})
     return found
 
 

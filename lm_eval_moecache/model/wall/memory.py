@@ -1,67 +1,15 @@
-"""What host memory a process takes for itself, and what there is to take."""
+"""What host memory there is to take."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_EVERY_S = 0.02
 _LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 _USE = {"": "memory.current", "memory": "memory.usage_in_bytes"}
 """Controller in a line of /proc/self/cgroup (none: version 2) -> file of its figure."""
-
-
-def own_bytes() -> int | None:
-    """Return the memory that is this process' alone or shared by it; None if not told.
-
-    Maps of files do not count: the system takes their pages back when it needs them.
-    """
-    text = _text(_PROC / "self/status")
-    found = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", text)
-    return sum(map(int, found)) * 1024 if found else None
-
-
-class Peak:
-    """The largest `own_bytes` while it was watched, looked at every few milliseconds."""
-
-    def __init__(self) -> None:
-        self.bytes: int | None = None
-
-    def look(self) -> None:
-        now = own_bytes()
-        if now is not None:
-            self.bytes = max(now, self.bytes or 0)
-        elif resource is not None:  # No Linux: what the system counts, maps included.
-            self.bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@contextmanager
-def watched() -> Iterator[Peak]:
-    """Watch this process' memory for the time of a block."""
-    peak, done = Peak(), threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_EVERY_S):
-            peak.look()
-
-    peak.look()
-    thread = threading.Thread(target=watch, name="moecache-memory", daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
-        peak.look()
 
 
 def available_host_bytes() -> int | None:

@@ -1,4 +1,9 @@
-"""The slots that resident experts lie in, and the copies that fill them."""
+"""The slots that resident experts lie in, and the copies that fill them.
+
+Experts at the model's own precision have slots of one size in one tensor for each parameter;
+encoded ones are moved as they are stored, and a slot is as large as its expert at its level
+(`engine.wall.slots.LeveledCache` says which there are; their bytes never exceed the capacity).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,51 @@ from torch import Tensor, nn
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.model.device import can_time, copy_stream, locked_empty, on_stream
-from lm_eval_moecache.model.wall.tiers import Row, Tier
+from lm_eval_moecache.model.precision.codecs import Codec
+from lm_eval_moecache.model.precision.stored import Encoded, expert_matrices, matrix_shape
+from lm_eval_moecache.model.wall.tiers import Row, Shapes, Tier
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
+
+
+def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of an experts module that have one entry for each expert."""
+    return {
+        name: parameter.data
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.dim() > 1 and parameter.shape[0] == experts.num_experts
+    }
+
+
+def part_of(name: str, index: int) -> str:
+    """Name one of the tensors that a parameter is stored as."""
+    return f"{name}.{index}"
+
+
+def stored_parameters(
+    experts: nn.Module, stored: Mapping[str, Encoded], level: int
+) -> dict[str, Tensor]:
+    """Return what a tier holds of a layer at a level: encoded matrices, the rest as it is."""
+    found = {
+        part_of(name, i): tensor
+        for name, levels in stored.items()
+        for i, tensor in enumerate(levels[level])
+    }
+    plain = expert_parameters(experts).items()
+    return {**found, **{name: tensor for name, tensor in plain if name not in stored}}
+
+
+def shapes_of(experts: nn.Module, codec: Codec) -> Shapes:
+    """Return the tensors of one expert as a codec stores it."""
+    matrices = expert_matrices(experts)
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, stacked in matrices.items():
+        for i, layout in enumerate(codec.layout(matrix_shape(experts, stacked))):
+            found[part_of(name, i)] = layout
+    for name, tensor in expert_parameters(experts).items():
+        if name not in matrices:
+            found[name] = (tuple(tensor.shape[1:]), tensor.dtype)
+    return found
 
 
 class DeviceMover(ABC):
@@ -114,15 +161,6 @@ class DeviceMover(ABC):
         return buffer
 
 
-def expert_parameters(experts: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of an experts module that have one entry for each expert."""
-    return {
-        name: parameter.data
-        for name, parameter in experts.named_parameters(recurse=False)
-        if parameter.dim() > 1 and parameter.shape[0] == experts.num_experts
-    }
-
-
 class SlotPools(DeviceMover):
     """One tensor [slots, ...] per parameter of each cache: the mover of the wall clock.
 
@@ -155,7 +193,7 @@ class SlotPools(DeviceMover):
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pool in self._pools for t in pool.values())
+        return sum(tensor.nbytes for pool in self._pools for tensor in pool.values())
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """Return the slots that a layer's experts may lie in, [slots, ...] for each parameter."""
@@ -171,12 +209,8 @@ class SlotPools(DeviceMover):
 
     def stored(self, layer: int, expert: int) -> Row:
         """Return one expert from where it is stored, in host memory: nothing is cached."""
-        source = self._tier.source(layer, expert)
-        if source is None:
-            slots = self.of_layer(layer)
-            source = {name: torch.empty(t.shape[1:], dtype=t.dtype) for name, t in slots.items()}
-            self._tier.fill(layer, expert, source)
-        return source
+        pool = self.of_layer(layer).items()
+        return self._tier.row(layer, expert, {n: (tuple(t.shape[1:]), t.dtype) for n, t in pool})
 
     def target_of(self, transfer: Transfer) -> Row:
         pool = self.of_layer(transfer.key // self._num_experts)
@@ -184,3 +218,61 @@ class SlotPools(DeviceMover):
 
     def tier_of(self, level: int) -> Tier:
         return self._tier
+
+
+class LadderPools(DeviceMover):
+    """One set of tensors for each slot: the mover of the wall clock for encoded experts."""
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[Shapes]],
+        tiers: Sequence[Tier],
+        num_experts: int,
+        device: torch.device,
+    ) -> None:
+        """`shapes[layer][level]` are of one expert's tensors; `tiers[level]` hold them."""
+        super().__init__(num_experts, device)
+        self._shapes, self._tiers = shapes, tiers
+        self._slots: dict[int, tuple[int, Row]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What the slots take now."""
+        return sum(t.nbytes for _, row in self._slots.values() for t in row.values())
+
+    def place(self, transfer: Transfer) -> None:
+        for slot in transfer.drops:
+            self._slots.pop(slot, None)
+        shapes = self._shapes[transfer.key // self._num_experts][transfer.level]
+        _, held = self._slots.pop(transfer.slot, (0, {}))
+        if {name: (tuple(t.shape), t.dtype) for name, t in held.items()} != shapes:
+            # Freed first, so that it makes room for the other.
+            held = {}
+            held = self._make(shapes)
+        self._slots[transfer.slot] = (transfer.level, held)
+
+    def target_of(self, transfer: Transfer) -> Row:
+        return self._slots[transfer.slot][1]
+
+    def tier_of(self, level: int) -> Tier:
+        return self._tiers[level]
+
+    def at(self, slot: int) -> tuple[int, Row]:
+        """Return what lies in a slot, after its level."""
+        return self._slots[slot]
+
+    def stored(self, layer: int, expert: int) -> Row:
+        """Return one expert at the best level from where it is stored: nothing is cached."""
+        return self._tiers[0].row(layer, expert, self._shapes[layer][0])
+
+    def _make(self, shapes: Shapes) -> Row:
+        """Take memory for a slot, from what was dropped before if it fits.
+
+        Everything is taken and given back on the copies' stream, by the thread that decides, so
+        that a fence marked after this comes after all that has read what lay there.
+        """
+        with on_stream(self._stream):
+            return {
+                name: torch.empty(shape, dtype=dtype, device=self._device)
+                for name, (shape, dtype) in shapes.items()
+            }

@@ -115,6 +115,8 @@ def _close(descriptors: Sequence[int]) -> None:
 
 Row = Mapping[str, Tensor]
 """Parameter name -> one expert's part of it."""
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Parameter name -> shape and type of one expert's part of it."""
 _DTYPES = {
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
     # What codecs store.
@@ -132,6 +134,14 @@ class Tier(ABC):
     def source(self, layer: int, expert: int) -> Row | None:
         """Return an expert's weights where they lie in memory that a device can copy from."""
         return None
+
+    def row(self, layer: int, expert: int, shapes: Shapes) -> Row:
+        """Return an expert's weights in host memory, where they lie or read from there."""
+        found = self.source(layer, expert)
+        if found is None:
+            found = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
+            self.fill(layer, expert, found)
+        return found
 
 
 class RamTier(Tier):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -14,12 +16,13 @@ from lm_eval.api.instance import Instance
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of, parse_ladder
 from lm_eval_moecache.model.precision.store import LadderStore
 from lm_eval_moecache.model.precision.stored import decode, expert_matrices, store_experts
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
+from tests.model.wall.models import assert_same, wrap_wall
 from tests.models import random_model
 from tests.test_equality import logits_of, make_setting
 
@@ -54,28 +57,35 @@ def replaced(model: Any, precision: str) -> Any:
     return other
 
 
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
 @pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])
-@pytest.mark.parametrize("capacity", ["100%", "3"])
-def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, capacity: str) -> None:
+def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str, clock: str) -> None:
     model = random_model("olmoe", **WIDE)
-    expected = logits_of(replaced(model, name))
-    wrapped = wrap(model, name, capacity=capacity)
-    found = logits_of(model, wrapped)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    plain = logits_of(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)) == (
-        name in ("bf16", "fp16", "fp32")
-    )
+    expected, plain = logits_of(replaced(model, name)), logits_of(model)
+    for capacity in ("100%", "3"):
+        if clock == "virtual":
+            wrapped = wrap(model, name, capacity=capacity)
+        else:
+            wrapped = wrap_wall(
+                model, "on_demand", capacity, changes={"precision": name}, longest_s=0.0002
+            )
+        found = logits_of(model, wrapped)
+        assert_same(expected, found, f"{name} at {capacity}")
+        is_lossless = torch.equal(found[0], plain[0])
+        assert is_lossless == (name in ("bf16", "fp16", "fp32"))
 
 
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
-def test_other_families_compute_from_decoded_weights_too(family: str) -> None:
+def test_other_families_compute_from_decoded_weights_too(family: str, clock: str) -> None:
     """GPT-OSS has its matrices transposed, and biases that no codec touches."""
     model = random_model(family, hidden_size=64, **WIDTHS[family])
     expected = logits_of(replaced(model, "int4"))
-    wrapped = wrap(model, "int4", capacity="4")
-    found = logits_of(model, wrapped)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    if clock == "virtual":
+        wrapped = wrap(model, "int4", capacity="4")
+    else:
+        wrapped = wrap_wall(model, "specmd", "4", changes={"precision": "int4"}, longest_s=0.0002)
+    assert_same(expected, logits_of(model, wrapped))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
@@ -83,64 +93,34 @@ def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
     model = random_model("olmoe", **WIDE)
     model.set_experts_implementation(implementation)
     expected = logits_of(replaced(model, "int8"))
-    wrapped = wrap(model, "int8", capacity="4")
-    found = logits_of(model, wrapped)
+    found = logits_of(model, wrap(model, "int8", capacity="4"))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-class ByHand:
-    """Runs each assignment by itself, at the level that the event's books say."""
-
-    def __init__(self, wrapped: WrappedModel, store: LadderStore, layers: list[MoELayer]) -> None:
-        self.wrapped, self.store, self.layers = wrapped, store, layers
-        self.seen: set[int] = set()
-        self.worst = 0.0
-
-    def watch(self) -> None:
-        for index, layer in enumerate(self.layers):
-            layer.experts.register_forward_hook(self.hook(index))
-
-    def hook(self, layer: int) -> Callable[..., None]:
-        def compare(module: Any, args: Any, output: torch.Tensor) -> None:
-            assert self.store.levels is not None
-            levels = self.store.levels[layer]
-            assert levels is not None
-            self.seen |= set(levels.values())
-            expected = self.run(module, layer, levels, *args)
-            gap = float((output.float() - expected).abs().max() / expected.abs().max())
-            self.worst = max(self.worst, gap)
-
-        return compare
-
-    def run(
-        self,
-        module: Any,
-        layer: int,
-        levels: Mapping[int, int],
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        out = torch.zeros_like(hidden, dtype=torch.float32)
-        for token, experts in enumerate(index.tolist()):
-            for k, expert in enumerate(experts):
-                if not weights[token, k]:
-                    continue
-                level = levels[layer * module.num_experts + expert]
-                up, down = (
-                    decode(
-                        module,
-                        getattr(module, name),
-                        self.store.stored[layer][name][level],
-                        expert,
-                        self.store.codecs[level],
-                    ).float()
-                    for name in ("gate_up_proj", "down_proj")
-                )
-                gate, value = (up @ hidden[token].float()).chunk(2)
-                activated = torch.nn.functional.silu(gate) * value
-                out[token] += weights[token, k].float() * (down @ activated)
-        return out
+def by_hand(module: Any, store: LadderStore, layer: int, *given: torch.Tensor) -> torch.Tensor:
+    """Run each assignment by itself, at the level that the event's books say."""
+    hidden, index, weights = given
+    assert store.levels is not None
+    levels = store.levels[layer]
+    assert levels is not None
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    for (token, k), expert in np.ndenumerate(index.numpy()):
+        if not weights[token, k]:
+            continue
+        level = levels[layer * module.num_experts + int(expert)]
+        up, down = (
+            decode(
+                module,
+                getattr(module, name),
+                [whole[int(expert)] for whole in store.stored[layer][name][level]],
+                store.codecs[level],
+            ).float()
+            for name in ("gate_up_proj", "down_proj")
+        )
+        gate, value = (up @ hidden[token].float()).chunk(2)
+        activated = torch.nn.functional.silu(gate) * value
+        out[token] += weights[token, k].float() * (down @ activated)
+    return out
 
 
 @pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
@@ -150,11 +130,18 @@ def test_each_expert_runs_at_the_level_at_which_the_cache_holds_it(miss: str) ->
     wrapped = wrap(model, "int8:int4:int2", **changes)
     store = wrapped._store
     assert isinstance(store, LadderStore)
-    by_hand = ByHand(wrapped, store, find_moe_layers(model))
-    by_hand.watch()
+    seen: set[int] = set()
+
+    def compare(module: Any, given: Any, output: torch.Tensor, layer: int) -> None:
+        seen.update((store.levels[layer] or {}).values())
+        expected = by_hand(module, store, layer, *given)
+        gap = float((output.float() - expected).abs().max() / expected.abs().max())
+        assert gap < 0.03, "beyond the rounding of bf16"
+
+    for index, each in enumerate(find_moe_layers(model)):
+        each.experts.register_forward_hook(partial(compare, layer=index))
     logits_of(model)
-    assert by_hand.seen >= ({0, 2} if miss == "fetch_lowest" else {0, 1, 2})
-    assert by_hand.worst < 0.03, "beyond the rounding of bf16"
+    assert seen >= ({0, 2} if miss == "fetch_lowest" else {0, 1, 2})
     passes = wrapped.engine.ledger.passes
     assert 0 < sum(p.low_precision for p in passes) < sum(p.executed for p in passes)
     wrapped.engine.check_integrity()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
-from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
@@ -23,12 +22,16 @@ from tests.model.speculative.drafts import STOP, prompts, requests
 from tests.model.speculative.test_equality import install
 
 
-def test_the_first_pass_is_a_prefill_and_each_other_pass_gives_its_accepted_and_one(
-    spec: MoECacheSpecLM,
-) -> None:
+def test_each_pass_is_the_models_own_and_their_times_add_up(spec: MoECacheSpecLM) -> None:
+    """The first one is a prefill, and each other gives what it has accepted and one more."""
     install(spec, draft="tiny", draft_tokens=4)
     spec.generate_until(requests(3), disable_tqdm=True)
-    for record in spec.engine.ledger.requests:
+    ledger = spec.engine.ledger
+    # The draft's forwards are no passes of the model.
+    assert [p for record in ledger.requests for p in record.passes] == ledger.passes
+    assert all(a.end_s == b.start_s for a, b in pairwise(ledger.passes))
+    assert ledger.passes[-1].end_s == spec.engine.clock.now
+    for record in ledger.requests:
         first, *rest = record.passes
         assert (first.phase, first.num_tokens) == (PREFILL, record.prompt_tokens)
         assert (first.drafted, first.draft_s) == (0, 0.0)
@@ -39,22 +42,6 @@ def test_the_first_pass_is_a_prefill_and_each_other_pass_gives_its_accepted_and_
         given = sum(p.output_tokens for p in record.passes)
         assert record.output_tokens is not None
         assert record.output_tokens <= given < record.output_tokens + 5
-
-
-def test_the_drafts_forwards_are_no_passes_of_the_model(spec: MoECacheSpecLM) -> None:
-    install(spec, draft="tiny", draft_tokens=4)
-    spec.generate_until(requests(1), disable_tqdm=True)
-    (record,) = spec.engine.ledger.requests
-    assert record.passes == spec.engine.ledger.passes
-    assert len(record.passes) < (record.output_tokens or 0) / 2
-
-
-def test_time_adds_up_and_stands_still_between_requests(spec: MoECacheSpecLM) -> None:
-    install(spec, draft="tiny", draft_tokens=2)
-    spec.generate_until(requests(3), disable_tqdm=True)
-    passes = spec.engine.ledger.passes
-    assert all(a.end_s == b.start_s for a, b in pairwise(passes))
-    assert passes[-1].end_s == spec.engine.clock.now
 
 
 def _pass(index: int, phase: str, start: float, end: float, **more: Any) -> PassRecord:
@@ -81,10 +68,7 @@ def test_tpot_itl_and_acceptance_by_hand() -> None:
     assert totals["draft_time_share"] == pytest.approx(10 / 24)
     assert totals["tok_per_s"] == pytest.approx(7 / 0.034)
     assert totals["itl_ms"]["mean"] == pytest.approx(4)
-
-
-def test_without_drafts_there_are_no_figures_of_drafting() -> None:
-    passes = [_pass(0, PREFILL, 0.0, 0.01), _pass(1, "decode", 0.01, 0.02)]
+    passes = [_pass(0, PREFILL, 0.0, 0.01), _pass(1, DECODE, 0.01, 0.02)]
     totals = task_metrics([RequestRecord(0, "t", "generate_until", 4, 2, passes)], 0)
     assert not [key for key in totals if "draft" in key or "verify" in key]
 
@@ -137,34 +121,23 @@ def test_nothing_is_left_on_the_models_after_a_run(spec: MoECacheSpecLM) -> None
     assert "_get_candidate_generator" not in vars(spec.model)
 
 
-def _figures(spec: MoECacheSpecLM, **ours: Any) -> list[Any]:
-    install(spec, draft="tiny", draft_tokens=2, bandwidth="1GB/s", **ours)
+def _passes(spec: MoECacheSpecLM, **ours: Any) -> list[PassRecord]:
+    install(spec, **{"draft": "tiny", "draft_tokens": 2, "bandwidth": "1GB/s", **ours})
     spec.generate_until(requests(1), disable_tqdm=True)
-    return [spec.engine.ledger.passes]
+    return spec.engine.ledger.passes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parameter", parameters_of(DraftPrefetch))
-def test_a_parameter_of_draft_stage_prefetch_moves_some_figure_on_tiny(
-    spec: MoECacheSpecLM, parameter: str
-) -> None:
-    usual = _figures(spec)
-    assert usual == _figures(spec)
-    others = alternatives(parameters_of(DraftPrefetch)[parameter])
-    assert any(_figures(spec, **{f"prefetch.{parameter}": other}) != usual for other in others)
-
-
-def test_the_length_of_drafts_and_the_draft_move_the_figures(
+def test_each_parameter_of_drafting_moves_some_figure_on_tiny(
     spec: MoECacheSpecLM, useless: Path
 ) -> None:
-    read_config({"policy": "sp_moe"}, speculative=True)
-    install(spec, draft="tiny", draft_tokens=1)
-    spec.generate_until(requests(1), disable_tqdm=True)
-    usual = spec.engine.ledger.passes
-    for other in ({"draft_tokens": 3}, {"draft": str(useless)}):
-        install(spec, **{"draft": "tiny", "draft_tokens": 1, **other})
-        spec.generate_until(requests(1), disable_tqdm=True)
-        assert spec.engine.ledger.passes != usual
+    usual = _passes(spec)
+    assert usual == _passes(spec)
+    for name, parameter in parameters_of(DraftPrefetch).items():
+        others = ({f"prefetch.{name}": other} for other in alternatives(parameter))
+        assert any(_passes(spec, **other) != usual for other in others), name
+    assert _passes(spec, draft_tokens=3) != usual
+    assert _passes(spec, draft=str(useless)) != usual
 
 
 def test_a_draft_of_the_models_own_weights_shares_all_but_its_experts(

@@ -215,27 +215,23 @@ def _grown(rows: list[Any]) -> list[Any]:
     return [[*row, 1] if i == first else row for i, row in enumerate(rows)]
 
 
-def _last(rows: list[Any]) -> list[Any]:
-    return [*rows[:-1], [1]]
-
-
-def _high(rows: list[Any]) -> list[Any]:
-    return [[99] * len(row) for row in rows]
-
-
-def _twice(rows: list[Any]) -> list[Any]:
-    return [[0] * len(row) for row in rows]
+def _all(value: int) -> Callable[[list[Any]], list[Any]]:
+    return lambda rows: [[value] * len(row) for row in rows]
 
 
 @pytest.mark.parametrize(
     ("column", "change", "told"),
     [
         ("draft_tokens", _grown, r"pass \d+: draft_experts has 3 values, must have 6"),
-        ("draft_tokens", _last, "draft_tokens is not in a pass' first row"),
-        ("draft_experts", _high, r"pass \d+: draft_experts holds 99, must lie in 1..8"),
+        (
+            "draft_tokens",
+            lambda rows: [*rows[:-1], [1]],
+            "draft_tokens is not in a pass' first row",
+        ),
+        ("draft_experts", _all(99), r"pass \d+: draft_experts holds 99, must lie in 1..8"),
         ("draft_ranked", _grown, r"pass \d+: draft_ranked has 25 values, must have 24"),
-        ("draft_ranked", _high, r"pass \d+: draft_ranked holds 99, must lie in 0..7"),
-        ("draft_ranked", _twice, r"pass \d+: draft_ranked names an expert twice"),
+        ("draft_ranked", _all(99), r"pass \d+: draft_ranked holds 99, must lie in 0..7"),
+        ("draft_ranked", _all(0), r"pass \d+: draft_ranked names an expert twice"),
     ],
 )
 def test_damage_to_what_was_drafted_is_named(

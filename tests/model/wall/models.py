@@ -12,21 +12,23 @@ import torch
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.ladder import codecs_of, parse_ladder
+from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.precision.stored import store_experts
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wall.assemble import prepare_host
-from lm_eval_moecache.model.wall.ladder import (
+from lm_eval_moecache.model.wall.pools import (
+    DeviceMover,
     LadderPools,
-    LadderSlotStore,
+    SlotPools,
+    expert_parameters,
     shapes_of,
     stored_parameters,
 )
-from lm_eval_moecache.model.wall.pools import DeviceMover, SlotPools, expert_parameters
 from lm_eval_moecache.model.wall.store import SlotStore
-from lm_eval_moecache.model.wall.tiers import RamTier, Tier
+from lm_eval_moecache.model.wall.tiers import RamTier
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.test_equality import make_setting
@@ -79,6 +81,18 @@ def counts(passes: list[PassRecord]) -> list[list[int]]:
     return [[getattr(record, name) for name in COUNTED] for record in passes]
 
 
+def of_tokens(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Leave out the four tokens of padding in the batch of `logits_of`: they need no experts."""
+    single, batch, *steps = found
+    return [single, batch[0], batch[1, 4:], batch[2], *steps]
+
+
+def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: str = "") -> None:
+    pairs = zip(of_tokens(expected), of_tokens(found), strict=True)
+    same = [torch.equal(a, b) for a, b in pairs]
+    assert all(same), f"{what}: {same}"
+
+
 def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
     """Load a checkpoint behind the wall clock, its experts on disk."""
     wall = {"clock": "wall", "policy": "specmd", "capacity": "25%", "store": "disk"}
@@ -90,50 +104,31 @@ def wrap_wall(
     policy: str,
     capacity: str,
     pools: type[SlotPools] = SlotPools,
-    tier: Tier | None = None,
+    *,
     throttle_bytes_per_s: float | None = None,
     changes: dict[str, str] | None = None,
     **options: Any,
 ) -> WrappedModel:
-    """Put a model on the CPU behind the wall clock."""
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "wall")
-    setting = make_setting(geometry, policy=policy, capacity=capacity, **(changes or {}))
+    """Put a model on the CPU behind the wall clock; with `precision`, its experts encoded."""
+    given = {"policy": policy, "capacity": capacity, **(changes or {})}
+    layers, cpu, ladder = find_moe_layers(model), torch.device("cpu"), read_config(given).ladder
+    geometry, codecs = describe(model, layers, "wall", ladder), codecs_of(ladder or ())
+    setting = make_setting(geometry, **given)
     setting = replace(setting, throttle_bytes_per_s=throttle_bytes_per_s)
-    parameters = [expert_parameters(layer.experts) for layer in layers]
-    tier, cpu = tier or RamTier(parameters), torch.device("cpu")
-    mover = pools(parameters, geometry, setting.capacity, tier, cpu, **options)
+    mover: SlotPools | LadderPools
+    if codecs:
+        stored = [(x.experts, store_experts(x.experts, codecs)) for x in layers]
+        tiers = [
+            RamTier([stored_parameters(experts, own, level) for experts, own in stored])
+            for level in range(len(codecs))
+        ]
+        shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
+        mover = LateLadder(shapes, tiers, geometry.num_experts, cpu, **options)
+    else:
+        parameters = [expert_parameters(layer.experts) for layer in layers]
+        tier = RamTier(parameters)
+        mover = pools(parameters, geometry, setting.capacity, tier, cpu, **options)
     engine = Engine(geometry, setting, mover=mover)
-    store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu")
-    prepare_host(engine, store, layers[0].experts, torch.device("cpu"))
-    return WrappedModel(model, layers, engine, store)
-
-
-def wrap_ladder(
-    model: Any,
-    precision: str,
-    policy: str,
-    capacity: str,
-    changes: dict[str, str] | None = None,
-    **options: Any,
-) -> WrappedModel:
-    """Put a model on the CPU behind the wall clock, with its experts encoded."""
-    layers, codecs = find_moe_layers(model), codecs_of(parse_ladder(precision))
-    geometry = describe(model, layers, "wall", parse_ladder(precision))
-    stored = [store_experts(layer.experts, codecs) for layer in layers]
-    tiers = [
-        RamTier(
-            [
-                stored_parameters(layer.experts, own, level)
-                for layer, own in zip(layers, stored, strict=True)
-            ]
-        )
-        for level in range(len(codecs))
-    ]
-    shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
-    mover = LateLadder(shapes, tiers, geometry.num_experts, torch.device("cpu"), **options)
-    given = {"policy": policy, "capacity": capacity, "precision": precision, **(changes or {})}
-    engine = Engine(geometry, make_setting(geometry, **given), mover=mover)
-    store = LadderSlotStore(mover, codecs, geometry, str(implementation_of(model)), "cpu")
-    prepare_host(engine, store, layers[0].experts, torch.device("cpu"))
+    store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu", codecs)
+    prepare_host(engine, store, layers[0].experts, cpu)
     return WrappedModel(model, layers, engine, store)

@@ -42,9 +42,13 @@ from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall.kernels import WorkInGroups
-from lm_eval_moecache.model.wall.ladder import LadderPools
-from lm_eval_moecache.model.wall.pools import DeviceMover, SlotPools, expert_parameters
+from lm_eval_moecache.model.wall.pools import (
+    DeviceMover,
+    LadderPools,
+    SlotPools,
+    expert_parameters,
+)
+from lm_eval_moecache.model.wall.store import WorkInGroups
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.artifacts import artifacts_of
 from tests.harness import make_instance
@@ -66,62 +70,49 @@ SMALL: dict[str, Callable[[int], Any]] = {
 }
 """What compositions say for routers of more experts, for one of `top_k`."""
 KERNEL = "experts_implementation"
-PREFETCHES = {"prefetch": "next_gate"}
-TOGETHER: dict[str, tuple[dict[str, Any], bool]] = {
-    "cached first, prefetches": ({"miss": "fetch_cached_first", **PREFETCHES}, False),
-    "levels, prefetches": (
-        {"precision": LADDER, "miss": "fetch_priority", **PREFETCHES},
-        False,
-    ),
-    "levels, dropping": ({"precision": LADDER, "miss": "drop_cascade", **PREFETCHES}, False),
-    "a lossless level, prefetches": ({"precision": "bf16:int4", **PREFETCHES}, False),
-    "levels on disk": (
-        {"precision": LADDER, "miss": "fetch_priority", "store": "disk", **PREFETCHES},
-        False,
-    ),
-    "encoded once, on disk": (
-        {"precision": LADDER, "miss": "fetch_priority", "encoded_dir": "", "store": "disk"},
-        False,
-    ),
-    "warm, levels": ({"precision": LADDER, "miss": "fetch_priority", "warm": ""}, False),
-    "warm, prefetches": ({"warm": "", **PREFETCHES}, False),
-    "warm, host": ({"warm": "", "miss": "host"}, False),
-    "host, prefetches": ({"miss": "host", "miss.rule": "always", **PREFETCHES}, False),
-    "host, levels": ({"precision": "int8:int4", "miss": "host", **PREFETCHES}, False),
-    "host, disk": ({"miss": "host", "miss.rule": "always", "store": "disk"}, False),
-    "prefetches from disk": ({"store": "disk", **PREFETCHES}, False),
-    "buddies, prefetches": ({"miss": "buddy", **PREFETCHES}, False),
-    "buddies, awaited": ({"miss": "buddy", "miss.late": "await", **PREFETCHES}, False),
-    "any neighbour, prefetches": ({"miss": "substitute_random", **PREFETCHES}, False),
-    "cache-conditional, prefetches": ({"routing": "cache_prior", **PREFETCHES}, False),
-    "dropping, prefetches": ({"miss": "drop", **PREFETCHES}, False),
-    "scan, dropping": ({"scoring": "scan", "capacity": "3/layer", "miss": "drop"}, False),
-    "scan, disk": ({"scoring": "scan", "capacity": "1/layer", "store": "disk"}, False),
-    "a pool's kernel, prefetches": ({KERNEL: "batched_mm", **PREFETCHES}, False),
-    "a pool's kernel, levels": (
-        {KERNEL: "batched_mm", "precision": LADDER, "miss": "fetch_priority"},
-        False,
-    ),
-    "a draft reads along": ({"prefetch": "draft", "draft": "self:int4"}, False),
-    "a draft reads along, disk": (
-        {"prefetch": "draft", "prefetch.cutoff": 2, "draft": "self:int4", "store": "disk"},
-        False,
-    ),
-    "drafting in batches": ({"policy": "sp_moe", "prefetch.cutoff": 2, "draft_tokens": 2}, True),
-    "drafting one by one": (
-        {"policy": "sp_moe", "prefetch.cutoff": 2, "prefetch.io": "per_expert"},
-        True,
-    ),
-    "vanilla drafting": ({"policy": "sp_moe_vanilla", "prefetch.cutoff": 2}, True),
-    "drafting, disk": ({"policy": "sp_moe", "prefetch.cutoff": 2, "store": "disk"}, True),
-    "drafting, host": ({"policy": "sp_moe", "prefetch.cutoff": 2, "miss": "host"}, True),
-    "drafting, levels": (
-        {"precision": LADDER, "miss": "fetch_priority", "draft": "tiny", "policy": "sp_moe"},
-        True,
-    ),
-    "drafting, dropping": ({"policy": "sp_moe", "prefetch.cutoff": 2, "miss": "drop"}, True),
+AHEAD = {"prefetch": "next_gate"}
+LEVELS = {"precision": LADDER, "miss": "fetch_priority"}
+ALWAYS = {"miss": "host", "miss.rule": "always"}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "cached first, prefetches": {"miss": "fetch_cached_first", **AHEAD},
+    "levels, prefetches": {**LEVELS, **AHEAD},
+    "levels, dropping": {"precision": LADDER, "miss": "drop_cascade", **AHEAD},
+    "a lossless level, prefetches": {"precision": "bf16:int4", **AHEAD},
+    "levels on disk": {**LEVELS, "store": "disk", **AHEAD},
+    "encoded once, on disk": {**LEVELS, "encoded_dir": "", "store": "disk"},
+    "warm, levels": {**LEVELS, "warm": ""},
+    "warm, prefetches": {"warm": "", **AHEAD},
+    "warm, host": {"warm": "", "miss": "host"},
+    "host, prefetches": {**ALWAYS, **AHEAD},
+    "host, levels": {"precision": "int8:int4", "miss": "host", **AHEAD},
+    "host, disk": {**ALWAYS, "store": "disk"},
+    "prefetches from disk": {"store": "disk", **AHEAD},
+    "buddies, prefetches": {"miss": "buddy", **AHEAD},
+    "buddies, awaited": {"miss": "buddy", "miss.late": "await", **AHEAD},
+    "any neighbour, prefetches": {"miss": "substitute_random", **AHEAD},
+    "cache-conditional, prefetches": {"routing": "cache_prior", **AHEAD},
+    "dropping, prefetches": {"miss": "drop", **AHEAD},
+    "scan, dropping": {"scoring": "scan", "capacity": "3/layer", "miss": "drop"},
+    "scan, disk": {"scoring": "scan", "capacity": "1/layer", "store": "disk"},
+    "a pool's kernel, prefetches": {KERNEL: "batched_mm", **AHEAD},
+    "a pool's kernel, levels": {KERNEL: "batched_mm", **LEVELS},
+    "a draft reads along": {"prefetch": "draft", "draft": "self:int4"},
+    "a draft reads along, disk": {
+        **{"prefetch": "draft", "prefetch.cutoff": 2, "draft": "self:int4", "store": "disk"}
+    },
 }
 """What is told by no single value: ways that meet. Folders are filled in."""
+SP_MOE = {"policy": "sp_moe", "prefetch.cutoff": 2}
+DRAFTING: dict[str, dict[str, Any]] = {
+    "drafting in batches": {**SP_MOE, "draft_tokens": 2},
+    "drafting one by one": {**SP_MOE, "prefetch.io": "per_expert"},
+    "vanilla drafting": {**SP_MOE, "policy": "sp_moe_vanilla"},
+    "drafting, disk": {**SP_MOE, "store": "disk"},
+    "drafting, host": {**SP_MOE, "miss": "host"},
+    "drafting, levels": {**LEVELS, "draft": "tiny", "policy": "sp_moe"},
+    "drafting, dropping": {**SP_MOE, "miss": "drop"},
+}
+"""The same of `moecache-spec`."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +127,8 @@ class Way:
 @cache
 def ways() -> tuple[Way, ...]:
     """All that runs on the wall clock by the table of a run's own checks, and what meets."""
-    found = [Way(name, *each) for name, each in TOGETHER.items()]
+    found = [Way(name, given, False) for name, given in TOGETHER.items()]
+    found += [Way(name, given, True) for name, given in DRAFTING.items()]
     found += [Way(*each) for each in settings_that_run("")]
     # Of values that come to the same setting, as defaults do, the first.
     return tuple({_setting_of(way): way for way in reversed(found)}.values())[::-1]
@@ -148,8 +140,9 @@ def share_of(family: str) -> list[Way]:
     Dealt out in turn, so that a new family and a new way have a part by themselves; every way with
     every family is what `make races` runs.
     """
-    meet = [way for way in ways() if way.name in TOGETHER]
-    others = [way for way in ways() if way.name not in TOGETHER]
+    known = TOGETHER.keys() | DRAFTING.keys()
+    meet = [way for way in ways() if way.name in known]
+    others = [way for way in ways() if way.name not in known]
     dealt = meet + random.Random(0).sample(others, OTHERS)
     return dealt[list(FAMILIES).index(family) :: len(FAMILIES)]
 
@@ -364,19 +357,13 @@ class Judge:
 
     def __init__(self, model: Path | torch.nn.Module) -> None:
         """`model` is a checkpoint, or a loaded model, of which a copy is taken."""
-        self.plain: Any = (
-            AutoModelForCausalLM.from_pretrained(str(model), dtype="auto").eval()
-            if isinstance(model, Path)
-            else copy.deepcopy(model)
-        )
+        if isinstance(model, Path):
+            model = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto").eval()
+        self.plain: Any = copy.deepcopy(model)
         self._levels: dict[str, list[Any]] = {}
 
     def logits(
-        self,
-        passes: Sequence[Pass],
-        precision: str | None,
-        lossless: bool,
-        device: str = "cpu",
+        self, passes: Sequence[Pass], precision: str | None, lossless: bool, device: str = "cpu"
     ) -> list[Tensor]:
         """Compute passes again; `lossless`: by this model's own choices, at the best level."""
         levels = [model.to(device) for model in self._models(precision)]

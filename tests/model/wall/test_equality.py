@@ -11,34 +11,21 @@ import torch
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.wall.worker import TransferError
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall import kernels
-from lm_eval_moecache.model.wrap import WrappedModel
-from tests.model.wall.models import BrokenPools, LatePools, counts, wrap_wall
+from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.wall import store
+from tests.model.wall.models import BrokenPools, LatePools, assert_same, counts, wrap_wall
 from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
 from tests.test_equality import (
     COMBINATIONS,
     LOSSLESS,
     logits_of,
-    make_engine,
     traces_left_on,
+    wrap_virtual,
 )
 
 # A trained predictor needs an artifact of its model, which random models have none of.
 TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.algorithm.artifact_kind]
 PAIRS = [pair for pair in COMBINATIONS if pair[0] not in TRAINED]
-
-
-def of_tokens(found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Leave out the four tokens of padding in the batch of `logits_of`: they need no experts."""
-    single, batch, *steps = found
-    return [single, batch[0], batch[1, 4:], batch[2], *steps]
-
-
-def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: str = "") -> None:
-    pairs = zip(of_tokens(expected), of_tokens(found), strict=True)
-    same = [torch.equal(a, b) for a, b in pairs]
-    assert all(same), f"{what}: {same}"
 
 
 # Each family takes its own third of the compositions and capacities; together they take all.
@@ -60,20 +47,6 @@ def test_logits_are_identical_whatever_the_policy_and_the_capacity(
         assert traces_left_on(model) == before
 
 
-@pytest.mark.parametrize("capacity", ["100%", "25%", "2/layer"])
-def test_without_prefetching_a_model_is_counted_as_under_the_virtual_clock(capacity: str) -> None:
-    model = random_model("qwen3_moe")
-    wall = wrap_wall(model, "on_demand", capacity)
-    logits_of(model)
-    wall.unwrap()
-    layers = find_moe_layers(model)
-    virtual = make_engine("on_demand", capacity, describe(model, layers, "x"))
-    wrapped = WrappedModel(model, layers, virtual)
-    logits_of(model)
-    wrapped.unwrap()
-    assert counts(wall.engine.ledger.passes) == counts(virtual.ledger.passes)
-
-
 @pytest.mark.parametrize("capacity", ["100%", "25%", "2"])
 def test_the_batched_kernel_runs_from_slots(capacity: str) -> None:
     model = random_model("olmoe")
@@ -93,44 +66,43 @@ def test_a_whole_layer_in_slots_runs_as_one_grouped_product(
         expected = model(prompt).logits
         wrapped = wrap_wall(model, "on_demand", "100%")
         model(prompt)
-        monkeypatch.setattr(kernels, "GroupedCall", None)
+        monkeypatch.setattr(store, "GroupedCall", None)
         found = model(prompt).logits
     wrapped.unwrap()
     assert torch.equal(found, expected)
 
 
-# These keep two experts of a token: they change nothing where a router chooses two.
-OF_MORE: list[dict[str, str]] = [
-    {"policy": "pruning"},
-    {"policy": "mixture_cache"},
-    {"miss": "drop"},
-]
-LOSSY: list[dict[str, str]] = [
+TIMELESS: list[dict[str, str]] = [
+    {"capacity": "25%"},
     {"miss": "drop", "miss.h": "1"},
     {"miss": "substitute_score"},
     {"miss": "substitute_random"},
     {"routing": "cache_prior"},
+    # These keep two experts of a token: they change nothing where a router chooses two.
+    {"policy": "pruning"},
+    {"policy": "mixture_cache"},
+    {"miss": "drop"},
 ]
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
-def test_lossy_answers_are_the_virtual_clocks_where_nothing_depends_on_time(family: str) -> None:
+def test_answers_and_counts_are_the_virtual_clocks_where_nothing_depends_on_time(
+    family: str,
+) -> None:
     """Dropped experts keep their index with weight 0: slots have to pass over them."""
     model = random_model(family)
-    layers = find_moe_layers(model)
-    for changes in [*LOSSY, *(OF_MORE if family == "olmoe" else [])]:
-        given = {"policy": "on_demand", **changes}
-        policy = given.pop("policy")
-        virtual = make_engine(policy, "5/layer", describe(model, layers, "x"), **given)
-        assert not virtual.rules.prefetch.is_active
-        wrapped = WrappedModel(model, layers, virtual)
-        expected = logits_of(model, wrapped)
-        assert sum(p.dropped + p.substituted + p.unfaithful for p in virtual.ledger.passes) > 0
+    for changes in TIMELESS if family == "olmoe" else TIMELESS[:5]:
+        given = {"policy": "on_demand", "capacity": "5/layer", **changes}
+        policy, capacity = given.pop("policy"), given.pop("capacity")
+        wrapped = wrap_virtual(model, policy, capacity, **given)
+        expected, told = logits_of(model, wrapped), wrapped.engine.ledger.passes
+        changed = sum(p.dropped + p.substituted + p.unfaithful for p in told)
+        assert (changed > 0) == (changes != TIMELESS[0])
         for seed in range(2):
             late = {"changes": given, "seed": seed, "longest_s": 0.0001}
-            wrapped = wrap_wall(model, policy, "5/layer", LatePools, **late)
+            wrapped = wrap_wall(model, policy, capacity, LatePools, **late)
             assert_same(expected, logits_of(model, wrapped), f"{changes}, {seed}")
-            assert counts(wrapped.engine.ledger.passes) == counts(virtual.ledger.passes)
+            assert counts(wrapped.engine.ledger.passes) == counts(told)
 
 
 @pytest.mark.parametrize("error", [OSError("I/O error"), KeyboardInterrupt()])

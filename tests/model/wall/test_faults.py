@@ -1,21 +1,62 @@
-"""What goes wrong under a run ends it with a message, or does it no harm; nothing hangs."""
+"""Faults on every way of the wall clock: a message that names the cause, no hang, nothing left."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs.wall_table import LADDER
+from lm_eval_moecache.engine.wall.worker import TransferError
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.precision import encoded_store
-from tests.harness import answers
-from tests.model.wall.models import on_disk
+from lm_eval_moecache.model.wall.pools import DeviceMover
+from tests.model.wall.races import Family, Way, generate, sizes_of
 from tests.models import save_model
 
 LIMIT_S = 120
+FLOAT = {"dtype": "float32"}
+LEVELS = {"precision": LADDER, "miss": "fetch_priority"}
+WAYS = {
+    "spec": Way("spec", {"policy": "sp_moe", "prefetch.cutoff": 2, **FLOAT}, True),
+    "host": Way("host", {"miss": "host", "miss.rule": "always", **FLOAT}, False),
+    "warm": Way("warm", {"warm": "", "cache_reset": "request", **FLOAT}, False),
+    "encoded_dir": Way("encoded_dir", {**LEVELS, "encoded_dir": ""}, False),
+    "cached first": Way("cached first", {"miss": "fetch_cached_first", **FLOAT}, False),
+}
+WRITTEN = ("spec", "encoded_dir")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No thread and no process of ours outlives a run, whatever became of it."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    end_s = time.monotonic() + LIMIT_S
+    for thread in set(threading.enumerate()) - before:
+        # A pool's threads end when it is collected, and need a moment for it.
+        if thread.name.startswith("moecache"):
+            thread.join(max(0.0, end_s - time.monotonic()))
+            assert not thread.is_alive(), thread.name
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A profile to warm by, and a checkpoint that nobody harms."""
+    return Family("olmoe", tmp_path_factory.mktemp("faults"))
 
 
 def within_the_limit(work: Callable[[], Any]) -> Any:
@@ -37,37 +78,112 @@ def within_the_limit(work: Callable[[], Any]) -> Any:
     return ended[0]
 
 
-@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
-@pytest.mark.parametrize("precision", [None, "int8"])
-def test_a_removed_store_folder_does_a_run_no_harm(
-    family: str, precision: str | None, tmp_path: Path
+def load(way: Way, shared: Family, folder: Path, **more: Any) -> MoECacheLM:
+    """Load a way's model from files: experts under `folder`, the checkpoint beside them."""
+    path = folder / "model"
+    if not path.is_dir():
+        save_model(path, "olmoe", **sizes_of("olmoe"))
+    given: dict[str, Any] = {"policy": "on_demand", "capacity": "25%", **way.given}
+    if "warm" in given:
+        given["warm"] = shared.arguments(Way("", {"warm": ""}, False))["warm"]
+    if "encoded_dir" in given:
+        given["encoded_dir"] = str(folder / "encoded")
+    on_disk = {"store": "disk", "store_dir": str(folder / "store"), "clock": "wall"}
+    given |= {"device": "cpu", "max_length": 64, **on_disk, **more}
+    kind = MoECacheSpecLM if way.speculative else MoECacheLM
+    lm: MoECacheLM = within_the_limit(lambda: kind(str(path), **given))
+    return lm
+
+
+def answer(lm: MoECacheLM) -> list[list[int]]:
+    tokens: list[list[int]] = within_the_limit(lambda: generate(lm))
+    return tokens
+
+
+@pytest.mark.parametrize(("name", "at"), zip(WAYS, (0, 7, 7, 0, 7), strict=True))
+def test_a_workers_exception_ends_the_run_with_its_words(
+    name: str, at: int, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Converted, encoded or in the checkpoint: files are open as long as the run lasts."""
-    path, folder = save_model(tmp_path / "model", family), tmp_path / "store"
-    given = {} if precision is None else {"precision": precision, "policy": "on_demand"}
-    lm = on_disk(path, folder, **given)
-    expected = within_the_limit(lambda: answers(lm))
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(path)
+    begin, begun = DeviceMover.begin, itertools.count()
+
+    def broken(mover: DeviceMover, transfer: Any) -> object:
+        if next(begun) >= at:
+            raise OSError("the cable is out")
+        return begin(mover, transfer)
+
+    way = WAYS[name]
+    if name == "host":
+        # Where the host executes all that is absent, only prefetches move.
+        way = Way(name, {"miss": "host", "prefetch": "next_gate"}, False)
+    monkeypatch.setattr(DeviceMover, "begin", broken)
+    with pytest.raises(TransferError, match="moving experts failed: OSError: the cable is out"):
+        answer(load(way, shared, tmp_path, store="ram", store_dir=None))
+
+
+def cut_open_files(*folders: Path) -> int:
+    """Cut what this process has open there, also if it has no name any more; return how many."""
+    cut = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            file = Path(os.readlink(link))
+            is_ours = not {*file.parents}.isdisjoint(folders)
+            if is_ours and ".safetensors" in file.name:
+                with link.open("r+b") as opened:
+                    opened.truncate(3000)
+                cut += 1
+    return cut
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_folders_that_are_removed_under_a_run_do_no_harm_and_a_cut_file_is_named(
+    name: str, shared: Family, tmp_path: Path
+) -> None:
+    lm = load(WAYS[name], shared, tmp_path)
+    expected = answer(lm)
+    for folder in ("store", "encoded", "model"):
+        shutil.rmtree(tmp_path / folder, ignore_errors=True)
     lm.reset()
-    assert within_the_limit(lambda: answers(lm)) == expected
+    assert answer(lm) == expected
+    lm.reset()
+    assert cut_open_files(tmp_path / "store", tmp_path / "encoded")
+    with pytest.raises((TransferError, OSError), match=r"ends at byte .* the file is truncated"):
+        answer(lm)
     lm.wrapped.unwrap()
 
 
-@pytest.mark.parametrize("given", [{"precision": "int8:int4"}, {"dtype": "float32"}], ids=str)
-def test_a_full_disk_is_said_while_experts_are_written(
-    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_disk_that_is_full_is_said(
+    name: str, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, folder = save_model(tmp_path / "model", "olmoe", hidden_size=64), tmp_path / "store"
-    write, calls = encoded_store.write_whole, []
+    write, written = encoded_store.write_whole, itertools.count()
 
     def full(path: Path, data: bytes) -> None:
-        calls.append(path)
-        if len(calls) > 2:
+        if next(written) > 1:
             raise OSError(28, "No space left on device")
         write(path, data)
 
     monkeypatch.setattr(encoded_store, "write_whole", full)
-    with pytest.raises(ValueError, match=r"store='disk'.*No space left.*files are written to"):
-        within_the_limit(lambda: on_disk(path, folder, policy="on_demand", **given))
-    assert not list(folder.glob("*/layer-*"))
+    with pytest.raises(
+        ValueError, match=r"store='disk': the model cannot be loaded.*No space left.*are written to"
+    ) as caught:
+        load(WAYS[name], shared, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert not list(tmp_path.glob("*/*/layer-*"))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_folder_that_is_removed_while_it_is_written_is_said(
+    name: str, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by somebody who cleans up: what was written is gone before its layer has its name."""
+    write, written = encoded_store.write_whole, itertools.count()
+
+    def gone(path: Path, data: bytes) -> None:
+        write(path, data)
+        if next(written) == 2:
+            for folder in (tmp_path / "store", tmp_path / "encoded"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    monkeypatch.setattr(encoded_store, "write_whole", gone)
+    with pytest.raises(ValueError, match=r"store='disk': the model cannot be loaded.*No such file"):
+        load(WAYS[name], shared, tmp_path)

@@ -15,14 +15,13 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.wall.kernels import WorkOnPool
+from lm_eval_moecache.model.wall.store import WorkOnPool
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
 from tests.artifacts import use_profile
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import LatePools, wrap_ladder, wrap_wall
-from tests.model.wall.test_equality import assert_same
+from tests.model.wall.models import LatePools, assert_same, wrap_wall
 from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
@@ -35,6 +34,18 @@ def executor_of(wrapped: WrappedModel) -> WallExecutor:
     return executor
 
 
+def costs(host_fixed_s: float, host_each_s: float, load_s: float) -> HostCosts:
+    """A device that takes no time, and no way to it."""
+    return HostCosts(
+        host_fixed_s=host_fixed_s,
+        host_each_s=host_each_s,
+        device_fixed_s=0.0,
+        device_each_s=0.0,
+        load_s=load_s,
+        way_s=0.0,
+    )
+
+
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None:
     """On a CPU, where host and device are the same arithmetic: under every rule and prefetches."""
@@ -44,21 +55,13 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
     for seed in range(20):
         changes = {"miss": "host", "miss.rule": RULES[seed % 3]}
         policy = ("on_demand", "specmd")[seed % 2]
-        wrapped = wrap_wall(
-            model, policy, "40%", LatePools, None, None, changes, seed=seed, longest_s=0.0002
-        )
+        late = {"changes": changes, "seed": seed, "longest_s": 0.0002}
+        wrapped = wrap_wall(model, policy, "40%", LatePools, **late)
         host = executor_of(wrapped).host
         assert host is not None
         if host.costs is not None:
             # A host about as fast as the link, so that both get their share.
-            host.costs = HostCosts(
-                host_fixed_s=1e-4,
-                host_each_s=2e-5,
-                device_fixed_s=0.0,
-                device_each_s=0.0,
-                load_s=1.5e-4,
-                way_s=0.0,
-            )
+            host.costs = costs(1e-4, 2e-5, 1.5e-4)
         found = logits_of(model)
         wrapped.engine.check_integrity()
         passes = wrapped.engine.ledger.passes
@@ -78,10 +81,10 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
 @pytest.mark.parametrize("rule", ["always", "balanced"])
 def test_encoded_experts_run_on_the_host_at_their_best_level(rule: str) -> None:
     model = random_model("gpt_oss", hidden_size=64, intermediate_size=64)
-    changes = {"miss": "host", "miss.rule": rule}
-    wrapped = wrap_ladder(model, "int8:int4", "on_demand", "40%", longest_s=0.0002)
-    expected = logits_of(model, wrapped)
-    wrapped = wrap_ladder(model, "int8:int4", "on_demand", "40%", changes, longest_s=0.0002)
+    given = {"changes": {"precision": "int8:int4"}, "longest_s": 0.0002}
+    expected = logits_of(model, wrap_wall(model, "on_demand", "40%", **given))
+    given["changes"] |= {"miss": "host", "miss.rule": rule}
+    wrapped = wrap_wall(model, "on_demand", "40%", **given)
     assert_same(expected, logits_of(model, wrapped))
     assert not any(p.low_precision for p in wrapped.engine.ledger.passes)
 
@@ -93,35 +96,22 @@ def test_each_rule_divides_by_the_measured_times() -> None:
     assert host is not None and host.costs is not None
     measured = host.costs
     assert measured.load_s > 0 and measured.host_fixed_s + measured.host_each_s > 0
-    host.costs = HostCosts(
-        host_fixed_s=4, host_each_s=1, device_fixed_s=0.0, device_each_s=0, load_s=10, way_s=0.0
-    )
+    host.costs = costs(4, 1, 10)
     experts = np.array([[0, 2, 3], [1, 2, 3], [1, 2, 3]] + [[2, -1, -1]] * 6)
     event = Event(0, 0, PREFILL, 9, [0, 2, 3, 1], experts)
     fetches = [Fetch(key) for key in event.keys]
     # 5, 6 and 7 beat 10; 13 does not.
     assert host.choose(event, fetches) == {0, 1, 3}
+    # One token's event needs no experts spelled out.
+    assert host.choose(Event(0, 1, DECODE, 1, [8, 9]), [Fetch(8), Fetch(9)]) == {8, 9}
     host._rule = "balanced"
     # The host ends 0 at 5, before a load; 1 at 11 and the link 2 at 10: 2 goes to the link; then
     # 1 at 11 before 3 at 20, and 3 at 18 before 20.
     assert host.choose(event, fetches) == {0, 1, 3}
-    host.costs = HostCosts(
-        host_fixed_s=40, host_each_s=1, device_fixed_s=0.0, device_each_s=0, load_s=10, way_s=0.0
-    )
+    host.costs = costs(40, 1, 10)
     assert host.choose(event, fetches) == set()
     host._rule = "always"
     assert host.choose(event, fetches) == {0, 1, 2, 3}
-    wrapped.unwrap()
-
-
-def test_one_tokens_event_needs_no_experts_spelled_out() -> None:
-    wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", changes={"miss": "host"})
-    host = executor_of(wrapped).host
-    assert host is not None
-    host.costs = HostCosts(
-        host_fixed_s=1, host_each_s=1, device_fixed_s=0.0, device_each_s=0, load_s=10, way_s=0.0
-    )
-    assert host.choose(Event(0, 1, DECODE, 1, [8, 9]), [Fetch(8), Fetch(9)]) == {8, 9}
     wrapped.unwrap()
 
 
@@ -131,7 +121,7 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
     module: Any = find_moe_layers(model)[0].experts
     wrapped = wrap_wall(model, "on_demand", "100%")
     layer: Any = wrapped._store.at(0, wrapped.engine.waves)
-    tier = layer._store.pools.tier_of(0)
+    tier = layer.store.pools.tier_of(0)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 32, generator=generator).to(torch.bfloat16)
     index = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(6)])
@@ -141,7 +131,7 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
             tier.fill(0, expert, {name: pool[expert] for name, pool in layer._slots.items()})
         every = GroupedCall(module, hidden, index, weights, 8)
         every.run([(e, e) for e in range(8)], layer.elsewhere(module, list(range(8))))
-        work = WorkOnPool(layer, module, hidden, index, weights, "grouped_mm")
+        work = WorkOnPool(layer, module, hidden, index, weights)
         call = work.host_call([1, 4])
         call.run([(1, 0), (4, 1)], layer.elsewhere(module, [1, 4]))
         work.execute({e: e for e in (0, 2, 3, 5, 6, 7)}, False)

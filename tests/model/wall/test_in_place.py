@@ -22,14 +22,14 @@ from lm_eval_moecache.model.wall.tiers import DiskTier, joined, tensors_in
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.wall.models import HOST, on_disk
-from tests.models import FAMILIES, byte_tokenizer, random_model
+from tests.models import FAMILY_CASES, byte_tokenizer, random_model
 
 
 def places(path: Path, **given: Any) -> Any:
     return find_in_place(skeleton(str(path), given), weights_files(str(path), given))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_every_family_is_read_where_it_lies(
     family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.precision.test_live import WIDE, WIDTHS, replaced, wrap
-from tests.model.wall.models import counts, wrap_ladder
-from tests.model.wall.test_equality import assert_same
+from tests.model.precision.test_live import WIDE, wrap
+from tests.model.wall.models import assert_same, counts, wrap_wall
 from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
@@ -33,24 +31,6 @@ def wide(family: str) -> Any:
     return random_model(family, **sizes)
 
 
-@pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])
-def test_outputs_are_those_of_a_plain_model_with_decoded_weights(name: str) -> None:
-    model = random_model("olmoe", **WIDE)
-    expected = logits_of(replaced(model, name))
-    for capacity in ("100%", "3"):
-        wrapped = wrap_ladder(model, name, "on_demand", capacity, longest_s=0.0002)
-        assert_same(expected, logits_of(model, wrapped), f"{name} at {capacity}")
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "deepseek_v3"])
-def test_other_families_compute_from_decoded_weights_too(family: str) -> None:
-    """GPT-OSS has its matrices transposed, and biases that no codec touches."""
-    model = random_model(family, hidden_size=64, **WIDTHS[family])
-    expected = logits_of(replaced(model, "int4"))
-    wrapped = wrap_ladder(model, "int4", "specmd", "4", longest_s=0.0002)
-    assert_same(expected, logits_of(model, wrapped))
-
-
 @pytest.mark.parametrize("family", FAMILY_CASES)
 @pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
 def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
@@ -58,15 +38,15 @@ def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
 ) -> None:
     """Twenty repetitions of each family: five delays for each way of missing."""
     model = wide(family)
-    changes = {"miss": miss}
-    virtual = wrap(model, LADDER, capacity="30%", **changes)
+    virtual = wrap(model, LADDER, capacity="30%", miss=miss)
     expected = logits_of(model)
     virtual.unwrap()
     told = counts(virtual.engine.ledger.passes)
     assert sum(p.low_precision for p in virtual.engine.ledger.passes) > 0
     for seed in range(5):
-        options = {"seed": seed, "longest_s": 0.0005}
-        wrapped = wrap_ladder(model, LADDER, "on_demand", "30%", changes, **options)
+        late = {"seed": seed, "longest_s": 0.0005}
+        changes = {"precision": LADDER, "miss": miss}
+        wrapped = wrap_wall(model, "on_demand", "30%", changes=changes, **late)
         assert_same(expected, logits_of(model, wrapped), f"{miss}, {seed}")
         assert counts(wrapped.engine.ledger.passes) == told
 
@@ -107,7 +87,8 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
 ) -> None:
     """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
     model, wait = random_model("olmoe", **WIDE), WallExecutor._wait
-    wrapped = wrap_ladder(model, LADDER, "on_demand", "3", {"miss": miss}, longest_s=0.01)
+    changes = {"precision": LADDER, "miss": miss}
+    wrapped = wrap_wall(model, "on_demand", "3", changes=changes, longest_s=0.01)
     for place in range(14):
         left = itertools.count(place, -1)
 
@@ -127,9 +108,8 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
 def test_slots_of_other_sizes_make_room_for_each_other() -> None:
     """Whatever the levels of what comes, all slots together never take more than the capacity."""
     model = random_model("olmoe", **WIDE)
-    wrapped = wrap_ladder(
-        model, LADDER, "on_demand", "2", {"miss": "fetch_lowest", "prefetch": "next_gate"}
-    )
+    changes = {"precision": LADDER, "miss": "fetch_lowest", "prefetch": "next_gate"}
+    wrapped = wrap_wall(model, "on_demand", "2", changes=changes)
     with torch.no_grad():
         for length in (1, 5, 1, 9, 2):
             model(torch.arange(2, 2 + length)[None])

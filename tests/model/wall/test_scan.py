@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lm_eval_moecache.engine.wall.worker import TransferError
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.models import BrokenPools, LatePools, counts, wrap_wall
 from tests.models import FAMILY_CASES, random_model
-from tests.test_equality import make_engine
+from tests.test_equality import wrap_virtual
 
 CASES: list[dict[str, str]] = [
     {},
@@ -38,12 +38,10 @@ def scanned(wrapped: WrappedModel) -> list[torch.Tensor]:
 
 
 def told(model: Any, capacity: str, changes: dict[str, str]) -> tuple[list[torch.Tensor], Any]:
-    layers = find_moe_layers(model)
-    engine = make_engine("on_demand", capacity, describe(model, layers, "x"), **changes)
-    wrapped = WrappedModel(model, layers, engine)
+    wrapped = wrap_virtual(model, "on_demand", capacity, **changes)
     found = scanned(wrapped)
     wrapped.unwrap()
-    return found, counts(engine.ledger.passes)
+    return found, counts(wrapped.engine.ledger.passes)
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)

@@ -18,11 +18,11 @@ from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
 from lm_eval_moecache.harness import preflight
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model import device
-from lm_eval_moecache.model.wall import assemble, kernels, ladder, pools, tiers
-from lm_eval_moecache.model.wall.pools import DeviceMover
+from lm_eval_moecache.model.wall import assemble, pools, store, tiers
+from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools
 from lm_eval_moecache.model.wall.tiers import RamTier
 from tests.conftest import Checkpoint
-from tests.model.wall.models import wrap_wall
+from tests.model.wall.models import assert_same, wrap_wall
 from tests.model.wall.on_device import (
     SIZES,
     assert_exact,
@@ -33,7 +33,6 @@ from tests.model.wall.on_device import (
     wrap_files,
 )
 from tests.model.wall.scripted import DEVICE, NAME, SCRIPTS, Device, Misuse, Stream, scripted
-from tests.model.wall.test_equality import assert_same
 from tests.models import random_model
 from tests.test_equality import logits_of
 
@@ -185,7 +184,13 @@ def _a_staging_buffer_is_not_turned(patch: pytest.MonkeyPatch) -> None:
 
 
 def _memory_of_another_stream(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ladder, "on_stream", lambda stream: device.on_stream(None))
+    def on_this_threads_own(self: LadderPools, shapes: Any) -> Any:
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self._device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    patch.setattr(LadderPools, "_make", on_this_threads_own)
 
 
 def _pageable_memory(patch: pytest.MonkeyPatch) -> None:
@@ -201,7 +206,7 @@ def _a_look_at_the_devices_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_table_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kernels, "copy_to_device", lambda values, *rest: values)
+    patch.setattr(store, "copy_to_device", lambda values, *rest: values)
 
 
 def _slots(script: str, folder: Path) -> None:
@@ -252,7 +257,7 @@ def test_more_slots_than_a_grouped_product_takes_are_served_by_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With windows of five slots instead of 1,023, on the CPU, by the kernel for a pool."""
-    monkeypatch.setattr(kernels, "MAX_GROUPS", 5)
+    monkeypatch.setattr(store, "MAX_GROUPS", 5)
     model = random_model("olmoe").float()
     expected = logits_of(model)
     wrapped = wrap_wall(model, "on_demand", "60%")
@@ -266,7 +271,7 @@ def test_windows_give_the_bits_of_one_product_where_rows_are_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the kernel whose rows do not depend on each other on a CPU, either."""
-    monkeypatch.setattr(kernels, "MOST", 5)
+    monkeypatch.setattr(store, "MOST", 5)
     model = random_model("olmoe")
     model.set_experts_implementation("batched_mm")
     expected = logits_of(model)

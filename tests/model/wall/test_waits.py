@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from lm_eval_moecache.model import router_events
 from lm_eval_moecache.model.device import copy_to_device, copy_to_host
-from lm_eval_moecache.model.wall import kernels
-from tests.model.wall.models import wrap_ladder, wrap_wall
+from lm_eval_moecache.model.wall import store
+from tests.model.wall.models import wrap_wall
 from tests.model.wall.races import Family, config_of, ways
 from tests.models import random_model
 
@@ -82,7 +82,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
             noted.inside = False
 
     monkeypatch.setattr(router_events, "copy_to_host", once)
-    monkeypatch.setattr(kernels, "copy_to_host", once)
+    monkeypatch.setattr(store, "copy_to_host", once)
     return noted
 
 
@@ -111,10 +111,7 @@ def test_a_layer_waits_once(
 ) -> None:
     # Its routers do not sort what they choose.
     model: Any = random_model("deepseek_v3", hidden_size=64, moe_intermediate_size=64)
-    if "precision" in changes:
-        wrapped = wrap_ladder(model, changes["precision"], policy, capacity, changes)
-    else:
-        wrapped = wrap_wall(model, policy, capacity, changes=changes)
+    wrapped = wrap_wall(model, policy, capacity, changes=changes)
     monkeypatch.setattr(wrapped._store, "on_cpu", False)
     layers = len(wrapped._layers)
     generator = torch.Generator().manual_seed(1)
