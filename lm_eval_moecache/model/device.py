@@ -192,12 +192,8 @@ def locked_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     of two, 77 GB for 58. It stays locked as long as it is held. Elsewhere torch's, and plain memory
     where a backend has none. Raises OSError where the system does not lock so much.
     """
-    if accelerator() == "cuda":
-        return _registered(shape, dtype)
-    return torch.empty(shape, dtype=dtype, pin_memory=can_lock())
-
-
-def _registered(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if accelerator() != "cuda":
+        return torch.empty(shape, dtype=dtype, pin_memory=can_lock())
     nbytes = math.prod(shape) * dtype.itemsize
     # Anonymous memory begins with a page, and a page that two tensors shared could not be locked
     # for both; private, as all that is this process' own.

@@ -5,8 +5,9 @@ One experts function is registered with transformers, which calls it instead of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,33 +27,34 @@ Slots = Mapping[str, Tensor]
 _FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transposed")
 
 
-class Store(Protocol):
+class Store(ABC):
     """Where a model's experts are executed from."""
 
-    levels: list[Mapping[int, int] | None] | None
+    levels: list[Mapping[int, int] | None] | None = None
     """Where there are several precisions, layer -> the levels of the keys of its next event."""
 
+    @abstractmethod
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
-        """Choose the kernel of a pass; transformers changes kernels for decode steps.
+        """Choose the kernel of a pass; transformers changes kernels for decode steps on devices.
 
         `padding` marks the tokens [T] that nobody waits for, where there are any.
         """
 
-    def close(self) -> None:
-        """End what runs beside the caller. Safe to call twice."""
-
+    @abstractmethod
     def at(self, layer: int, waves: Waves) -> Kernel:
         """Return what runs one layer's experts, which are executed as the `waves` come."""
 
+    def close(self) -> None:
+        """End what runs beside the caller, if anything does. Safe to call twice."""
+        return
 
-class InPlaceStore:
+
+class InPlaceStore(Store):
     """Runs experts from the model's own tensors, with the kernel transformers would have used.
 
     Under the virtual clock a transfer takes time but moves nothing: the experts fit where they
     are, so residency is bookkeeping, and the arithmetic is bit for bit the unwrapped model's.
     """
-
-    levels: list[Mapping[int, int] | None] | None = None
 
     def __init__(self, implementation: str | None, device_type: str) -> None:
         self._implementation = implementation or "eager"
@@ -60,15 +62,11 @@ class InPlaceStore:
         self.begin_pass(decoding=False)
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
-        """Choose the kernel of a pass; transformers changes kernels for decode steps."""
         name = self._implementation
         if decoding and name == "grouped_mm" and self._device_type != "cpu":
             # `GenerationMixin._optimize_model_for_decode` does so for the unwrapped model.
             name = "batched_mm"
         self.kernel: Kernel = _own_loop if name == "eager" else ALL_EXPERTS_FUNCTIONS[name]
-
-    def close(self) -> None:
-        """Do nothing: the caller executes."""
 
     def at(self, layer: int, waves: Waves) -> Kernel:
         """Return the kernel of one layer, which keeps the views that few tokens' products take."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, decode, is_matrices
-from lm_eval_moecache.model.store import InPlaceStore, Kernel, OnSlots, Waves
+from lm_eval_moecache.model.store import InPlaceStore, Kernel, OnSlots, Store, Waves
 from lm_eval_moecache.records.arrays import BoolArray
 
 # Decoding again what was decoded a moment ago would cost real time, where it fits.
 MEMO_BYTES = 64 * 2**20
 
 
-class LadderStore:
+class LadderStore(Store):
     """Decodes the experts of an event and runs them with the kernel of transformers.
 
     The arithmetic is that of a model whose weights are the decoded ones, at the compute dtype, on
@@ -36,21 +36,16 @@ class LadderStore:
         device_type: str,
     ) -> None:
         self.stored, self.codecs = stored, codecs
-        self.levels: list[Mapping[int, int] | None] | None = [None] * len(stored)
+        self.levels = [None] * len(stored)
         """Layer -> the levels of its event's keys; None where all are at the best one."""
         self._kernels = InPlaceStore(implementation, device_type)
         self._decoded: OrderedDict[tuple[int, str, int, int], Tensor] = OrderedDict()
         self._decoded_bytes = 0
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
-        """Choose the kernel of a pass, as the in-place store does."""
         self._kernels.begin_pass(decoding=decoding)
 
-    def close(self) -> None:
-        """Do nothing: the caller executes."""
-
     def at(self, layer: int, waves: Waves) -> Kernel:
-        """Return what runs one layer's experts."""
         return partial(self._run, layer)
 
     def _run(

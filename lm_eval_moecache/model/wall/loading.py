@@ -27,7 +27,7 @@ from lm_eval_moecache.model.precision.stored import (
     shape_without_memory,
 )
 from lm_eval_moecache.model.sources import Source, can_leave_out, leaving_out, sources_of
-from lm_eval_moecache.model.wall.memory import available_host_bytes
+from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
 from lm_eval_moecache.model.wall.pools import expert_parameters, part_of, stored_parameters
 from lm_eval_moecache.model.wall.tiers import (
     DiskTier,
@@ -82,7 +82,7 @@ class ExpertLoader:
         self.parameters: list[dict[str, Tensor]]
         """Layer -> parameter name -> a tensor of its shape and type."""
         self.figures: dict[str, Any] = {}
-        """Time of loading, and what it took of a device."""
+        """Time and peak memory of loading."""
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return what `from_pretrained` is told about places: the device gets its part later."""
@@ -94,6 +94,7 @@ class ExpertLoader:
         start_s = time.perf_counter()
         try:
             with ExitStack() as stack:
+                peak = stack.enter_context(watched())
                 layers = find_moe_layers(self._skeleton)
                 if self._in_place is not None:
                     names = {name for row in names_of(layers) for name in row.values()}
@@ -110,6 +111,8 @@ class ExpertLoader:
                 + (f" (files are written to {self._folder})" if writes else "")
             ) from error
         self.figures = {"seconds": time.perf_counter() - start_s}
+        if peak:
+            self.figures |= {"peak_host_bytes": peak[0], "own_host_bytes": own_bytes()}
         if self._store == "disk":
             self.figures["past_page_cache"] = self._past_cache()
         peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)

@@ -1,15 +1,48 @@
-"""What host memory there is to take."""
+"""What host memory a process takes for itself, and what there is to take."""
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+_EVERY_S = 0.02
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _LIMIT = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 _USE = {"": "memory.current", "memory": "memory.usage_in_bytes"}
 """Controller in a line of /proc/self/cgroup (none: version 2) -> file of its figure."""
+
+
+def own_bytes() -> int | None:
+    """Return the memory that is this process' alone or shared by it; None where it is not told.
+
+    Maps of files do not count: the system takes their pages back when it needs them.
+    """
+    found = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", _text(_PROC / "self/status"))
+    return sum(map(int, found)) * 1024 if found else None
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Look at `own_bytes` every few milliseconds of a block; yield what was the most, if told."""
+    peak: list[int] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while (now := own_bytes()) is not None:
+            peak[:] = [max([now, *peak])]
+            if done.wait(_EVERY_S):
+                return
+
+    thread = threading.Thread(target=watch, name="moecache-memory", daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
 
 
 def available_host_bytes() -> int | None:

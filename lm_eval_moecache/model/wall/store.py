@@ -23,7 +23,7 @@ from lm_eval_moecache.model.device import copy_to_device, copy_to_host
 from lm_eval_moecache.model.grouped import GroupedCall, Matrices
 from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import decode, matrix_shape
-from lm_eval_moecache.model.store import OnSlots, Slots, Waves
+from lm_eval_moecache.model.store import OnSlots, Slots, Store, Waves
 from lm_eval_moecache.model.wall.host import Host
 from lm_eval_moecache.model.wall.pools import LadderPools, SlotPools, expert_parameters, part_of
 from lm_eval_moecache.model.wall.tiers import Row
@@ -40,10 +40,8 @@ Places = Mapping[int, int]
 """Expert of the layer -> where it lies."""
 
 
-class SlotStore:
+class SlotStore(Store):
     """Runs experts from slots, as transformers' own kernel would have from the whole layer."""
-
-    levels: list[Mapping[int, int] | None] | None = None
 
     def __init__(
         self,
@@ -65,17 +63,14 @@ class SlotStore:
         self._matrices: dict[int, Matrices] = {}
 
     def begin_pass(self, *, decoding: bool, padding: BoolArray | None = None) -> None:
-        """Choose the kernel of a pass; transformers changes kernels for decode steps on devices."""
         swap = decoding and self._kernel == "grouped_mm" and not self.on_cpu
         self.kernel = "batched_mm" if swap else self._kernel
         self.padding = padding
 
     def close(self) -> None:
-        """End the host's thread, after what it works on."""
         self.host.close()
 
     def at(self, layer: int, waves: Waves) -> Layer:
-        """Return what runs one layer's experts."""
         return (LayerLevels if self.codecs else LayerSlots)(self, layer, waves)
 
     def matrices(self, module: nn.Module, pool: dict[str, Tensor]) -> Matrices:

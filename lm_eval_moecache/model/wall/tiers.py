@@ -53,7 +53,8 @@ class FileReader:
                 self._direct[file] = os.open(file, os.O_RDONLY | os.O_DIRECT)
             except (OSError, AttributeError):  # a file system in memory; no Linux
                 continue
-        weakref.finalize(self, _close, [*self._files.values(), *self._direct.values()])
+        for descriptor in (*self._files.values(), *self._direct.values()):
+            weakref.finalize(self, os.close, descriptor)
         self._pool = ThreadPoolExecutor(IN_FLIGHT, "moecache-read")
         self._own = threading.local()
 
@@ -67,9 +68,9 @@ class FileReader:
             for start in range(0, len(target), PART):
                 part = target[start : start + PART]
                 running.append(self._pool.submit(self._past_cache, file, offset + start, part))
-        errors = [error for error in (each.exception() for each in running) if error is not None]
-        if errors:
-            raise errors[0]
+        for error in [each.exception() for each in running]:
+            if error is not None:
+                raise error
 
     def _buffered(self, file: str, offset: int, target: Bytes) -> None:
         view = memoryview(target.data)
@@ -81,7 +82,10 @@ class FileReader:
 
     def _past_cache(self, file: str, offset: int, target: Bytes) -> None:
         """Read whole blocks into a buffer of this thread, and copy what was asked for."""
-        buffer = self._buffer()
+        if not hasattr(self._own, "buffer"):
+            # Of a map of its own, which begins at a page, as these reads need.
+            self._own.buffer = np.frombuffer(mmap.mmap(-1, PART + 2 * _BLOCK), dtype=np.uint8)
+        buffer: Bytes = self._own.buffer
         begin = offset // _BLOCK * _BLOCK
         size = -(-(offset + len(target)) // _BLOCK) * _BLOCK - begin
         found = 0
@@ -100,28 +104,14 @@ class FileReader:
             found += count
         np.copyto(target, buffer[offset - begin : offset - begin + len(target)])
 
-    def _buffer(self) -> Bytes:
-        if not hasattr(self._own, "buffer"):
-            # Of a map of its own, which begins at a page, as these reads need.
-            self._own.buffer = np.frombuffer(mmap.mmap(-1, PART + 2 * _BLOCK), dtype=np.uint8)
-        found: Bytes = self._own.buffer
-        return found
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
 
 Row = Mapping[str, Tensor]
 """Parameter name -> one expert's part of it."""
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Parameter name -> shape and type of one expert's part of it."""
-_DTYPES = {
-    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
-    # What codecs store.
-    **{"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32},
-}
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+# What codecs store.
+_DTYPES |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32}
 
 
 class Tier(ABC):

@@ -1,17 +1,28 @@
-"""Encoded experts are made once: kept by what they are made of, whole or not at all."""
+"""Experts that are encoded or converted are made once: kept by what they are made of, and whole.
+
+For `encoded_dir`, and for `store=disk` where the checkpoint has them otherwise.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import encoded_store, loading, stored
+from lm_eval_moecache.model.precision import encoded_store, loading
+from lm_eval_moecache.model.precision.codecs import AsStored
+from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
+from lm_eval_moecache.model.precision.stored import Encoded, encode
 from tests.harness import answers
+from tests.model.wall.models import HOST, on_disk, read_experts
 from tests.models import save_model
 
 LADDER = {"precision": "int8:nf4", "miss": "fetch_priority", "policy": "on_demand"}
@@ -22,7 +33,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64}
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The matrices that are encoded from here on."""
     done: list[str] = []
-    encode = stored.encode
 
     def noted(module: Any, stacked: Any, codecs: Any, *given: Any) -> Any:
         done.append(":".join(codec.name for codec in codecs))
@@ -119,3 +129,79 @@ def test_what_has_no_effect_or_no_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"encoded_dir=.* cannot be written to"):
         read_config({"encoded_dir": str(tmp_path / "file"), "precision": "int8"})
+
+
+# --- store=disk ---------------------------------------------------------------------------------
+
+CONVERTED: dict[str, Any] = {"dtype": "float32"}
+ENCODED: dict[str, Any] = {"precision": "int8:nf4", "miss": "fetch_priority"}
+stored = partial(on_disk, policy="on_demand", capacity="30%")
+
+
+def files(folder: Path) -> dict[Path, int]:
+    found = folder.rglob("*.safetensors")
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in found}
+
+
+@pytest.mark.parametrize("given", [CONVERTED, ENCODED], ids=["converted", "encoded"])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_a_second_load_reads_and_writes_no_experts(
+    family: str, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = read_experts(monkeypatch)
+    path, folder = save_model(tmp_path / "model", family, **SIZES), tmp_path / "store"
+    lm = stored(path, folder, **given)
+    first, written = answers(lm), files(folder)
+    assert read and len(written) == 3 * (1 if given is CONVERTED else 2)
+    read.clear()
+    lm.wrapped.unwrap()
+    again = stored(path, folder, **given)
+    assert answers(again) == first and read == [] and files(folder) == written
+    again.wrapped.unwrap()
+    if given is CONVERTED:
+        assert first == answers(HFLM(pretrained=str(path), dtype="float32", **HOST))
+
+
+def test_memory_holds_one_layer_while_it_is_written(
+    tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_model(tmp_path / "model", "olmoe", **SIZES)
+    write = EncodedExpertStore.write
+
+    def written(self: EncodedExpertStore, held: Any) -> Any:
+        encoded.append("written")
+        return write(self, held)
+
+    monkeypatch.setattr(EncodedExpertStore, "write", written)
+    stored(path, tmp_path / "store", precision="int8").wrapped.unwrap()
+    assert encoded == ["int8", "int8", "written"] * 3
+
+
+def make(folder: Path, **given: Any) -> EncodedExpertStore:
+    return EncodedExpertStore(
+        folder, "[1, 2, 3]", torch.float32, [AsStored(torch.float32)], **given
+    )
+
+
+def test_one_makes_the_files_and_others_wait_for_it(tmp_path: Path) -> None:
+    tensors: dict[str, Encoded] = {"w": [(torch.ones(2, 3),)]}
+    begun, found = threading.Event(), list[bool]()
+
+    def other() -> None:
+        begun.set()
+        with make(tmp_path).claimed(1) as is_whole:
+            found.append(is_whole)
+
+    own = make(tmp_path)
+    with own.claimed(1) as is_whole:
+        assert not is_whole
+        waiting = [threading.Thread(target=other) for _ in range(3)]
+        for thread in waiting:
+            thread.start()
+        assert begun.wait(30)
+        waiting[0].join(0.2)
+        assert found == [] and all(thread.is_alive() for thread in waiting)
+        own.place(0, own.write(tensors))
+    for thread in waiting:
+        thread.join(30)
+    assert found == [True] * 3

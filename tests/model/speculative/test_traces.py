@@ -97,25 +97,27 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
     assert [s and s.solution for s in stages] == [stages[1] and stages[1].solution] * 2
 
 
-def test_the_command_replays_a_drafted_run(
+def test_a_trace_holds_the_runs_draft_and_the_command_replays_it(
     lm: MoECacheSpecLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run(lm, policy="sp_moe")
+    alone = lm.engine.ledger.passes
     run(lm, policy="sp_moe", trace=str(tmp_path))
+    # The gates are asked about layers that nobody wants foretold, which takes no time.
+    assert lm.engine.ledger.passes == alone
     path = lm.finish_trace()
+    found, own = load_trace(str(path), predicted=True).drafted, lm.engine.setting.draft
+    assert found.draft == own and isinstance(own, Draft)
+    # As many as the model takes: what SP-MoE's prefetcher looks at unless it is told otherwise.
+    assert (own.targets, found.ranked) == ((0, 1, 2), 3)
+    # The draft reads the prompt once, and then a token at a time.
+    assert found.tokens is not None and int(np.max(found.tokens.values)) > 1
     words = ["--policy=sp_moe,on_demand", "--capacity=40%", "--json"]
     assert main(["replay", str(path), *words]) == 0
     drafted, plain = json.loads(capsys.readouterr().out)["runs"]
     assert drafted["metrics"] == json.loads(json.dumps(lm.report()["totals"]))
     assert drafted["metrics"]["draft_acceptance"] == plain["metrics"]["draft_acceptance"]
     assert drafted["metrics"]["prefetch_precision"] is not None
-
-
-def test_recording_leaves_the_run_alone(lm: MoECacheSpecLM, tmp_path: Path) -> None:
-    """The gates are asked about layers that nobody wants foretold, which takes no time."""
-    run(lm, policy="sp_moe", **{"prefetch.cutoff": 1})
-    live = lm.engine
-    run(lm, policy="sp_moe", **{"prefetch.cutoff": 1}, trace=str(tmp_path))
-    assert lm.engine.ledger.passes == live.ledger.passes
 
 
 FORESEEING = [
@@ -246,14 +248,3 @@ def test_damage_to_what_was_drafted_is_named(
     assert path is not None and column in DRAFT_COLUMNS
     with pytest.raises(ValueError, match=told):
         read_trace(damaged(path, column, change))
-
-
-def test_the_draft_of_a_trace_is_the_runs_own(lm: MoECacheSpecLM, tmp_path: Path) -> None:
-    run(lm, policy="sp_moe", trace=str(tmp_path))
-    found, own = recorded(lm).drafted, lm.engine.setting.draft
-    assert found.draft == own and isinstance(own, Draft)
-    # As many as the model takes: what SP-MoE's prefetcher looks at unless it is told otherwise.
-    assert (own.targets, found.ranked) == ((0, 1, 2), 3)
-    assert found.tokens is not None
-    # The draft reads the prompt once, and then a token at a time.
-    assert int(np.max(found.tokens.values)) > 1

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.wall import assemble
-from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.records.event import PREFILL
 from tests.harness import make_instance
 from tests.model.speculative.drafts import STOP, generated, prompts
+from tests.model.wall.models import LatePools
 
 FEW = {**STOP, "max_gen_toks": 8}
-
-
-class Late(SlotPools):
-    """Each transfer takes a random time more."""
-
-    random = random.Random(0)
-
-    def begin(self, transfer: Transfer) -> object:
-        time.sleep(self.random.choice((0.0, 0.0, 0.0002, 0.001)))
-        return super().begin(transfer)
 
 
 def asked(count: int) -> list[Any]:
@@ -40,21 +27,12 @@ def asked(count: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def lm() -> Iterator[MoECacheSpecLM]:
-    before = assemble.SlotPools
-    assemble.SlotPools = Late  # type: ignore[misc]
-    try:
-        made = MoECacheSpecLM(
-            pretrained="tiny",
-            device="cpu",
-            dtype="float32",
-            clock="wall",
-            draft="tiny",
-            policy="sp_moe",
-        )
+    loaded = {"device": "cpu", "dtype": "float32", "clock": "wall"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "SlotPools", LatePools)
+        made = MoECacheSpecLM(pretrained="tiny", draft="tiny", policy="sp_moe", **loaded)
         yield made
         made.wrapped.unwrap()
-    finally:
-        assemble.SlotPools = before  # type: ignore[misc]
 
 
 def install(lm: MoECacheSpecLM, **ours: Any) -> MoECacheSpecLM:
@@ -76,19 +54,12 @@ def test_the_tokens_are_those_of_greedy_decoding_twenty_times_over(
     drafts = ("tiny", "self:int4")
     found = {policy: 0 for policy in policies}
     for repetition in range(20):
-        Late.random = random.Random(repetition)
         policy = policies[repetition % 4]
         cutoff = {"prefetch.cutoff": 8} if policy.startswith("sp_moe") else {}
         draft = drafts[repetition // 4 % 2]
         capacity = ("25%", "50%")[repetition // 8 % 2]
-        install(
-            lm,
-            policy=policy,
-            draft=draft,
-            draft_tokens=1 + repetition % 3,
-            capacity=capacity,
-            **cutoff,
-        )
+        given = {"policy": policy, "draft": draft, "capacity": capacity, **cutoff}
+        install(lm, draft_tokens=1 + repetition % 3, **given)
         assert generated(lm, asked(2)) == expected, repetition
         lm.engine.check_integrity()
         passes = lm.engine.ledger.passes
@@ -148,14 +119,8 @@ def test_a_draft_of_the_targets_weights_is_the_virtual_clocks(lm: MoECacheSpecLM
     install(lm, draft="self:int2", draft_tokens=2, policy="on_demand")
     generated(lm, asked(2))
     ours = [(p.drafted, p.accepted) for p in lm.engine.ledger.passes]
-    virtual = MoECacheSpecLM(
-        pretrained="tiny",
-        device="cpu",
-        dtype="float32",
-        draft="self:int2",
-        draft_tokens=2,
-        policy="on_demand",
-    )
+    given = {"draft": "self:int2", "draft_tokens": 2, "policy": "on_demand"}
+    virtual = MoECacheSpecLM(pretrained="tiny", device="cpu", dtype="float32", **given)
     generated(virtual, asked(2))
     assert [(p.drafted, p.accepted) for p in virtual.engine.ledger.passes] == ours
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import core_model_loading
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.wall.worker import Transfer
@@ -91,6 +93,20 @@ def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: s
     pairs = zip(of_tokens(expected), of_tokens(found), strict=True)
     same = [torch.equal(a, b) for a, b in pairs]
     assert all(same), f"{what}: {same}"
+
+
+def read_experts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the experts' matrices that transformers reads from here on."""
+    found: list[str] = []
+    add = core_model_loading.WeightTransform.add_tensor
+
+    def noted(self: Any, target: str, key: str, *given: Any) -> None:
+        if "experts" in target and "shared" not in target and "bias" not in target:
+            found.append(target)
+        add(self, target, key, *given)
+
+    monkeypatch.setattr(core_model_loading.WeightTransform, "add_tensor", noted)
+    return found
 
 
 def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:

@@ -76,6 +76,15 @@ def wrapped_by(
     return WrappedModel(model, layers, engine, store)
 
 
+def assert_plain(
+    device: str, policy: str, capacity: str, repetitions: int, tokens: int = 48, **sizes: int
+) -> None:
+    """Check that a model behind the cache answers as transformers alone does on the device."""
+    expected = plain_logits(device, tokens, **sizes)
+    wrapped = wrap(random_model("olmoe", **SIZES, **sizes), device, policy, capacity)
+    assert_exact(wrapped, expected, repetitions, tokens)
+
+
 def assert_exact(
     wrapped: WrappedModel, expected: list[torch.Tensor], repetitions: int, tokens: int = 48
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lm_eval_moecache.model import sources
 from lm_eval_moecache.model.checkpoint import skeleton, weights_files
@@ -21,7 +21,7 @@ from lm_eval_moecache.model.wall.pools import expert_parameters
 from lm_eval_moecache.model.wall.tiers import DiskTier, joined, tensors_in
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import HOST, on_disk
+from tests.model.wall.models import HOST, on_disk, read_experts
 from tests.models import FAMILY_CASES, byte_tokenizer, random_model
 
 
@@ -34,17 +34,10 @@ def test_every_family_is_read_where_it_lies(
     family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(family)
-    read: list[str] = []
-    add = core_model_loading.WeightTransform.add_tensor
-
-    def noted(self: Any, target: str, key: str, *given: Any) -> None:
-        read.append(target)
-        add(self, target, key, *given)
-
     whole = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16")
-    monkeypatch.setattr(core_model_loading.WeightTransform, "add_tensor", noted)
+    read = read_experts(monkeypatch)
     lm = on_disk(path, tmp_path / "store")
-    assert read and not [name for name in read if "experts" in name and "shared" not in name]
+    assert read == []
     assert not (tmp_path / "store").exists()
     loader: Any = lm.loader._experts
     for index, layer in enumerate(find_moe_layers(whole)):

@@ -54,7 +54,7 @@ def test_answers_are_those_of_the_hf_model(
         lm.install(read_config({**WALL, "store": store, **folder}))
     report = lm.report()
     assert report["clock"] == "wall" and report["store"] == store
-    assert report["load"]["seconds"] > 0
+    assert report["load"]["seconds"] > 0 and report["load"]["peak_host_bytes"] > 2**20
     # Where it lies in the checkpoint as it is executed, nothing is written.
     assert bool(list(tmp_path.iterdir())) == (store == "disk" and dtype == "float32")
     lm.wrapped.unwrap()

@@ -1,13 +1,76 @@
-"""What host memory there is to take, control groups' limits among it."""
+"""Memory is said as it is: what is a process' own, and what is left to take."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lm_eval_moecache.model.wall import memory
-from lm_eval_moecache.model.wall.memory import available_host_bytes
+from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+MB = 2**20
+
+
+def test_what_is_taken_counts_and_pages_of_a_mapped_file_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(os.urandom(64 * MB))
+    before = own_bytes()
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        assert sum(mapped[:: mmap.PAGESIZE]) > 0
+        with_map = own_bytes()
+        # New pages from the system: an allocator may hand out what it kept, which counts already.
+        own = mmap.mmap(-1, 64 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        own.write(mapped[:])
+        with_own = own_bytes()
+    assert before is not None and with_map is not None and with_own is not None
+    assert with_map - before < 8 * MB
+    assert 56 * MB < with_own - with_map < 140 * MB
+    own.close()
+    mapped.close()
+
+
+def test_memory_that_processes_share_counts_as_own() -> None:
+    before = own_bytes()
+    shared = mmap.mmap(-1, 64 * MB)
+    shared.write(os.urandom(64 * MB))
+    after = own_bytes()
+    assert before is not None and after is not None and after - before > 56 * MB
+    shared.close()
+
+
+def test_the_peak_is_of_the_block_and_not_of_what_was_before() -> None:
+    """The system's own figure (ru_maxrss) is of the whole life of a process."""
+    text = (
+        "import os, time\n"
+        "from lm_eval_moecache.model.wall.memory import own_bytes, watched\n"
+        "before = bytearray(os.urandom(200 << 20))\n"
+        "del before\n"
+        "start = own_bytes()\n"
+        "with watched() as peak:\n"
+        "    inside = bytearray(os.urandom(50 << 20))\n"
+        "    time.sleep(0.2)\n"
+        "    del inside\n"
+        "print((peak[0] - start) >> 20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert 45 <= int(done.stdout) < 130
+
+
+def test_watching_ends_with_the_block() -> None:
+    with pytest.raises(ValueError, match="x"), watched() as peak:
+        raise ValueError("x")
+    found = list(peak)
+    taken = bytearray(os.urandom(32 * MB))
+    time.sleep(0.1)
+    assert peak == found and len(taken) == 32 * MB
 
 
 @pytest.mark.parametrize("version", [1, 2])

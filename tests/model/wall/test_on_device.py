@@ -25,6 +25,7 @@ from tests.model.wall.on_device import (
     SIZES,
     assert_exact,
     assert_levels_exact,
+    assert_plain,
     logits,
     plain_logits,
     wrap,
@@ -69,9 +70,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capacity", ["100%", "25%", "4", "1/layer", "2/layer"])
 @pytest.mark.parametrize("policy", ["on_demand", "specmd", "mixtral_offloading"])
 def test_logits_are_identical_again_and_again(policy: str, capacity: str) -> None:
-    expected = plain_logits(DEVICE)
-    wrapped = wrap(random_model("olmoe", **SIZES), DEVICE, policy, capacity)
-    assert_exact(wrapped, expected, OFTEN)
+    assert_plain(DEVICE, policy, capacity, OFTEN)
 
 
 @pytest.mark.parametrize("name", [n for n in codec_names() if n not in ALIASES])
@@ -90,10 +89,7 @@ def test_levels_are_what_a_plain_model_computes_at_them(prefetch: str, capacity:
 
 def test_more_slots_than_one_grouped_product_takes() -> None:
     """16 layers of 128 experts: 60% are 1,228 slots, two windows of a prefill."""
-    sizes = {"num_hidden_layers": 16, "num_experts": 128}
-    expected = plain_logits(DEVICE, **sizes)
-    wrapped = wrap(random_model("olmoe", **sizes, **SIZES), DEVICE, "on_demand", "60%")
-    assert_exact(wrapped, expected, 2)
+    assert_plain(DEVICE, "on_demand", "60%", 2, num_hidden_layers=16, num_experts=128)
 
 
 @pytest.mark.parametrize("capacity", ["25%", "2/layer"])

@@ -27,6 +27,7 @@ from tests.model.wall.on_device import (
     SIZES,
     assert_exact,
     assert_levels_exact,
+    assert_plain,
     logits,
     plain_logits,
     wrap,
@@ -41,9 +42,7 @@ TOKENS = 12
 
 def same_bits(policy: str, capacity: str, script: str) -> Device:
     with scripted(script) as scripted_device:
-        expected = plain_logits(NAME, TOKENS)
-        wrapped = wrap(random_model("olmoe", **SIZES), NAME, policy, capacity)
-        assert_exact(wrapped, expected, 1, TOKENS)
+        assert_plain(NAME, policy, capacity, 1, TOKENS)
         return scripted_device
 
 
@@ -115,9 +114,7 @@ def test_a_device_without_streams_copies_in_its_queue(monkeypatch: pytest.Monkey
 def test_a_device_whose_events_tell_no_time_is_timed_by_the_host() -> None:
     with scripted("drawn"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pools, "can_time", lambda device: False)
-        expected = plain_logits(NAME, TOKENS)
-        wrapped = wrap(random_model("olmoe", **SIZES), NAME, "on_demand", "25%")
-        assert_exact(wrapped, expected, 1, TOKENS)
+        assert_plain(NAME, "on_demand", "25%", 1, TOKENS)
 
 
 def test_a_copy_is_timed_by_the_device() -> None:
