@@ -104,19 +104,6 @@ class Codec(ABC):
         return found
 
 
-def num_weights(shape: Sequence[int], codec: Codec, multiple: int) -> int:
-    """Return the number of weights of a matrix, which the codec takes only in such multiples."""
-    count = math.prod(shape)
-    if count % multiple:
-        raise ValueError(
-            f"precision={codec.name!r} stores weights in groups that need a multiple of {multiple} "
-            f"weights, but an expert matrix of this model is {tuple(shape)}. Allowed: a smaller "
-            f"group, as '{codec.name.partition('/')[0]}/g{min(codec.group_sizes)}', or a precision "
-            "without groups, as int8 or bf16."
-        )
-    return count
-
-
 PIECE = 1 << 17
 """Weights that are worked on at a time on a CPU: what is made between fits into a core's cache."""
 
@@ -282,7 +269,14 @@ class HalfQuadratic(Codec):
     def layout(self, shape: Sequence[int]) -> Layout:
         # Words pack weights of different groups; three bits alone pad what is left over.
         step = self.group_size * (1 if self.bits == 3 else self._per_word)
-        groups = num_weights(shape, self, step) // self.group_size
+        groups = math.prod(shape) // self.group_size
+        if math.prod(shape) % step:
+            raise ValueError(
+                f"precision={self.name!r} stores weights in groups that need a multiple of {step} "
+                f"weights, but an expert matrix of this model is {tuple(shape)}. Allowed: a "
+                f"smaller group, as '{self.name.partition('/')[0]}/g{min(self.group_sizes)}', or a "
+                "precision without groups, as int8 or bf16."
+            )
         scales = ((groups, 1), torch.float16)
         packed = (-(-groups // self._per_word), self.group_size)
         return ((packed, self._word), scales, scales)

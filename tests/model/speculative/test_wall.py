@@ -70,14 +70,6 @@ def test_the_tokens_are_those_of_greedy_decoding_twenty_times_over(
     assert found["on_demand"] == 0
 
 
-def test_what_is_repeated_from_the_prompt_drafts_too(
-    lm: MoECacheSpecLM, expected: list[list[int]]
-) -> None:
-    install(lm, policy="on_demand", draft="prompt_lookup", draft_tokens=3)
-    assert generated(lm, asked(2)) == expected
-    lm.engine.check_integrity()
-
-
 def test_prefetches_move_while_the_draft_drafts(lm: MoECacheSpecLM) -> None:
     """With all of a pass foretold and nothing else loaded, its experts are there before it."""
     install(lm, draft="tiny", draft_tokens=1, capacity="100%", **{"prefetch.cutoff": 8})

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import read_config
@@ -67,17 +66,6 @@ def test_a_model_is_loaded_encoded_and_answers_as_under_the_virtual_clock(
     lm.install(read_config({"clock": "wall", **where, **ours}))
     assert answers(lm) == expected
     assert lm.report()["model"]["precision"] == ("int8", "nf4/g64")
-    lm.wrapped.unwrap()
-
-
-def test_the_best_level_alone_answers_as_the_hf_model(checkpoint: Checkpoint) -> None:
-    path = str(checkpoint("olmoe"))
-    host: dict[str, Any] = {"device": "cpu", "max_length": 48, "batch_size": 2}
-    expected = answers(HFLM(pretrained=path, dtype="bfloat16", **host))
-    lm = MoECacheLM(
-        pretrained=path, clock="wall", precision="bf16", dtype="bfloat16", capacity="25%", **host
-    )
-    assert answers(lm) == expected
     lm.wrapped.unwrap()
 
 
