@@ -28,7 +28,9 @@ def test_each_pass_is_the_models_own_and_their_times_add_up(spec: MoECacheSpecLM
     spec.generate_until(requests(3), disable_tqdm=True)
     ledger = spec.engine.ledger
     # The draft's forwards are no passes of the model.
-    assert [p for record in ledger.requests for p in record.passes] == ledger.passes
+    passes = [record for request in ledger.requests for record in request.passes]
+    assert sorted(passes, key=lambda record: record.index) == ledger.passes
+    assert len(ledger.requests[0].passes) < (ledger.requests[0].output_tokens or 0) / 2
     assert all(a.end_s == b.start_s for a, b in pairwise(ledger.passes))
     assert ledger.passes[-1].end_s == spec.engine.clock.now
     for record in ledger.requests:
