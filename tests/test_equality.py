@@ -186,7 +186,7 @@ def test_outputs_of_the_shipped_model_are_identical_to_those_of_the_hf_model() -
 
 
 # Each family takes its own seventh of the compositions and capacities; together they take all.
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_answers_are_identical_to_those_of_the_hf_model(
     family: str, batch_size: int, checkpoint: Checkpoint

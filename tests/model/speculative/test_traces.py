@@ -130,8 +130,8 @@ FORESEEING = [
 @pytest.mark.parametrize(
     ("draft", "policies"),
     [
-        ("self:int4", FORESEEING),
-        ("tiny", FORESEEING[1:]),
+        pytest.param("self:int4", FORESEEING, marks=pytest.mark.slow),
+        pytest.param("tiny", FORESEEING[1:], marks=pytest.mark.slow),
         ("tiny-draft", FORESEEING),
         ("narrow", [{"policy": "mixtral_offloading"}]),
     ],

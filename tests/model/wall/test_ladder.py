@@ -35,14 +35,14 @@ def wide(family: str) -> Any:
 def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
     family: str, miss: str
 ) -> None:
-    """Twenty repetitions of each family: five delays for each way of missing."""
+    """Twelve repetitions of each family: three delays for each way of missing."""
     model = wide(family)
     virtual = wrap(model, LADDER, capacity="30%", miss=miss)
     expected = logits_of(model)
     virtual.unwrap()
     told = counts(virtual.engine.ledger.passes)
     assert sum(p.low_precision for p in virtual.engine.ledger.passes) > 0
-    for seed in range(5):
+    for seed in range(3):
         late = {"seed": seed, "longest_s": 0.0005}
         changes = {"precision": LADDER, "miss": miss}
         wrapped = wrap_wall(model, "on_demand", "30%", changes=changes, **late)
@@ -69,7 +69,9 @@ def test_a_model_is_loaded_encoded_and_answers_as_under_the_virtual_clock(
     lm.wrapped.unwrap()
 
 
-@pytest.mark.parametrize("miss", ["fetch_priority", "cascade"])
+@pytest.mark.parametrize(
+    "miss", ["fetch_priority", pytest.param("cascade", marks=pytest.mark.slow)]
+)
 def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     miss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
