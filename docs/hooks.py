@@ -112,7 +112,8 @@ def write_gallery(folder: Path) -> None:
     """One section for each experiment of results/: its title, its question, its pictures."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    lines = ["# Gallery", "", "Every picture is remade from the experiment's recipe in `results/`."]
+    origin = "Every figure is regenerated from the experiment's recipe in `results/`."
+    lines = ["# Gallery", "", origin]
     for experiment in sorted((ROOT / "results").iterdir()):
         shown = [p for p in sorted(experiment.rglob("*")) if p.suffix in PICTURES]
         shown = [p for p in shown if p.suffix == ".png" or not p.with_suffix(".png").exists()]

@@ -21,20 +21,20 @@ _SAME_MACHINE = {"auto": None, "yes": True, "no": False}
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("baseline", help="a folder of results, or one results file")
     parser.add_argument("new", help="the same for the change under test")
-    text = "relative, for speed: 5%%, or tok_per_s=5%%,miss_rate=1%%, or both; default: 0 "
-    text += "(exactly) on the baseline's machine, 2%% on others, 10%% with the wall clock"
+    text = "relative tolerance for speed: 5%%, or tok_per_s=5%%,miss_rate=1%%, or both; default: 0 "
+    text += "(exact) on the baseline's machine, 2%% on others, 10%% with the wall clock"
     parser.add_argument("--tolerance", type=str | None, help=text)
-    text = "losses of a score that are too small to matter: 0.5%% is half a point of accuracy, "
+    text = "smallest score loss that counts: 0.5%% is half a point of accuracy or "
     text += "half a percent of a perplexity; default: 0 on the baseline's machine, else 0.5%%"
     parser.add_argument("--floor", type=str | None, help=text)
-    text = "chance of a false alarm over all tested scores together; default: 0.01"
+    text = "probability of a false alarm over all tested scores; default: 0.01"
     parser.add_argument("--alpha", type=str, default=f"{DEFAULT_ALPHA:g}", help=text)
-    text = "whether both were made on machines that round alike; auto: as the records say"
+    text = "whether both machines round identically; auto: decided from the records"
     choices = sorted(_SAME_MACHINE)
     parser.add_argument("--same_machine", choices=choices, default="auto", help=text)
-    text = "figures of speed to judge, as `table --columns` names them"
+    text = "speed metrics to compare, as `table --columns` names them"
     parser.add_argument("--metrics", default=",".join(SPEED_METRICS), help=text)
-    text = "settings to leave out of the join, as pretrained,device"
+    text = "settings to ignore when joining runs, e.g. pretrained,device"
     parser.add_argument("--ignore", default="", help=text)
     parser.add_argument("--format", choices=tuple(FORMS), default="text")
     parser.add_argument("--all", action="store_true", help="list unchanged figures as well")

@@ -29,11 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = f"stored weights: {', '.join(PRECISIONS)}; default: as published"
     parser.add_argument("--precision", type=str | None, help=text)
     parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens before the first answer")
-    text = "where experts lie: ram, or disk (an NVMe drive)"
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (for TTFT)")
+    text = "where offloaded experts are stored: ram, or disk (an NVMe drive)"
     parser.add_argument("--store", type=str, default=RAM, help=text)
-    parser.add_argument("--bandwidth", type=str | None, help="what the link does: '5GB/s'")
-    text = "whose routing is replayed; default: the nearest shipped"
+    text = "link bandwidth, overrides the profile's: '5GB/s'"
+    parser.add_argument("--bandwidth", type=str | None, help=text)
+    text = "trace whose routing is replayed; default: the most similar shipped one"
     parser.add_argument("--trace", type=str | None, help=text)
 
 
@@ -106,7 +107,7 @@ def _gb(nbytes: float) -> str:
 _BUILDABLE = {
     "lru": "with an LRU cache",
     "hazard": "evicting by forecast (hazard)",
-    "host": "with the host computing what is absent",
+    "host": "with non-resident experts computed on the host",
 }
 _WORDS = {
     "cycles": "tokens' worth of experts (layers x top-k) that the memory holds; below 1 an LRU "
@@ -116,7 +117,7 @@ _WORDS = {
     "prefetch": "hazard, and the next layer's experts are loaded ahead by a predictor that names "
     "85% of them (recall) and is right in 85% of what it names",
     "host": "LRU, and the host computes absent experts where that ends sooner",
-    "bound": "the fewest misses that any eviction could have (Belady); nothing reaches it",
+    "bound": "the fewest misses that any eviction could have (Belady); no rule attains it",
     "waits for": "what a token's time mostly goes to under LRU: the link, memory (compute), "
     "launches",
 }
@@ -150,7 +151,7 @@ def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: in
     memory = (
         f"Memory: {_gb(room['memory'])} GB = dense weights {_gb(room['dense'])} + KV cache of "
         f"{found['context']:,} tokens {_gb(room['kv_cache'])} + experts {_gb(room['experts'])} of "
-        f"{_gb(room['all_experts'])}; activations left out."
+        f"{_gb(room['all_experts'])}; activations not included."
     )
     notes = [f"Stored weights: {model.stored.name}. Sizes: {model.source}."]
     table: list[str] = []
@@ -174,7 +175,7 @@ def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: in
     notes.append("A forecast of the virtual clock for one stream; nothing was run on the device.")
     if not is_whole:
         notes.append(
-            "Engines of today make less of a link than batched copies do: by published figures a "
+            "Current engines use less of the link than batched copies do: by published figures a "
             "third to a half of such speeds (docs/how_true.md). --bandwidth 8GB/s shows that end."
         )
     head = [*textwrap.wrap(found["verdict"], width), "", *textwrap.wrap(memory, width), ""]

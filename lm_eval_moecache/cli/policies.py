@@ -28,7 +28,8 @@ _LEAD = 24
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="explain this composition or algorithm")
     parser.add_argument("--axis", choices=AXES, help="the algorithms of one axis, with a summary")
-    parser.add_argument("--all", action="store_true", help="parameters and sources of everything")
+    text = "include parameters and sources of all algorithms"
+    parser.add_argument("--all", action="store_true", help=text)
 
 
 def run(arguments: Namespace) -> int:

@@ -55,10 +55,10 @@ from lm_eval_moecache.trace.use import load_use
 _TEXTS = {
     **{axis: f"replace the policy's {axis}; a,b,c" for axis in AXES},
     "phases": "all, or decode: lossy algorithms act only while decoding",
-    "bandwidth": "of the link, in place of the profile's: 5GB/s; a,b,c",
-    "emulate": "charge each layer as one of this model: a name, a folder, or a YAML",
+    "bandwidth": "link bandwidth, overrides the profile's: 5GB/s; a,b,c",
+    "emulate": "charge each layer as a layer of this model: a name, a folder, or a YAML",
     "warm": "fill the cache first: a trace, or a JSON of `moecache profile use`",
-    "seed": "of algorithms that draw; default: the recorded run's",
+    "seed": "seed of randomised algorithms; default: the recorded run's",
     "expert_bytes": "size of one expert, for .jsonl and .npz traces: 12MiB",
     "plot": "draw miss rate against capacity: .svg, .png",
     "timeline": "write what compute, link and host did, for Perfetto: .json",
@@ -148,19 +148,19 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     made.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help="profile, or YAML")
     for name, text in _TEXTS.items():
         made.add_argument(f"--{name}", type=str | None, help=text)
-    order = "demands first, or fifo: nothing is overtaken or withdrawn"
+    order = "demands first, or fifo: nothing is overtaken or cancelled"
     made.add_argument("--link", choices=list(LINKS), default=PRIORITY, help=order)
-    order = "together: an event's experts run once the last is there; or the resident ones first"
+    order = "run an event's experts together once all have arrived, or resident ones first"
     made.add_argument("--execute", choices=list(EXECUTIONS), default=TOGETHER, help=order)
-    reads = "requests that an expert is read by: its projections, over a link of lanes"
+    reads = "read requests per expert (its projections), for links with several lanes"
     made.add_argument("--reads_per_expert", type=str, default="1", help=reads)
-    context = "context: charge attention to it and its KV cache, as --emulate has them"
+    context = "context: charge attention over it and its KV cache by the configuration of --emulate"
     made.add_argument("--attention", choices=list(ATTENTIONS), default=FLAT, help=context)
-    reset = "request: each starts as the first one did"
+    reset = "request: each starts with the first one's initial cache"
     made.add_argument("--cache_reset", choices=["never", "request"], default="never", help=reset)
     bounds = "also what LRU on demand misses, and the fewest misses that there can be"
     made.add_argument("--bound", type=bool, default=True, help=bounds)
-    made.add_argument("--jobs", type=int, default=1, help="replays at a time, each in a process")
+    made.add_argument("--jobs", type=int, default=1, help="parallel replays, one process each")
     made.add_argument("--all", action="store_true", help="all columns of the table")
     return made
 

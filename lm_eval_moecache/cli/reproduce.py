@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
     parser.add_argument("--limit", type=int | float | None, help="documents a task")
     parser.add_argument("--out", type=str | None, help="default: reproduced/PAPER/FIGURE")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
     parser.add_argument("--live", action="store_true", help="run the model for every cell")
     parser.add_argument("--dry-run", action="store_true", help="write the recipe and estimate only")
 

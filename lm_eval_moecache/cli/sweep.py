@@ -13,11 +13,11 @@ from lm_eval_moecache.sweep.spec import EXECUTORS, read_sweep
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("sweep", help="results/<experiment>/sweep.yaml")
-    parser.add_argument("--jobs", type=int | None, help="processes at a time; default: the file's")
+    parser.add_argument("--jobs", type=int | None, help="parallel processes; default: the file's")
     text = "ray and submitit are extras; default: the file's"
     parser.add_argument("--executor", choices=EXECUTORS, help=text)
-    parser.add_argument("--rerun", action="store_true", help="run finished cells again as well")
-    text = "run the model for every cell; default: once for all with the same outputs"
+    parser.add_argument("--rerun", action="store_true", help="also rerun finished cells")
+    text = "run the model for every cell instead of once per group of cells with equal outputs"
     parser.add_argument("--live", action="store_true", help=text)
     parser.add_argument("--dry-run", action="store_true", help="check, list and estimate only")
 

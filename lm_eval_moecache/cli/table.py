@@ -26,7 +26,7 @@ BOARD = "table.yaml"
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("dir", help="a sweep's folder, or any folder with results JSONs below it")
     parser.add_argument("--format", choices=sorted(FORMS), help="default: md")
-    text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: what varies"
+    text = "comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that vary"
     parser.add_argument("--columns", type=str | None, help=text)
     text = "comma-separated columns, best first; NAME:asc or NAME:desc forces an order; "
     text += "default: accuracy,tok_per_s"

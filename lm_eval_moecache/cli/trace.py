@@ -37,16 +37,16 @@ def run_raw(argv: list[str]) -> int:
         parser.add_argument(
             "file", type=str, help="a trace of any format, or a folder of responses"
         )
-        silent = "experts a token, where the file is silent"
+        silent = "experts per token, if the file does not state it"
         parser.add_argument("--top_k", type=int | None, help=silent)
     if action == "convert":
-        suffix = "its suffix is the format's: .parquet, .csv, .jsonl"
+        suffix = "output file; the suffix selects the format: .parquet, .csv, .jsonl"
         parser.add_argument("out", type=str, help=suffix)
-        sizes = "whose sizes it gets: a name, a config"
+        sizes = "model whose expert sizes are used: a name or a config"
         parser.add_argument("--model", type=str | None, help=sizes)
         size = "size of one expert: '12MiB'"
         parser.add_argument("--expert_bytes", type=str | None, help=size)
-        parser.add_argument("--request", type=int | None, help="this one alone, from 0")
+        parser.add_argument("--request", type=int | None, help="export only this request (from 0)")
     arguments = parsed(parser, argv[1:])
     found, text = {"formats": _formats, "show": _show, "convert": _convert}[action](arguments)
     return print_result(arguments.json, found, text)

@@ -25,25 +25,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--pretrained", default="tiny", help="tiny, a folder or a hub id")
     text = "further arguments of every run: precision=int8:int4,emulate=OLMoE-1B-7B"
     parser.add_argument("--model_args", type=str | None, help=text)
-    text = "comma-separated; their mean is the accuracy"
+    text = "comma-separated tasks; the accuracy is their mean"
     parser.add_argument("--tasks", default="moecache_offline", help=text)
     parser.add_argument("--limit", type=int | float | None, help="documents a task")
     parser.add_argument("--capacity", default="25%", help="5%%, 2GiB, 51 or 30/layer")
     parser.add_argument("--hardware", default=DEFAULT_PROFILE, help="profile, or YAML")
-    parser.add_argument("--bandwidth", type=str | None, help="replaces the profile's: 5GB/s")
-    text = "points of accuracy that may be lost (default: 1)"
+    text = "link bandwidth, overrides the profile's: 5GB/s"
+    parser.add_argument("--bandwidth", type=str | None, help=text)
+    text = "allowed accuracy loss in points (default: 1)"
     parser.add_argument("--budget", type=float, default=1.0, help=text)
-    text = "what fast means: tok_per_s, tpot_ms, ttft_ms ..."
+    text = "speed objective: tok_per_s, tpot_ms, ttft_ms ..."
     parser.add_argument("--metric", default="tok_per_s", help=text)
-    parser.add_argument("--space", type=str | None, help="YAML of what to search")
-    parser.add_argument("--trials", type=int, default=1000, help="candidates to draw at most")
-    text = "seconds after the first run in which others begin, those of policies/ included"
+    parser.add_argument("--space", type=str | None, help="YAML of the search space")
+    parser.add_argument("--trials", type=int, default=1000, help="maximum number of candidates")
+    text = "time limit in seconds for starting runs, counted from the first run; includes the "
+    text += "shipped compositions"
     parser.add_argument("--timeout", type=float, default=600.0, help=text)
-    text = "a lossy candidate is not run where its prefetch and eviction alone, replayed, are "
-    text += "slower than the best by more than this share"
+    text = "skip a lossy candidate if a replay of its prefetch and eviction alone is slower than "
+    text += "the best by more than this share"
     parser.add_argument("--slack", type=float, default=0.1, help=text)
     parser.add_argument("--jobs", type=int, default=1, help="processes that run the model")
-    parser.add_argument("--seed", type=int, default=0, help="of the search")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the search")
 
 
 def run(arguments: Namespace) -> int:

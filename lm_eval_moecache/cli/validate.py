@@ -21,19 +21,22 @@ from lm_eval_moecache.trace.importers import load_trace
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("trace", type=str, help="the routing of the measured run")
-    parser.add_argument("measured", type=str, help="its measurements: a CSV, a row a token")
+    text = "measurements of that run: a CSV with one row per token"
+    parser.add_argument("measured", type=str, help=text)
     parser.add_argument("--hardware", type=str, required=True, help="profile, or YAML")
-    parser.add_argument("--capacity", type=str, required=True, help="what the cache held: 4000MiB")
+    parser.add_argument("--capacity", type=str, required=True, help="cache capacity: 4000MiB")
     parser.add_argument("--policy", type=str, default="on_demand", help="the engine's policy")
-    parser.add_argument("--eviction", type=str, default="lru", help="its eviction")
-    order = "experts run together once all are there, or as_they_arrive, the resident first"
+    parser.add_argument("--eviction", type=str, default="lru", help="the engine's eviction")
+    order = "run an event's experts together once all have arrived, or as_they_arrive, resident "
+    order += "ones first"
     parser.add_argument("--execute", type=str, default=TOGETHER, help=order)
-    reads = "requests that one expert is read by"
+    reads = "read requests per expert"
     parser.add_argument("--reads_per_expert", type=int, default=1, help=reads)
-    names = "their names: '{wall_ms: total_ms}'"
+    names = "column names: '{wall_ms: total_ms}'"
     parser.add_argument("--columns", type=dict[str, str] | None, help=names)
     parser.add_argument("--tokens", type=str, default=":", help="FIRST:LAST, as in Python")
-    parser.add_argument("--plot", type=str | None, help="write a picture of both over the tokens")
+    text = "plot predicted and measured times per token to this file"
+    parser.add_argument("--plot", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:

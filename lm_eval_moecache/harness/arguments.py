@@ -85,81 +85,87 @@ class ModelArguments(Schema):
     )
     routing: Any = Field(
         None,
-        description="replace this axis of the policy by an algorithm's name, or the path of a "
-        "class of yours (`my_package.MyRouting`); its parameters as `routing.NAME=value`",
+        description="replaces the policy's routing algorithm: a name or a class path "
+        "(`my_package.MyRouting`); parameters as `routing.NAME=value`",
     )
     prefetch: Any = Field(None, description="the same for prefetching")
     eviction: Any = Field(None, description="the same for eviction")
-    miss: Any = Field(None, description="the same for what becomes of absent experts")
+    miss: Any = Field(None, description="the same for miss handling")
     capacity: Any = Field(
         "25%",
-        description="of the cache: `5%` of all expert bytes, `2GiB`, `51` experts, `30/layer` (a "
+        description="cache size: `5%` of all expert bytes, `2GiB`, `51` experts, `30/layer` (one "
         "cache per layer)",
     )
     precision: Any = Field(
         None,
-        description="how experts are stored, best first: `int8`, `int8:int4:int2` (default: the "
-        "model's type)",
+        description="stored precisions of the experts, best first: `int8`, `int8:int4:int2` "
+        "(default: the model's dtype)",
     )
     hardware: Name = Field(
-        DEFAULT_PROFILE, description="the device to emulate: a profile's name, or a YAML of one"
+        DEFAULT_PROFILE, description="device to emulate: name or YAML of a hardware profile"
     )
-    bandwidth: Any = Field(None, description="of the link, in place of the profile's: `5GB/s`")
+    bandwidth: Any = Field(None, description="link bandwidth, overrides the profile's: `5GB/s`")
     link: Literal["priority", "fifo"] = Field(
-        "priority", description="`priority`: demands first, stale prefetches withdrawn; or `fifo`"
+        "priority",
+        description="`priority` (demands first, stale prefetches cancelled) or `fifo`",
     )
     execute: Literal["together", "as_they_arrive"] = Field(
         "together",
-        description="an event's experts run `together` once the last is there, or "
-        "`as_they_arrive`, the resident ones first",
+        description="run an event's experts `together` once all have arrived, or `as_they_arrive`, "
+        "resident ones first",
     )
     reads_per_expert: Annotated[int, count(1, MOST_READS)] = Field(
-        1, description="requests that an expert is read by: its projections, over a link of lanes"
+        1,
+        description="read requests per expert (its projections), for links with several lanes",
     )
     attention: Literal["flat", "context"] = Field(
         "flat",
-        description="`context`: charge attention to the context and its KV cache, as `emulate` has "
-        "them; `flat` leaves them out",
+        description="`context` charges attention over the context and its KV cache by the "
+        "configuration of `emulate`; `flat` omits both",
     )
     emulate: Name = Field(
-        None, description="charge each layer as one of this model: a name, a folder or a YAML"
+        None,
+        description="charge each layer as a layer of this model: a name, a folder or a YAML",
     )
     warm: Name = Field(
         None,
         description="fill the cache before the first request: a trace, a JSON that `profile "
-        "use` writes, or `tiny`, whose profile ships",
+        "use` writes, or `tiny` (shipped use profile)",
     )
     phases: Any = Field(
         None,
         description="`all`, or `decode`: lossy algorithms act only while decoding (default: the "
         "policy's)",
     )
-    seed: Annotated[int, count()] = Field(0, description="of algorithms that draw")
+    seed: Annotated[int, count()] = Field(0, description="seed of randomised algorithms")
     trace: Name = Field(
         None, description="folder to record a routing trace into, for `moecache replay`"
     )
     trace_keep: Literal["lossless", "all", "routing"] = Field(
         "lossless",
-        description="what the trace keeps: `lossless`, for replays of lossless policies; `all`, "
-        "for lossy ones as well; `routing`, the experts alone",
+        description="content of the trace: `lossless` (enough to replay lossless policies), `all` "
+        "(lossy ones, too) or `routing` (experts only)",
     )
     clock: Literal["virtual", "wall"] = Field(
         "virtual", description="`virtual`, or `wall`: real transfers on this machine, measured"
     )
     store: Literal["ram", "disk"] = Field(
-        "ram", description="with `clock=wall`: absent experts lie in `ram` or on `disk`"
+        "ram", description="with `clock=wall`: store non-resident experts in `ram` or on `disk`"
     )
     store_dir: Name = Field(
-        None, description="folder of the files of `store=disk` (default: ~/.cache/lm-eval-moecache)"
+        None,
+        description="folder for the files of `store=disk` (default: ~/.cache/lm-eval-moecache)",
     )
     encoded_dir: Name = Field(
-        None, description="with `precision`: folder that keeps encoded experts for later loads"
+        None,
+        description="with `precision`: folder in which encoded experts are kept for later loads",
     )
     scoring: Literal["parallel", "scan"] = Field(
         "parallel", description="`parallel`, or `scan`: scored text is routed as if it were decoded"
     )
     cache_reset: Literal["never", "request"] = Field(
-        "never", description="`never`, or `request`: each request starts as the first one did"
+        "never",
+        description="`never`, or `request`: each request starts with the first one's initial cache",
     )
     draft: Name = Field(
         None,

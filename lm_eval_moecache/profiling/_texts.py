@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
     """Add whose documents are read: a model's, from tasks or from files."""
     parser.add_argument("--pretrained", type=str, default=TINY, help="tiny, a folder or a hub id")
-    parser.add_argument("--tasks", type=str | None, help="their training documents: a,b,c")
+    text = "tasks whose training documents are used: a,b,c"
+    parser.add_argument("--tasks", type=str | None, help=text)
     parser.add_argument("--data", type=str | None, help=files)
     parser.add_argument("--include_path", type=str | None, help="folder with more tasks")
     parser.add_argument("--limit", type=int, default=limit, help="documents of each task")

@@ -50,33 +50,34 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--matmul",
         type=int,
         default=2048,
-        help="edge of the measured product, less where one takes long",
+        help="edge of the measured matrix product (smaller if it is slow)",
     )
     parser.add_argument(
         "--pretrained",
         type=str,
-        help="decode a model of this one's shape on the wall clock, and measure what that takes",
+        help="decode a model of this shape on the wall clock and measure its overheads",
     )
-    parser.add_argument(
-        "--policy", type=str, default=ON_DEMAND, help="whose bookkeeping --pretrained measures"
-    )
-    parser.add_argument("--bandwidth", type=str, help="what --pretrained slows the link down to")
+    text = "policy whose bookkeeping --pretrained measures"
+    parser.add_argument("--policy", type=str, default=ON_DEMAND, help=text)
+    parser.add_argument("--bandwidth", type=str, help="throttled link bandwidth for --pretrained")
     parser.add_argument(
         "--from",
         type=str,
         nargs="+",
         default=[],
         metavar="FILE",
-        help="TRACE MEASURED [TRACE MEASURED ...]: fit to a device's measurements, no matter where",
+        help="TRACE MEASURED [TRACE MEASURED ...]: fit the profile to any device's measurements",
     )
     parser.add_argument("--base", type=str | None, help="--from: the profile to begin with")
-    parser.add_argument("--capacity", type=str | None, help="--from: what its cache held")
+    parser.add_argument("--capacity", type=str | None, help="--from: cache capacity")
     parser.add_argument("--reads", type=str, default="1", help="--from: reads an expert, per pair")
     parser.add_argument("--tokens", type=str, default=":", help="--from: FIRST:LAST to fit on")
     parser.add_argument("--fit", type=str | None, help="--from: figures to fit, by commas")
-    parser.add_argument("--policy_of", type=str, default="on_demand", help="--from: its policy")
-    parser.add_argument("--eviction", type=str, default="lru", help="--from: its eviction")
-    parser.add_argument("--execute", type=str, default=TOGETHER, help="--from: its execution order")
+    text = "--from: the engine's policy"
+    parser.add_argument("--policy_of", type=str, default="on_demand", help=text)
+    parser.add_argument("--eviction", type=str, default="lru", help="--from: the engine's eviction")
+    text = "--from: the engine's execution order"
+    parser.add_argument("--execute", type=str, default=TOGETHER, help=text)
 
 
 def run(arguments: Namespace) -> int:

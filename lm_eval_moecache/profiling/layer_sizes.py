@@ -26,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("trace", type=str, help="a routing trace, as of `trace=DIR`")
-    parser.add_argument("--capacity", type=str, default="25%", help="what all layers share")
+    parser.add_argument("--capacity", type=str, default="25%", help="total capacity of all layers")
     parser.add_argument("--out", type=str | None, help="a JSON file to write the sizes to")
 
 

@@ -30,8 +30,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--loss", type=str, default="kl", help="kl (eq. 4), or bce of the chosen experts"
     )
-    parser.add_argument("--halve_every", type=int, default=5, help="epochs until it is halved")
-    parser.add_argument("--work", type=str | None, help="folder for what is kept until the end")
+    text = "epochs until the learning rate is halved"
+    parser.add_argument("--halve_every", type=int, default=5, help=text)
+    parser.add_argument("--work", type=str | None, help="folder for temporary files")
 
 
 def run(arguments: Namespace) -> int:

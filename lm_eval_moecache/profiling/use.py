@@ -20,7 +20,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a trace of any format, or counts: .coli_usage, imatrix .gguf, SGLang's .pt",
     )
     parser.add_argument("--out", type=str, required=True, help="the profile: NAME.json")
-    parser.add_argument("--model", type=str | None, help="model it is for (default: the trace's)")
+    text = "model of the profile (default: the trace's)"
+    parser.add_argument("--model", type=str | None, help=text)
 
 
 def run(arguments: Namespace) -> int:

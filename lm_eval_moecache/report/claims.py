@@ -463,7 +463,7 @@ or wrong: exact tests (McNemar's, binomial) and intervals (Clopper and Pearson's
 log-likelihoods: sign flips, with BCa bootstrap intervals of ratios and Student's of means, over the
 documents that both runs have. *Least p* is the smallest chance that the sample could have given,
 *p of all* the verdict's chance corrected over all {parts} tested parts of all claims. Parts in
-*italics* are told beside the verdict. Perplexities are by token."""
+*italics* are reported but do not count towards the verdict. Perplexities are by token."""
 _COLUMNS = (
     *("compared", "figure", "95% interval", "claimed", "p", "least p", "p of all"),
     *("test", "verdict", "runs"),
@@ -504,10 +504,11 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
         claims.about.strip(),
         "",
         f"{len(verdicts)} claims: {', '.join(f'{count} {word}' for word, count in counts)}. "
-        f"Tests answer {answered} of {len(tested)} parts; {kept} of these answers stand when "
-        "corrected over all parts of all claims (last column).",
+        f"Tests answer {answered} of {len(tested)} parts; {kept} of these answers survive "
+        "correction over all parts of all claims (last column).",
         "",
-        "| id | claim | the paper | here (95% interval) | verdict | answers that stand |",
+        "| id | claim | the paper | here (95% interval) | verdict "
+        "| answers that survive correction |",
         "|---|---|---|---|---|---|",
         *headlines,
         "",

@@ -18,8 +18,8 @@ from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.tables import Table
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_LEGEND = "Bold: best of a column, told from all else by a test over the documents (p ≤ 0.05)"
-_FRONT = "`*`: beaten by no other row in accuracy and tok/s, as far as that test tells"
+_LEGEND = "Bold: significantly best of its column, by a test over the documents (p ≤ 0.05)"
+_FRONT = "`*`: not dominated by any other row in accuracy and tok/s, by that test"
 
 
 def as_markdown(tables: Sequence[Table]) -> str:

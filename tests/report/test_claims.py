@@ -164,7 +164,7 @@ def test_every_answer_is_corrected_over_all_parts_of_all_claims_as_well(place: P
         assert counted.p_of_all == pytest.approx(6 * counted.p) and beside.p_of_all is None
         assert counted.least_p == pytest.approx(1 / 20_001)
     text = page(claims, [found, *others])
-    assert "Tests answer 6 of 6 parts; 6 of these answers stand" in text
+    assert "Tests answer 6 of 6 parts; 6 of these answers survive correction" in text
 
 
 def test_what_half_of_the_documents_showed_is_tested_on_the_other(place: Path) -> None:

@@ -25,8 +25,8 @@ MARKDOWN = """\
 | specmd | 50% | 0.500 ±0.289 | 2.000 | **200.0** | **0.9000** | **0.1000** | * |
 | specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 | 0.5000 |  |
 
-Bold: best of a column, told from all else by a test over the documents (p ≤ 0.05); `*`: beaten by \
-no other row in accuracy and tok/s, as far as that test tells; ±: standard error.
+Bold: significantly best of its column, by a test over the documents (p ≤ 0.05); `*`: not \
+dominated by any other row in accuracy and tok/s, by that test; ±: standard error.
 """
 
 

@@ -40,7 +40,7 @@ class Machine(_Part):
     """The emulated device (virtual clock) or this machine (wall clock)."""
 
     name: str
-    link_bytes_per_s: float | None = Field(description="None: a real link, not slowed down")
+    link_bytes_per_s: float | None = Field(description="None: a real, unthrottled link")
     peak_flops: float | None = None
     memory_bytes_per_s: float | None = None
     memory_bytes: float | None = None
@@ -53,8 +53,8 @@ class ModelSizes(_Part):
     num_layers: int = Field(description="MoE layers")
     num_experts: int = Field(description="routed experts of each layer")
     top_k: int
-    expert_bytes: list[list[int]] = Field(description="by layer, a size for each stored precision")
-    dense_bytes: list[int] = Field(description="by layer, what is no routed expert")
+    expert_bytes: list[list[int]] = Field(description="per layer, a size for each stored precision")
+    dense_bytes: list[int] = Field(description="per layer, bytes that are not routed experts")
     precision: list[str] = Field(description="the stored precisions, best first")
 
 
@@ -78,7 +78,7 @@ class Metrics(_Part):
     e2el_ms: Percentiles | None = None
     tok_per_s: float | None = Field(description="output tokens / time in generation")
     prompt_tok_per_s: float | None
-    hit_rate: float | None = Field(description="of unique experts per event")
+    hit_rate: float | None = Field(description="resident share of the unique experts per event")
     miss_rate: float | None = Field(description="late and absent experts")
     late_rate: float | None
     collision_miss_rate: float | None
@@ -86,7 +86,9 @@ class Metrics(_Part):
     stall_ms_per_token: float | None
     bytes_moved: int
     evictions: int
-    routing_fidelity: float | None = Field(description="what the unmodified router chose")
+    routing_fidelity: float | None = Field(
+        description="share of assignments executed as the unmodified router chose"
+    )
     peak_cache_bytes: int
 
 
@@ -94,7 +96,7 @@ class MoecacheRecord(_Part):
     """`config.moecache` of a results JSON: the full setting of a run, and its figures."""
 
     policy: ResolvedPolicy
-    capacity: str = Field(description="as it was asked for")
+    capacity: str = Field(description="as given by the user")
     capacity_bytes: int
     hardware: Machine
     clock: Literal["virtual", "wall"]
@@ -102,7 +104,7 @@ class MoecacheRecord(_Part):
     cache_reset: Literal["never", "request"]
     link: Literal["priority", "fifo"] = "priority"
     execute: Literal["together", "as_they_arrive"] = "together"
-    reads_per_expert: int = Field(1, description="requests that an expert is read by")
+    reads_per_expert: int = Field(1, description="read requests per expert")
     attention: Literal["flat", "context"] = "flat"
     seed: int
     model: ModelSizes
@@ -111,10 +113,12 @@ class MoecacheRecord(_Part):
     emulate: dict[str, Any] | None = None
     draft: dict[str, Any] | None = None
     regime: dict[str, Any] | None = None
-    warnings: list[str] = Field(default_factory=list, description="settings that did nothing")
+    warnings: list[str] = Field(default_factory=list, description="settings without effect")
     ranks: int | None = None
     store: Literal["ram", "disk"] | None = None
-    load: dict[str, Any] | None = Field(None, description="wall clock: what loading took")
+    load: dict[str, Any] | None = Field(
+        None, description="wall clock: duration and peak memory of loading"
+    )
     totals: Metrics
     tasks: dict[str, Metrics]
 
