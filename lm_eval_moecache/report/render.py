@@ -18,8 +18,9 @@ from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.tables import Table
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_LEGEND = "Bold: significantly best of its column, by a test over the documents (p ≤ 0.05)"
-_FRONT = "`*`: not dominated by any other row in accuracy and tok/s, by that test"
+_TEST = "a test over the documents (p ≤ 0.05)"
+_LEGEND = f"Bold: significantly best of its column, by {_TEST}"
+_FRONT = "`*`: not dominated by any other row in accuracy and tok/s, by"
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
@@ -48,7 +49,8 @@ def line(cells: Sequence[str]) -> str:
 def notes(table: Table) -> list[str]:
     """Say what the marks of a table mean, and which of its rows are not ranked together."""
     found = [_LEGEND] if table.best else []
-    found += [_FRONT] if any(c.name == PARETO for c in table.columns) else []
+    if any(c.name == PARETO for c in table.columns):
+        found.append(f"{_FRONT} {'that test' if table.best else _TEST}")
     found += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
         found.append(f"rows of different {', '.join(table.apart)} are not compared")
