@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import pkgutil
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_eval_moecache.records.files import check_file, is_file, open_file
+from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat
 from lm_eval_moecache.trace.trace import Trace
 
@@ -25,16 +29,16 @@ SUFFIXES = (
 
 @cache
 def trace_formats() -> dict[str, type[TraceFormat]]:
-    """Return every format by its name."""
-    # Imported late: pyarrow takes its time, and most runs read no trace.
-    from lm_eval_moecache.trace.formats import arrays, lines, parquet, route_trace
-
-    kinds: tuple[type[TraceFormat], ...] = (
-        *(lines.Activations, arrays.Array, lines.CacheLab, lines.Colibri, lines.Lattice),
-        *(lines.Megatron, parquet.Parquet, route_trace.RouteTrace, arrays.SGLang),
-        *(lines.TokenJsonl, arrays.VLLM),
-    )
-    return {kind.name: kind for kind in kinds}
+    """Return every format by the name of its file in `formats`: the folder is the registry."""
+    found = {}
+    for name in sorted(info.name for info in pkgutil.iter_modules(formats.__path__)):
+        # Imported late: pyarrow takes its time, and most runs read no trace.
+        module = importlib.import_module(f"{formats.__name__}.{name}")
+        for kind in vars(module).values():
+            is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
+            if is_own and issubclass(kind, TraceFormat) and not inspect.isabstract(kind):
+                found[name] = kind
+    return found
 
 
 def find_format(file: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.trace import only_request
 from lm_eval_moecache.profiling._counts import read_counts
 from lm_eval_moecache.records.event import PHASES
+from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
 from lm_eval_moecache.trace.use import use_of
 from tests.engine import traces
@@ -153,6 +155,46 @@ def test_show_says_what_a_trace_holds_and_cannot_answer(capsys: pytest.CaptureFi
     assert main(["trace", "formats"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in trace_formats())
+
+
+NEW_FORMAT = '''
+from lm_eval_moecache.trace.formats.base import Pass, TraceFormat, build
+
+
+class Plain(TraceFormat):
+    """One token a line, one layer: ids with spaces between."""
+
+    suffixes = (".txt",)
+    holds = "nothing"
+
+    @classmethod
+    def sniff(cls, head):
+        return head.startswith(b"plain")
+
+    @classmethod
+    def read(cls, path, options):
+        lines = path.read_text().splitlines()[1:]
+        tokens = [[[[int(word) for word in line.split()]]] for line in lines]
+        passes = [Pass(experts=ids, first_token=n) for n, ids in enumerate(tokens)]
+        return build(path.name, path.stem, passes, options)
+'''
+
+
+def test_a_new_format_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain.py").write_text(NEW_FORMAT)
+    (tmp_path / "trace.txt").write_text("plain\n3 1\n2 0\n")
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    trace_formats.cache_clear()
+    try:
+        assert main(["trace", "formats"]) == 0
+        assert "One token a line" in capsys.readouterr().out
+        trace = load_trace(str(tmp_path / "trace.txt"))
+        assert trace.columns.experts.tolist() == [[3, 1], [2, 0]]
+    finally:
+        trace_formats.cache_clear()
+        sys.modules.pop("lm_eval_moecache.trace.formats.plain", None)
 
 
 @pytest.mark.parametrize("file", ["counts.coli_usage", "counts_sglang.csv", "counts_imatrix.gguf"])

@@ -37,7 +37,6 @@ class TraceFormat(ABC):
     The first line of its docstring is what `moecache trace formats` says of it.
     """
 
-    name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     """Of its files; the first is that of files we write."""
     holds: ClassVar[str]

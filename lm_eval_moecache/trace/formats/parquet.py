@@ -20,7 +20,6 @@ from lm_eval_moecache.trace.writer import TraceWriter
 class Parquet(TraceFormat):
     """This package's own, of `trace=DIR`: Parquet with all that a run can tell, or its stream."""
 
-    name = "parquet"
     suffixes = (".parquet", ".partial")
     holds = "weights, phases, requests, sizes; logits, predictions, drafts where recorded"
     says_sizes = True

@@ -36,7 +36,6 @@ class RouteTrace(TraceFormat):
     that each was a miss of the size its layer's experts have.
     """
 
-    name = "route_trace"
     suffixes = (".csv",)
     holds = "weights, phases, turns, sizes of each layer"
     says_sizes = True

@@ -1,0 +1,103 @@
+"""Arrays of ids in numpy files."""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.trace.formats.arrays import (
+    MOST_BYTES,
+    ROUTED,
+    UNREADABLE,
+    check_routed,
+    generation,
+)
+from lm_eval_moecache.trace.formats.base import MOST_EXPERT, Options, TraceFormat, build
+from lm_eval_moecache.trace.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class Array(TraceFormat):
+    """`.npy` and `.npz`: `routed_experts` [tokens, layers, top_k], with the prompt's length or not.
+
+    One request. The first `num_prompt_tokens` tokens are one prefill pass, others steps.
+    """
+
+    suffixes = (".npz", ".npy")
+    holds = "num_prompt_tokens, weights [tokens, layers, top_k] and num_experts where it has them"
+    ARRAYS = (ROUTED, "num_experts", "num_prompt_tokens", "weights")
+
+    @classmethod
+    def sniff(cls, head: bytes) -> bool:
+        return head.startswith((b"PK\x03\x04", b"\x93NUMPY"))
+
+    @classmethod
+    def read(cls, path: Path, options: Options) -> Trace:
+        what, arrays = f"trace {path.name}", cls._arrays(path)
+        if ROUTED not in arrays:
+            raise ValueError(
+                f"{what} has no array {ROUTED!r} [tokens, layers, top_k]; it holds "
+                f"{', '.join(map(repr, arrays)) or 'none'}."
+            )
+        unknown = sorted(set(arrays) - set(cls.ARRAYS))
+        if unknown:
+            logger.warning("%s: left out its arrays %s.", what, ", ".join(unknown))
+        routed = arrays[ROUTED]
+        check_routed(f"{what}: {ROUTED}", routed)
+
+        def told(key: str, most: int, least: int = 0) -> int | None:
+            array = arrays.get(key)
+            if array is None:
+                return None
+            if array.size != 1 or not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(
+                    f"{what}: {key} is {array.dtype} of shape {list(array.shape)}, must be one "
+                    "whole number."
+                )
+            value = int(array.reshape(-1)[0])
+            if not least <= value <= most:
+                raise ValueError(f"{what}: {key}={value} must be in {least}..{most}.")
+            return value
+
+        count = told("num_experts", MOST_EXPERT + 1, least=1)
+        prompt = told("num_prompt_tokens", len(routed)) or 0
+        passes = list(generation(routed[:prompt], routed[prompt:], 0))
+        if "weights" in arrays:
+            weights = arrays["weights"]
+            if weights.shape != routed.shape:
+                raise ValueError(
+                    f"{what}: weights has the shape {list(weights.shape)}, {ROUTED} has "
+                    f"{list(routed.shape)}."
+                )
+            own = generation(weights[:prompt], weights[prompt:], 0)
+            passes = [replace(p, weights=w.experts) for p, w in zip(passes, own, strict=True)]
+        layers = routed.shape[1]
+
+        def where(row: int) -> str:
+            token, layer = divmod(row, layers)
+            if row < prompt * layers:
+                layer, token = divmod(row, prompt)
+            return f"{ROUTED}[{token}, {layer}]"
+
+        return build(path.name, path.stem, passes, options, num_experts=count, where=where)
+
+    @classmethod
+    def _arrays(cls, path: Path) -> dict[str, Any]:
+        """Return the arrays that are ours to read; the others by name, and empty."""
+        try:
+            if path.suffix == ".npy":
+                return {ROUTED: np.load(path, allow_pickle=False, mmap_mode="r")}
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    if info.file_size > MOST_BYTES:
+                        raise ValueError(f"{info.filename} has {info.file_size} bytes unpacked")
+            with np.load(path, allow_pickle=False) as found:
+                return {n: found[n] if n in cls.ARRAYS else np.zeros(0) for n in found.files}
+        except UNREADABLE as error:
+            raise ValueError(f"trace {path.name} is no readable {path.suffix}: {error}.") from None

@@ -1,0 +1,111 @@
+"""moe-cache-lab's routing JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
+from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.records.numbers import read_count
+from lm_eval_moecache.trace.formats.base import MOST_EXPERT, Options, build, one_request
+from lm_eval_moecache.trace.formats.lines import JsonLines, first_object, objects, pass_of
+from lm_eval_moecache.trace.trace import Trace
+
+
+class CacheLab(JsonLines):
+    """moe-cache-lab routing JSONL, version 1: one text, its prompt and what was generated.
+
+    Selections stand in the order of need: the prompt layer by layer, then token by token.
+    """
+
+    holds = "probabilities of the chosen as weights, phases"
+    written = True
+    FORMAT = "moe-cache-lab.routing-jsonl"
+    NAMES: ClassVar = {"prompt": PREFILL, "generated": DECODE}
+
+    @classmethod
+    def sniff(cls, head: bytes) -> bool:
+        return first_object(head).get("format") == cls.FORMAT
+
+    @classmethod
+    def read(cls, path: Path, options: Options) -> Trace:
+        what, lines = f"trace {path.name}", objects(path)
+        _, about = next(lines)
+        if about.get("format_version") != 1:
+            raise ValueError(
+                f"{what}: format_version={about.get('format_version')!r} of {cls.FORMAT} is not "
+                "read. Allowed: 1."
+            )
+        texts: dict[tuple[str, int], dict[int, list[tuple[int, Any, Any]]]] = {}
+        for number, record in lines:
+            match record:
+                case {
+                    "record_type": "routing_selection",
+                    "phase": "prompt" | "generated" as phase,
+                    "token_position": int(token),
+                    "layer": int(layer),
+                    "selected_experts": [_, *_] as ids,
+                }:
+                    layers = texts.setdefault((phase, 0 if phase == "prompt" else token), {})
+                    row = (token, ids, record.get("selected_probabilities"))
+                    layers.setdefault(layer, []).append(row)
+                case _:
+                    raise ValueError(f"{what}: line {number} is no routing selection.")
+        passes = []
+        for (phase, _), layers in texts.items():
+            first = min(layers)
+            begin, served = layers[first][0][0], [token for token, _, _ in layers[first]]
+            if served != list(range(begin, begin + len(served))):
+                raise ValueError(f"{what}: the prompt's tokens of layer {first} have gaps.")
+            for layer in sorted(layers):
+                if [token for token, _, _ in layers[layer]] != served[-len(layers[layer]) :]:
+                    raise ValueError(f"{what}: layer {layer} serves other tokens.")
+            rows = {layer: [row[1:] for row in found] for layer, found in layers.items()}
+            passes.append(pass_of(rows, 0, cls.NAMES[phase], begin))
+        count = about.get("num_experts")
+        if count is not None:
+            count = read_count(f"{what}: num_experts", count, least=1, most=MOST_EXPERT + 1)
+        model = str(about.get("model_id"))
+        return build(path.name, model, passes, options, num_experts=count)
+
+    @classmethod
+    def write(cls, trace: Trace, path: Path) -> None:
+        what, columns = f"out={str(path)!r}", trace.columns
+        one_request(trace, what)
+        if len({*columns.request.tolist()}) > 1:
+            raise ValueError(
+                f"{what}: this format holds one request, and trace {trace.name} has "
+                f"{len(trace.requests)}. Allowed: --request NUMBER."
+            )
+        names = {PHASES.index(ours): theirs for theirs, ours in cls.NAMES.items()}
+        if not set(columns.phase.tolist()) <= set(names):
+            raise ValueError(f"{what}: this format has no passes that verify drafts.")
+        about = {
+            "record_type": "metadata",
+            "format": cls.FORMAT,
+            "format_version": 1,
+            "model_id": trace.geometry.model or trace.name,
+            "num_experts": trace.geometry.num_experts,
+            "experts_per_token": trace.geometry.top_k,
+            "capture_method": f"lm-eval-moecache, from {trace.name}",
+        }
+        weights = None if columns.weights is None else columns.weights.tolist()
+        if weights is not None and any(not 0 <= w <= 1 for row in weights for w in row):
+            raise ValueError(f"{what}: weights outside of 0..1 are no probabilities.")
+        selections = (
+            {
+                "record_type": "routing_selection",
+                "phase": names[int(columns.phase[row])],
+                "token_position": int(columns.token[row]),
+                "layer": int(columns.layer[row]),
+                "selected_experts": experts,
+                "selected_probabilities": [] if weights is None else weights[row],
+            }
+            for row, experts in enumerate(columns.experts.tolist())
+        )
+        lines = (
+            json.dumps(each, sort_keys=True, separators=(",", ":")) for each in (about, *selections)
+        )
+        write_whole(path, "\n".join(lines) + "\n")

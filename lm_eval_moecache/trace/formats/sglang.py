@@ -1,0 +1,73 @@
+"""SGLang's responses."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.trace.formats.arrays import ROUTED, generation, responses, whole
+from lm_eval_moecache.trace.formats.base import Options, Pass, TraceFormat, build
+from lm_eval_moecache.trace.trace import Trace
+
+
+class SGLang(TraceFormat):
+    """SGLang's `/generate` responses with `meta_info.routed_experts` (`return_routed_experts`).
+
+    Base64 of int32 [tokens, layers, top_k] without its shape. `prompt_tokens` and
+    `completion_tokens` give the tokens, of which the last never ran. The top-k is `top_k`, or else
+    the largest that divides the rest and names no expert twice for a token.
+    """
+
+    suffixes = (".json", ".jsonl")
+    holds = "phases, requests"
+    reads_folders = True
+    LEAST_GROUPS = 64
+    """Of tokens and layers, below which `top_k` is not told from the ids."""
+
+    @classmethod
+    def sniff(cls, head: bytes) -> bool:
+        return b'"meta_info"' in head and b'"routed_experts"' in head
+
+    @classmethod
+    def read(cls, path: Path, options: Options) -> Trace:
+        passes: list[Pass] = []
+        top_k = options.top_k
+        for request, (what, response) in enumerate(responses(path)):
+            info = response.get("meta_info")
+            if not isinstance(info, dict) or not isinstance(info.get(ROUTED), str):
+                raise ValueError(f"{what} has no meta_info.routed_experts: was it asked for?")
+            prompt = whole(what, info.get("prompt_tokens"), "prompt_tokens")
+            output = whole(what, info.get("completion_tokens"), "completion_tokens")
+            if prompt is None or not output:
+                raise ValueError(f"{what}: meta_info lacks prompt_tokens or completion_tokens.")
+            try:
+                ids = np.frombuffer(base64.b64decode(info[ROUTED], validate=True), dtype="<i4")
+            except ValueError as error:
+                raise ValueError(f"{what}: {ROUTED} is no base64 of int32: {error}.") from None
+            tokens = prompt + output - 1
+            if not tokens or not len(ids) or len(ids) % tokens:
+                raise ValueError(
+                    f"{what}: {len(ids)} ids of {tokens} tokens that ran do not go up."
+                )
+            width = len(ids) // tokens
+            top_k = top_k or cls._top_k(what, ids, width)
+            if width % top_k:
+                raise ValueError(f"{what} has {width} ids a token, no multiple of top_k={top_k}.")
+            routed = ids.reshape(tokens, -1, top_k)
+            passes += generation(routed[:prompt], routed[prompt:], request)
+        return build(path.name, path.stem, passes, options)
+
+    @classmethod
+    def _top_k(cls, what: str, ids: Any, width: int) -> int:
+        for top_k in range(min(width, 64), 0, -1):
+            if width % top_k == 0 and ids.size // top_k >= cls.LEAST_GROUPS:
+                groups = np.sort(ids.reshape(-1, top_k), axis=-1)
+                if not (groups[:, 1:] == groups[:, :-1]).any():
+                    return top_k
+        raise ValueError(
+            f"{what} does not say the model's top-k, and is too short to tell it. Give it: "
+            "`moecache trace convert IN OUT --top_k 8`."
+        )

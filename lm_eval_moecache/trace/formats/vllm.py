@@ -1,0 +1,95 @@
+"""vLLM's responses."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_eval_moecache.trace.formats.arrays import (
+    ROUTED,
+    UNREADABLE,
+    check_routed,
+    generation,
+    responses,
+    whole,
+)
+from lm_eval_moecache.trace.formats.base import Options, Pass, TraceFormat, build
+from lm_eval_moecache.trace.trace import Trace
+
+
+class VLLM(TraceFormat):
+    """vLLM's responses with `routed_experts`: a file of one or many, or a folder of saved JSON.
+
+    Each choice of a response is a request: its prompt is one pass, then each token another. Base64
+    of an `.npy` [tokens, layers, top_k]; the last token that was sampled never ran. Where prompt
+    and generation are one array, the response has to say how long the prompt is
+    (`usage.prompt_tokens`, `num_prompt_tokens`, or its `prompt_token_ids`).
+    """
+
+    suffixes = (".json", ".jsonl")
+    holds = "phases, requests"
+    reads_folders = True
+
+    @classmethod
+    def sniff(cls, head: bytes) -> bool:
+        return b'routed_experts"' in head and b'"meta_info"' not in head
+
+    @classmethod
+    def read(cls, path: Path, options: Options) -> Trace:
+        passes: list[Pass] = []
+        request, model = 0, ""
+        for what, response in responses(path):
+            model = model or str(response.get("model") or path.stem)
+            choices = response.get("choices") or response.get("outputs") or [response]
+            for number, choice in enumerate(choices):
+                if not isinstance(choice, Mapping):
+                    raise ValueError(f"{what}: choice {number} must hold an object.")
+                told = {**response, **choice}
+                passes += cls._passes(f"{what}: choice {number}", told, choice.get(ROUTED), request)
+                request += 1
+        return build(path.name, model, passes, options)
+
+    @classmethod
+    def _passes(
+        cls, what: str, told: Mapping[str, Any], routed: Any, request: int
+    ) -> Iterator[Pass]:
+        if routed is None:
+            raise ValueError(f"{what} has no {ROUTED!r}: was it asked for?")
+        own = cls._array(f"{what}: {ROUTED}", routed)
+        start = whole(what, told.get("routed_experts_prompt_start"), "routed_experts_prompt_start")
+        start = start or 0
+        if told.get("prompt_routed_experts") is not None:
+            prompt = cls._array(f"{what}: prompt_routed_experts", told["prompt_routed_experts"])
+            return generation(prompt, own, request, start)
+        ids, length = told.get("prompt_token_ids"), told.get("num_prompt_tokens")
+        length = (told.get("usage") or {}).get("prompt_tokens") if length is None else length
+        length = len(ids) if length is None and isinstance(ids, list) else length
+        if length is None:
+            raise ValueError(
+                f"{what} does not say how many of its {len(own)} rows are the prompt's. Allowed: "
+                "responses with `usage` or `prompt_token_ids`, or with num_prompt_tokens added."
+            )
+        rows = (whole(what, length, "num_prompt_tokens") or 0) - start
+        if not 0 <= rows <= len(own):
+            raise ValueError(
+                f"{what}: {len(own)} rows of a prompt of {length} tokens from {start} on."
+            )
+        return generation(own[:rows], own[rows:], request, start)
+
+    @staticmethod
+    def _array(what: str, value: Any) -> Any:
+        try:
+            if isinstance(value, str):
+                data = io.BytesIO(base64.b64decode(value, validate=True))
+                found = np.load(data, allow_pickle=False)
+            else:
+                found = np.asarray(value)
+        except UNREADABLE as error:
+            raise ValueError(f"{what} is no base64 of an .npy: {error}.") from None
+        check_routed(what, found)
+        return found
