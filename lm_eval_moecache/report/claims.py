@@ -251,6 +251,10 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
     if isinstance(next(iter(sides[0].values()), None), list):
         if old is None:
             raise ValueError("a perplexity is compared with another run's: `versus` is missing.")
+        if other := [doc for doc in documents if sides[0][doc][1] != sides[1][doc][1]]:
+            raise ValueError(
+                f"{new.run_id}: {task} {other[0]} is another document in {old.run_id}."
+            )
         kind, per_word = "texts", _tokens_per_word(new, task, sides[0])
         tokens = np.asarray([sides[0][doc][1] * per_word for doc in documents])
         sides = [{doc: side[doc][0] for doc in documents} for side in sides]

@@ -160,7 +160,7 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
 
     On the same documents where both sides have them; pairs (log-likelihood, words) are judged by
     the log-likelihood, of which more is better. Else by the standard errors; None where lm-eval
-    gives none.
+    gives none. ValueError where a document's words differ: it is another one.
     """
     sign = 1 if baseline.higher_is_better else -1
     if len(old_samples) < 2 or old_samples.keys() != samples.keys():
@@ -171,8 +171,16 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
     losses = []
     for doc, before in old_samples.items():
         after = samples[doc]
-        is_pair = isinstance(before, list)
-        losses.append(before[0] - after[0] if is_pair else sign * (before - after))
+        if isinstance(before, list):
+            if before[1] != after[1]:
+                raise ValueError(
+                    f"{baseline.key}: document {doc} has {before[1]:g} words or bytes in the "
+                    f"baseline, {after[1]:g} in the new run: they are different documents. "
+                    "Make the baseline again."
+                )
+            losses.append(before[0] - after[0])
+        else:
+            losses.append(sign * (before - after))
     if all(loss in (-1, 0, 1) for loss in losses):
         return mcnemar(losses.count(-1), losses.count(1), len(losses))
     return Test(

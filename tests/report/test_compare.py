@@ -274,6 +274,9 @@ def test_perplexity_is_judged_by_its_log_likelihoods() -> None:
     mixed = {str(i): [-2.0 * w - d, w] for i, (w, d) in enumerate(zip(words, losses, strict=True))}
     test = score_test(before, after, old, mixed)
     assert test is not None and test.p == 17 / 32
+    others = {**new, "3": [-2.1 * 41.0, 41.0]}
+    with pytest.raises(ValueError, match=r"document 3 has 40 words or bytes .* 41 .* different"):
+        score_test(before, after, old, others)
 
 
 def test_without_samples_the_standard_errors_decide() -> None:
