@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +36,40 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         return folder if folder.is_dir() else save_model(folder, family)
 
     return build
+
+
+class Moecache:
+    """Runs `moecache` commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, code: int = 0) -> str:
+        """Return what a command prints, or what it says of itself where it has to fail."""
+        from lm_eval_moecache.cli.main import main
+
+        self._capsys.readouterr()
+        try:
+            found: Any = main([str(word) for word in words])
+        except SystemExit as ended:
+            found = ended.code
+        shown = self._capsys.readouterr()
+        assert found == code, shown.err
+        return shown.err if code else shown.out
+
+    def json(self, *words: object) -> Any:
+        """Return what a command prints with `--json`."""
+        return json.loads(self(*words, *(["--json"] if "--json" not in words else [])))
+
+
+@pytest.fixture
+def moecache(capsys: pytest.CaptureFixture[str]) -> Moecache:
+    return Moecache(capsys)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A recorded trace of a few generated requests."""
+    from tests.engine import traces
+
+    return traces.record(tmp_path)[0]

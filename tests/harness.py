@@ -1,9 +1,12 @@
-"""Harness requests of every kind, made without a task."""
+"""Harness requests of every kind, made without a task, and refusals before weights are loaded."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
+import pytest
 from lm_eval.api.instance import Instance
 
 STOP = {"until": ["\n\n"], "max_gen_toks": 6}
@@ -43,3 +46,39 @@ def answers(lm: Any) -> tuple[list[str], list[tuple[float, bool]], list[float]]:
         lm.loglikelihood(choices(), disable_tqdm=True),
         lm.loglikelihood_rolling(texts(), disable_tqdm=True),
     )
+
+
+@contextmanager
+def unloaded() -> Iterator[None]:
+    """Let the loading of weights, of the model or of its draft, fail the test."""
+    from lm_eval.models.huggingface import HFLM
+
+    from lm_eval_moecache.harness import lm
+
+    def loaded(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("the weights were loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFLM, "_create_model", loaded)
+        patch.setattr(lm, "make_draft", loaded)
+        yield
+
+
+def refusal(kind: Any = None, **arguments: Any) -> str:
+    """Return the message of the ValueError that a model's arguments cause before it is loaded."""
+    from lm_eval_moecache.harness.lm import MoECacheLM
+
+    with unloaded(), pytest.raises(ValueError) as caught:
+        (kind or MoECacheLM)(device="cpu", **arguments)
+    return str(caught.value)
+
+
+def assert_loads(kind: Any = None, **arguments: Any) -> None:
+    """Check that a model's arguments are taken: the loading of its weights begins."""
+    with pytest.raises(AssertionError, match="the weights were loaded"):
+        refusal(kind, **arguments)
+
+
+def says(message: str, *parts: str) -> None:
+    for part in parts:
+        assert part in message, f"{part!r} is not in: {message}"

@@ -1,4 +1,4 @@
-"""Draws which folder of the package imports which: `python tests/house.py` prints the picture.
+"""Which folder of the package imports which: `python -m tests.house` prints the picture.
 
 A folder stands one floor above the highest that it imports. CONTRIBUTING.md shows the picture, and
 a test keeps it equal to the code.
@@ -6,9 +6,67 @@ a test keeps it equal to the code.
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
-from tests.test_layers import MODULES, ORDER, own_imports_of
+import lm_eval_moecache
+
+PACKAGE = Path(lm_eval_moecache.__file__).resolve().parent
+NAME = "lm_eval_moecache"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# The floors of the house, from the bottom up: a folder imports only folders that stand before it.
+# tiny/ is the shipped model and its documents, which everybody may open.
+ORDER = (
+    *("records", "tiny", "trace", "algorithms", "engine", "testing", "model", "report"),
+    *("harness", "sweep", "tune", "analysis", "profiling", "cli"),
+)
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def nodes_of(module: str) -> Iterator[ast.AST]:
+    """Walk a module, leaving out what only the type checker sees."""
+    waiting: list[ast.AST] = [tree_of(module)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = ast.iter_child_nodes(node)
+        waiting += [child for child in children if not is_type_checking(child)]
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Return the full dotted names that a module imports, `from a import b` as both a and a.b."""
+    found = set()
+    for node in nodes_of(module):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            assert node.module
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def own_imports_of(module: str) -> set[str]:
+    """Return the modules of this package that a module imports."""
+    prefix = f"{NAME}."
+    names = {name.removeprefix(prefix) for name in imports_of(module) if name.startswith(prefix)}
+    return {name for name in names if name in MODULES}
 
 
 def imports() -> dict[str, set[str]]:

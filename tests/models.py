@@ -12,80 +12,36 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 300
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
 }
 _DEEPSEEK: dict[str, Any] = {
-    "moe_intermediate_size": 16,
-    "intermediate_size": 48,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 3,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "routed_scaling_factor": 1.5,
-    "num_key_value_heads": 4,
+    **{"moe_intermediate_size": 16, "intermediate_size": 48, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3},
+    **{"n_group": 4, "topk_group": 3, "routed_scaling_factor": 1.5, "num_key_value_heads": 4},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
 }
+_LOCAL = {"intermediate_size": 16, "num_local_experts": 8}
+_QWEN = {
+    **{"moe_intermediate_size": 16, "intermediate_size": 48},
+    **{"num_experts": 8, "num_experts_per_tok": 3},
+}
+_ATTENTION = ["sliding_attention", "full_attention", "full_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}),
-    "mixtral": (
-        "Mixtral",
-        {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        {
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-            "intermediate_size": 48,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {
-            "moe_intermediate_size": 16,
-            "intermediate_size": 48,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "head_dim": 8,
-            "norm_topk_prob": True,
-        },
-    ),
-    "phimoe": (
-        "Phimoe",
-        {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
+    "mixtral": ("Mixtral", {**_LOCAL, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("Qwen3Moe", {**_QWEN, "head_dim": 8, "norm_topk_prob": True}),
+    "phimoe": ("Phimoe", {**_LOCAL, "num_experts_per_tok": 2}),
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "gpt_oss": (
         "GptOss",
-        {
-            "intermediate_size": 16,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "head_dim": 8,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        },
+        {**_LOCAL, "num_experts_per_tok": 3, "head_dim": 8, "layer_types": _ATTENTION},
     ),
-    "granitemoe": (
-        "GraniteMoe",
-        {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
-    ),
+    "granitemoe": ("GraniteMoe", {**_LOCAL, "num_experts_per_tok": 3}),
 }
 
 _TYPICAL = ("olmoe", "qwen2_moe", "gpt_oss")

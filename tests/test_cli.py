@@ -1,39 +1,36 @@
-"""The `moecache` command: what it lists, and what it answers to a slip of the pen."""
+"""The `moecache` command: what it lists, its options, and what it answers to a slip of the pen."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.eval import completed
-from lm_eval_moecache.cli.main import command_names, main
+from lm_eval_moecache.cli.main import command_names
+from lm_eval_moecache.cli.policies import meaning_of
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.paths import task_configs_dir
-
-Captured = pytest.CaptureFixture[str]
-
+from tests.conftest import Moecache
 
 NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(axis)))
 
 
-def said(capsys: Captured, *words: str) -> str:
-    assert main(words) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("axes", [AXES, ("eviction",)])
 def test_policies_as_json_has_the_form_of_the_design(
-    axes: tuple[str, ...], capsys: Captured
+    axes: tuple[str, ...], moecache: Moecache
 ) -> None:
     chosen = [] if axes == AXES else ["--axis", *axes]
-    listing = json.loads(said(capsys, "policies", "--json", *chosen))
+    listing = moecache.json("policies", *chosen)
     assert {"task_configs", "compositions", "algorithms"} <= set(listing)
     assert Path(listing["task_configs"]).is_dir()
     assert [c["name"] for c in listing["compositions"]] == policy_names()
@@ -46,26 +43,28 @@ def test_policies_as_json_has_the_form_of_the_design(
             assert {"name", "parameters", "source"} <= set(algorithm) and algorithm["source"]
 
 
-def test_policies_as_text_names_everything_with_defaults_and_sources(capsys: Captured) -> None:
-    text = said(capsys, "policies")
+def test_policies_as_text_names_everything_with_defaults_and_sources(moecache: Moecache) -> None:
+    text = moecache("policies")
     assert "--include_path" in text
     assert "a100-5GBps" in text and "a100-5gbps" not in text
     assert all(name in text for name in NAMES)
-    text = " ".join(said(capsys, "policies", "--all").split())
+    text = " ".join(moecache("policies", "--all").split())
     assert all(name in text for name in (*NAMES, "overfetch=1.0", "SpecMD section 4.2"))
 
 
-def test_policies_of_one_axis_may_be_asked_for_in_a_file(capsys: Captured, tmp_path: Path) -> None:
+def test_policies_of_one_axis_may_be_asked_for_in_a_file(
+    moecache: Moecache, tmp_path: Path
+) -> None:
     (tmp_path / "options.yaml").write_text("axis: eviction\n")
-    text = said(capsys, "policies", "--axis", "eviction")
+    text = moecache("policies", "--axis", "eviction")
     assert "least_stale" in text and "next_gate" not in text and "Compositions" not in text
-    assert said(capsys, "policies", "--config", str(tmp_path / "options.yaml")) == text
+    assert moecache("policies", "--config", str(tmp_path / "options.yaml")) == text
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_every_parameter_of_every_algorithm_is_explained(axis: str, capsys: Captured) -> None:
+def test_every_parameter_of_every_algorithm_is_explained(axis: str, moecache: Moecache) -> None:
     for name in algorithm_names(axis):
-        found = json.loads(said(capsys, "policies", name, "--axis", axis, "--json"))
+        found = moecache.json("policies", name, "--axis", axis)
         for parameter in found["algorithms"][0]["parameters"]:
             assert len(parameter["meaning"].split()) > 2, (name, parameter["name"])
             assert parameter["type"]
@@ -80,36 +79,35 @@ def test_every_parameter_of_every_algorithm_is_explained(axis: str, capsys: Capt
     ],
 )
 def test_a_name_is_explained_with_what_it_sets_on_every_axis(
-    name: str, parts: tuple[str, ...], capsys: Captured
+    name: str, parts: tuple[str, ...], moecache: Moecache
 ) -> None:
-    text = " ".join(said(capsys, "policies", name).split())
+    text = " ".join(moecache("policies", name).split())
     assert all(part in text for part in parts)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_help_lists_every_command_with_its_summary(capsys: Captured, arguments: list[str]) -> None:
-    lines = [line.split() for line in said(capsys, *arguments).split("\n")]
+def test_help_lists_every_command_with_its_summary(
+    moecache: Moecache, arguments: list[str]
+) -> None:
+    lines = [line.split() for line in moecache(*arguments).split("\n")]
     for name in command_names():
         (words,) = [words for words in lines if words[:1] == [name]]
         assert len(words) > 1
 
 
-def test_an_unknown_option_is_an_error(capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["policies", "--jsno"])
-    assert caught.value.code == 2
-    assert "--jsno" in capsys.readouterr().err
+def test_an_unknown_option_is_an_error(moecache: Moecache) -> None:
+    assert "--jsno" in moecache("policies", "--jsno", code=2)
 
 
-def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
-    assert said(capsys, "--version") == f"moecache {version('lm-eval-moecache')}\n"
+def test_the_version_is_that_of_the_package(moecache: Moecache) -> None:
+    assert moecache("--version") == f"moecache {version('lm-eval-moecache')}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
 def test_completion_knows_every_command_and_its_options(
-    capsys: Captured, shell: str, tmp_path: Path
+    moecache: Moecache, shell: str, tmp_path: Path
 ) -> None:
-    script = said(capsys, "completion", shell)
+    script = moecache("completion", shell)
     for word in (*command_names(), "model_args", "capacity", "buddies", "include_path", "rerun"):
         assert word in script, word
     if shell == "bash":
@@ -120,14 +118,10 @@ def test_completion_knows_every_command_and_its_options(
         assert "replay" in done.stdout.split()
 
 
-def test_eval_help_names_our_keys_below_lm_evals_options(capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["eval", "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
+def test_eval_help_names_our_keys_below_lm_evals_options(moecache: Moecache) -> None:
+    text = moecache("eval", "--help")
     assert text.index("--model_args") < text.index("keys of --model_args")
-    for key in KEYS:
-        assert f"\n  {key} " in text
+    assert all(f"\n  {key} " in text for key in KEYS)
 
 
 MODEL = ["--model", "moecache"]
@@ -182,3 +176,207 @@ def test_the_models_are_imported_from_the_package_and_torch_only_then() -> None:
         "assert issubclass(MoECacheSpecLM, MoECacheLM); assert not hasattr(ours, 'MoECacheM')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- options of `moecache replay`, also from files: the command line goes first -------------------
+
+NAMED = "eviction: least_stale\neviction.order: fifo\n"
+MAPPED = "eviction: {name: least_stale, order: fifo}\n"
+
+
+@dataclass
+class Replay:
+    """Replays a small trace by options of a file, or by words."""
+
+    trace: Path
+    moecache: Moecache
+
+    def options(self, text: str) -> Path:
+        file = self.trace.with_name("options.yaml")
+        file.write_text(text)
+        return file
+
+    def by_file(self, text: str, *words: str) -> dict[str, Any]:
+        (found,) = self(f"--config={self.options(text)}", *words)[:1]
+        return found
+
+    def __call__(self, *words: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.moecache.json("replay", self.trace, *words)["runs"]
+        return found
+
+
+@pytest.fixture
+def replay(trace: Path, moecache: Moecache) -> Replay:
+    return Replay(trace, moecache)
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "expected"),
+    [
+        (NAMED, "eviction", {"name": "least_stale", "order": "fifo"}),
+        (MAPPED, "eviction", {"name": "least_stale", "order": "fifo"}),
+        # Parameters alone go to the algorithm of the policy.
+        ("policy: specmd\nprefetch.percentile: 0.001\n", "prefetch", {"percentile": 0.001}),
+        ("policy: specmd\nprefetch: {percentile: 0.001}\n", "prefetch", {"percentile": 0.001}),
+    ],
+)
+def test_a_file_may_give_an_algorithm_its_parameters(
+    text: str, axis: str, expected: dict[str, Any], replay: Replay
+) -> None:
+    assert replay.by_file(text)["composition"][axis].items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "eviction"),
+    [
+        (["--eviction.order=last_use"], {"name": "least_stale", "order": "last_use"}),
+        (["--eviction", "lru"], {"name": "lru"}),
+        (["--eviction=least_stale"], {"name": "least_stale", "order": "last_use"}),
+    ],
+)
+def test_the_command_line_goes_before_a_file(
+    words: list[str], eviction: dict[str, str], replay: Replay
+) -> None:
+    found = replay.by_file(NAMED + "capacity: 25%\n", *words, "--capacity=50%")
+    assert found["composition"]["eviction"].items() >= eviction.items()
+    assert found["capacity"] == "50%"
+
+
+def test_values_of_a_file_need_no_quotes_and_may_name_the_traces(replay: Replay) -> None:
+    found = replay.by_file("capacity: [5, 50%]\nseed: 1\nbound: false\nplot: null\n")
+    assert found["capacity"] == "5" and found["bound_miss_rate"] is None
+    file = replay.options(f"traces: [{replay.trace}]\njson: true\n")
+    found = json.loads(replay.moecache("replay", f"--config={file}"))
+    assert found["runs"][0]["trace"] == str(replay.trace)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("evictoin: lru\n", "option='evictoin' is not known. Did you mean 'eviction'?"),
+        ("evictoin.order: fifo\n", "option='evictoin.order' is not known"),
+        (MAPPED.replace("order", "ordr"), "Did you mean 'order'"),
+        ("eviction: least_stal\n", "Did you mean 'least_stale'"),
+        ("[lru]\n", "must hold a mapping"),
+        ("{", "is not readable YAML"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_said_in_its_first_line(
+    text: str, message: str, replay: Replay
+) -> None:
+    words = ["replay", replay.trace, "--config", replay.options(text)]
+    assert message in replay.moecache(*words, code=2).split("\n")[0]
+
+
+def test_help_says_what_the_default_policy_is_and_why(moecache: Moecache) -> None:
+    text = " ".join(moecache("replay", "--help").split())
+    assert "The policy is `on_demand` unless another is chosen" in text
+    assert "needs predictions" in text
+
+
+def test_lists_are_every_combination_in_the_order_given_by_any_number_of_processes(
+    replay: Replay,
+) -> None:
+    lists = ["--eviction", "lfu,belady", "--capacity=50%,25%", "--bandwidth", "1GB/s,5GB/s"]
+    several = replay(*lists)
+    assert several == replay(*lists, "--jobs=2")
+    shown = [(r["eviction"], r["link_bytes_per_s"], r["capacity"]) for r in several]
+    assert shown == list(product(("lfu", "belady"), (1e9, 5e9), ("50%", "25%")))
+    alone = replay("--eviction=lfu", "--capacity=25%", "--bandwidth=5GB/s")
+    assert alone == [several[3]]
+    assert all(r["metrics"]["miss_rate"] >= r["bound_miss_rate"] for r in several)
+
+
+def test_an_order_of_execution_moves_time_and_not_what_is_missed(replay: Replay) -> None:
+    words = ("--hardware=oneplus-15r", "--bound=false", "--reads_per_expert=2")
+    orders = ("--execute=together", "--execute=as_they_arrive")
+    usual, arriving = (replay(*words, order)[0]["metrics"] for order in orders)
+    assert all(usual[key] == arriving[key] for key in ("miss_rate", "bytes_moved"))
+    assert all(usual[key] != arriving[key] for key in ("tok_per_s", "stall_ms_per_token"))
+    told = replay.moecache("replay", replay.trace, "--reads_per_expert=65", code=2)
+    assert "at most 64" in told
+
+
+def test_lists_go_with_any_axis_and_with_a_class_of_the_current_folder(
+    tmp_path: Path, replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    Path("of_this_folder.py").write_text(
+        "from lm_eval_moecache.algorithms.eviction.lru import LRU\nclass Mine(LRU): pass\n"
+    )
+    mine = "of_this_folder.Mine"
+    axes = ("--prefetch=none,oracle", "--eviction", f"lru,{mine}")
+    found = replay("--policy", "on_demand,specmd", *axes)
+    specmd = product(("none", "oracle"), ("lru", mine))
+    assert {r["policy"] for r in found} == {
+        "on_demand",
+        f"on_demand + eviction={mine}",
+        "on_demand + prefetch=oracle",
+        f"on_demand + prefetch=oracle + eviction={mine}",
+        *(f"specmd + prefetch={p} + eviction={e}" for p, e in specmd),
+    }
+    rates = {r["policy"]: r["metrics"]["miss_rate"] for r in found}
+    assert rates["on_demand"] == rates[f"on_demand + eviction={mine}"]
+
+
+def test_the_table_shows_what_varies_and_fits_a_terminal(
+    trace: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = moecache("replay", trace, "--eviction=lru,lfu")
+    assert "on_demand + eviction=lfu" in text and "Policy" in text
+    assert "hardware: a100-5" in text.partition("|")[0] and "tok/s" in text
+    assert max(map(len, text.splitlines())) <= 80
+    text = moecache("replay", trace, "--bandwidth=1GB/s,2GB/s", "--bound=false")
+    title, _, table = text.partition("|")
+    assert "on_demand: standard + none + lru + fetch" in title and "Hardware" in table
+    heads = moecache("replay", trace, "--all").partition("|")[2].split("\n")[0].split("|")
+    assert len(set(heads)) == len(heads) > 18
+
+
+LISTS = [["policies"], ["policies", "specmd"], ["policies", "--all"]]
+PLAIN = [[n, "--help"] for n in command_names() if n not in ("eval", "profile", "trace")]
+
+
+@pytest.mark.parametrize("words", [*LISTS, *PLAIN], ids=" ".join)
+def test_what_is_printed_is_plain_and_fits_a_terminal(
+    words: list[str], moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = moecache(*words)
+    lines = [
+        line for line in text.splitlines() if "--include_path" not in line or "--help" in words
+    ]
+    assert max(map(len, lines)) <= 80
+    assert words != ["policies"] or len(lines) < 50
+    if "--help" in words:
+        assert not any(odd in text for odd in ("%%", "type: ", "print_config", "null"))
+
+
+def test_what_a_parameter_means_is_not_cut_at_an_abbreviation() -> None:
+    doc = "Zhu et al. 2025 take a `percentile` of the scores. More follows."
+    assert meaning_of("percentile", doc) == "Zhu et al. 2025 take a `percentile` of the scores."
+
+
+def test_bounds_stand_beside_the_rate_they_bound(replay: Replay) -> None:
+    found = replay.by_file("capacity: 25%\nprefetch: none\n")
+    for phase in ("", "decode_"):
+        rate = found["metrics"][f"{phase}miss_rate"]
+        assert found[f"bound_{phase}miss_rate"] <= found[f"lru_{phase}miss_rate"] == rate
+    shown = replay.moecache("replay", replay.trace, "--capacity=25%", "--all")
+    rows = [line for line in shown.splitlines() if line.startswith("|")]
+    heads, cells = ([c.strip() for c in row.strip("|").split("|")] for row in (rows[0], rows[2]))
+    place = heads.index("Decode miss")
+    assert heads[place : place + 3] == ["Decode miss", "LRU decode", "Fewest decode"]
+    assert float(cells[place + 2]) == pytest.approx(found["bound_decode_miss_rate"], abs=1e-4)
+
+
+def test_a_prefetcher_that_proposes_nothing_is_named(tmp_path: Path, replay: Replay) -> None:
+    steps = [[[0, 1], [1, 2]], [[2, 1], [0, 2]]]
+    rows = [json.dumps({"tok": i, "layers": step}) + "\n" for i, step in enumerate(steps)]
+    (tmp_path / "one.jsonl").write_text("".join(rows))
+    said = replay.moecache("replay", tmp_path / "one.jsonl", "--prefetch=history", "--capacity=2")
+    assert "Warning: prefetch=history did nothing: it learns from earlier requests, and" in said
+    found = replay.by_file("prefetch: history\n")
+    assert found["warnings"] == [] and found["metrics"]["prefetch_precision"] is not None

@@ -1,49 +1,45 @@
-"""Every bad input is a ValueError before the weights are loaded, and it says what to do instead."""
+"""Every bad input is refused before the weights are loaded, and it says what to do instead."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import lm_eval
 import pytest
+import torch
 import transformers
 import yaml
-from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import simple_parse_args_string
 
+import lm_eval_moecache
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.harness import errors
 from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
+from lm_eval_moecache.harness.errors import ArgumentsError
+from lm_eval_moecache.harness.evaluation_options import check_command, check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.plugin import register
+from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.sweep.spec import Cell
+from lm_eval_moecache.sweep.validation import check_cell
 from tests.conftest import Checkpoint
 from tests.engine.scripted import OldestFirst, make_geometry
+from tests.harness import assert_loads, generations, make_instance, refusal, says
 from tests.models import byte_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def _loading_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*args: object, **kwargs: object) -> NoReturn:
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(HFLM, "_create_model", loaded)
-
-
-def refusal(**arguments: Any) -> str:
-    """Return the message of the ValueError that these model arguments cause."""
-    with pytest.raises(ValueError) as caught:
-        MoECacheLM(device="cpu", **arguments)
-    return str(caught.value)
-
-
-def says(message: str, *parts: str) -> None:
-    for part in parts:
-        assert part in message, f"{part!r} is not in: {message}"
+GOOD_POLICY = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
 
 
 def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
-    with pytest.raises(AssertionError, match="the weights were loaded"):
-        MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", capacity="25%")
+    assert_loads(pretrained=str(checkpoint("olmoe")), capacity="25%")
 
 
 @pytest.mark.parametrize(
@@ -51,93 +47,49 @@ def test_good_arguments_reach_the_loading(checkpoint: Checkpoint) -> None:
     [
         (
             {"prefetch": "score", "prefetch.percentile": 101},
-            ["prefetch.percentile=101", "between 0 and 100"],
+            ["percentile=101", "between 0 and 100"],
         ),
         ({"prefetch": "next_gate", "prefetch.overfetch": 0}, ["prefetch.overfetch=0", "above 0"]),
         ({"prefetch": "next_gate", "prefetch.depth": 0}, ["prefetch.depth=0", "1 or more"]),
-        (
-            {"prefetch": "next_gate", "prefetch.depth": 99},
-            ["prefetch.depth=99", "reaches past the last of the"],
-        ),
+        ({"prefetch": "next_gate", "prefetch.depth": 99}, ["depth=99", "past the last of the"]),
+        ({"capacity": "1%"}, ["capacity='1%'", "too small for one expert of 3072 bytes"]),
+        ({"capacity": "3000B"}, ["capacity='3000B'", "too small for one expert of 3072 bytes"]),
+        # The same experts take twice the bytes at twice the width.
+        ({"capacity": "5000B", "dtype": "float32"}, ["'5000B'", "one expert of 6144 bytes"]),
+        ({"capacity": "9/layer"}, ["capacity='9/layer'", "more than the 8 experts"]),
     ],
     ids=str,
 )
-def test_parameters_out_of_range_are_refused_before_loading(
+def test_what_does_not_fit_the_model_is_refused_before_loading(
     arguments: dict[str, Any], parts: list[str], checkpoint: Checkpoint
 ) -> None:
-    says(refusal(pretrained=str(checkpoint("olmoe")), **arguments), *parts)
+    given = {"dtype": "bfloat16", **arguments}
+    says(refusal(pretrained=str(checkpoint("olmoe")), **given), *parts)
+
+
+BARE = ("experts interface", "Mixture-of-Experts", "use_experts_implementation")
+FFN = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
+ATTENTION = {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": None}
 
 
 @pytest.mark.parametrize(
-    ("capacity", "dtype", "said"),
+    ("kind", "sizes", "words"),
     [
-        ("1%", "bfloat16", "too small for one expert of 3072 bytes"),
-        ("3000B", "bfloat16", "too small for one expert of 3072 bytes"),
-        # The same experts take twice the bytes at twice the width.
-        ("5000B", "float32", "too small for one expert of 6144 bytes"),
-        ("9/layer", "bfloat16", "more than the 8 experts"),
+        ("Llama", {"num_attention_heads": 2}, ("LlamaForCausalLM is a dense model", "--model hf")),
+        ("Dbrx", {"d_model": 16, "n_heads": 2, "ffn_config": FFN, "attn_config": ATTENTION}, BARE),
+        ("JetMoe", {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4}, BARE),
     ],
 )
-def test_capacities_too_small_for_this_model_are_refused(
-    checkpoint: Checkpoint, capacity: str, dtype: str, said: str
+def test_a_model_without_experts_or_without_their_interface_is_refused(
+    kind: str, sizes: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    message = refusal(pretrained=str(checkpoint("olmoe")), capacity=capacity, dtype=dtype)
-    says(message, f"capacity={capacity!r}", said)
-
-
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    ).save_pretrained(tmp_path)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    small = {"n_layers": 1, "max_seq_len": 64} if kind == "Dbrx" else small
+    getattr(transformers, f"{kind}Config")(vocab_size=300, **small, **sizes).save_pretrained(
+        tmp_path
+    )
     byte_tokenizer().save_pretrained(tmp_path)
-    says(refusal(pretrained=str(tmp_path)), "LlamaForCausalLM is a dense model", "--model hf")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.DbrxConfig(
-            d_model=16,
-            n_heads=2,
-            n_layers=1,
-            max_seq_len=64,
-            vocab_size=300,
-            ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
-            attn_config={"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": None},
-        ),
-        transformers.JetMoeConfig(
-            vocab_size=300,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_key_value_heads=2,
-            kv_channels=8,
-            intermediate_size=16,
-            num_local_experts=4,
-        ),
-    ],
-    ids=["dbrx", "jetmoe"],
-)
-def test_a_moe_model_without_the_experts_interface_is_refused(config: Any, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    message = refusal(pretrained=str(tmp_path))
-    says(message, "Mixture-of-Experts", "experts interface", "use_experts_implementation")
-
-
-GOOD_POLICY = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
-
-
-def test_an_outside_algorithm_is_taken_by_its_class_path(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    mine = {"class_path": "tests.engine.scripted.OldestFirst"}
-    path.write_text(yaml.safe_dump({**GOOD_POLICY, "eviction": mine}))
-    policy = load_policy(str(path))
-    assert policy.name == "mine"
-    assert policy.as_dict()["eviction"] == mine
+    says(refusal(pretrained=str(tmp_path)), *words)
 
 
 def test_a_name_with_a_dot_is_a_class_path_on_any_axis() -> None:
@@ -198,6 +150,7 @@ def test_a_required_parameter_reaches_the_outside_algorithm(
     tmp_path: Path, form: dict[str, Any]
 ) -> None:
     policy = load_policy(sized(tmp_path, **form))
+    assert policy.name == "mine"
     assert policy.as_dict()["eviction"] == {"class_path": SIZED, "size": 3, "slack": 0}
     built = policy.eviction.build(make_geometry(), 0)
     assert (built.size, built.slack) == (3, 0)
@@ -233,12 +186,9 @@ def test_none_as_the_harness_reads_it_is_the_name_of_no_prefetching() -> None:
     assert read_config(given).policy.prefetch.name == "none"
 
 
-@pytest.mark.parametrize("key", [k for k in KEYS if k not in AXES])
-def test_none_for_another_key_is_not_given(key: str) -> None:
-    assert read_config({key: None}) == read_config({})
-
-
-def test_none_for_a_parameter_is_not_given() -> None:
+def test_none_for_another_key_or_a_parameter_is_not_given() -> None:
+    for key in set(KEYS) - set(AXES):
+        assert read_config({key: None}) == read_config({}), key
     given = {"policy": "on_demand", "eviction": "least_stale"}
     assert read_config({**given, "eviction.order": None}) == read_config(given)
 
@@ -270,3 +220,231 @@ def test_arguments_are_divided_between_us_and_the_host() -> None:
     ours, theirs = split_arguments(given, ["dtype", "batch_size"])
     assert ours == {"policy": "specmd", "eviction.order": "fifo"}
     assert theirs == {"dtype": "float32", "device_map": "x"}
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+TASK = ("--tasks", "tiny_arc", "--include_path", str(task_configs_dir()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model_args", "polic=specmd"], "key 'polic' (with value 'specmd') is not known. Did"),
+        (["--model_args", "policy=specmdd"], "policy='specmdd' is not known. Did you mean 'specmd"),
+        (["--model_args", "capacity=lots,batchsize=2"], "the key 'batchsize'"),
+        (["--use_cache", "stored"], "--use_cache='stored': stored outputs come without"),
+        (["--limit", "-1"], "limit=-1 must be a whole number of documents above 0"),
+        (["--limit", "2.5"], "limit=2.5 must be"),
+        (["--limit", "nan"], "limit=nan must be"),
+        (["--num_fewshot", "-1"], "num_fewshot=-1 must be a whole number"),
+        (["--gen_kwargs", "assistant_model=x"], "assistant_model='x' would change what drafts"),
+        (["--output_path", f"{__file__}/out"], "/out' cannot be written: Not a directory"),
+    ],
+    ids=str,
+)
+def test_a_command_line_is_refused_before_torch_is_imported(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentsError) as caught:
+        check_command(["run", "--model", "moecache", *TASK, *arguments])
+    assert said in str(caught.value)
+    # The same without `run`, as lm-eval takes it, and with the model named in a file.
+    (tmp_path / "run.yaml").write_text("model: moecache\n")
+    with pytest.raises(ArgumentsError):
+        check_command(["--config", str(tmp_path / "run.yaml"), *TASK, *arguments])
+
+
+def test_a_good_command_line_and_those_of_other_models_pass(tmp_path: Path) -> None:
+    check_command(["run", "--model", "hf", "--model_args", "polic=x", *TASK])
+    out = ["--output_path", str(tmp_path / "new/folder"), "--limit", "4"]
+    check_command(["--model", "moecache", "--model_args", "policy=specmd,dtype=float32", *out])
+    assert not (tmp_path / "new").exists()
+    check_command(["ls", "tasks"])
+
+
+def test_lm_eval_ends_in_our_message_alone_and_without_torch(tmp_path: Path) -> None:
+    """Through the start-up file, as installed: a fresh interpreter, lm-eval's own main."""
+    code = (
+        "import sys, runpy, lm_eval_moecache_startup; lm_eval_moecache_startup.arm()\n"
+        "import atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "sys.argv = ['lm_eval', *sys.argv[1:]]\n"
+        "runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, "run", "--model", "moecache", *TASK]
+    paths = os.pathsep.join([str(ROOT / "startup"), str(ROOT)])
+    done = subprocess.run(
+        [*command, "--model_args", "polic=specmd"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.strip().split("\n")[-1]
+    assert last.startswith("moecache: model_args: the key 'polic'")
+    assert done.stdout.strip() == "False"
+
+
+def test_only_lm_evals_command_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentsError, match="polciy"):
+        MoECacheLM.create_from_arg_string("polciy=specmd")
+    monkeypatch.setattr(errors, "is_lm_eval_command", lambda: True)
+    with pytest.raises(SystemExit):
+        MoECacheLM.create_from_arg_string("polciy=specmd")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("do_sample", True), ("temperature", 0.7), ("num_beams", 4), ("top_k", 5)],
+)
+def test_sampling_and_another_draft_are_refused_before_loading(key: str, value: Any) -> None:
+    for asked, said in (
+        ({key: value}, f"{key}={value} with --model moecache-spec"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 would change what drafts"),
+    ):
+        words = [f"{name}={each}" for name, each in asked.items()]
+        with pytest.raises(ArgumentsError, match=said):
+            check_command(["--model", "moecache-spec", *TASK, "--gen_kwargs", ",".join(words)])
+        options = {"gen_kwargs": asked}
+        cell = Cell(model="moecache-spec", model_args={}, tasks=("tiny_arc",), options=options)
+        with pytest.raises(ArgumentsError, match=said.partition("=")[0]):
+            check_cell(cell)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "said"),
+    [
+        (",batch_size=x", {}, "batch_size='x' must be a whole number"),
+        (",batch_size=4", {"batch_size": 2}, "pretrained='no/such' cannot be read"),
+        ("", {"batch_size": "x"}, "batch_size='x' must be a whole number"),
+    ],
+)
+def test_a_batch_size_among_the_models_arguments_is_checked_like_the_option(
+    asked: str, options: dict[str, Any], said: str
+) -> None:
+    register()
+    model_args = f"pretrained=no/such{asked}"
+    with pytest.raises(ArgumentsError, match=said):
+        lm_eval.simple_evaluate("moecache", model_args, ["tiny_gsm8k"], **options)
+
+
+def test_plain_decoding_may_sample_but_not_draft() -> None:
+    check_generation({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, speculative=False)
+    check_generation({"do_sample": False, "temperature": 0.0, "top_p": 1}, speculative=True)
+
+
+def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: Any) -> None:
+    lm = MoECacheLM(pretrained=str(checkpoint("olmoe")))
+    drafted = make_instance("generate_until", "t", 9, "x", {"prompt_lookup_num_tokens": 2})
+    with pytest.raises(ArgumentsError, match="prompt_lookup_num_tokens=2"):
+        lm.generate_until([*generations(2), drafted], disable_tqdm=True)
+    assert lm.engine.ledger.passes == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ArgumentsError, match="Permission denied"):
+        check_command(["--model", "moecache", *TASK, "--output_path", str(tmp_path / "out")])
+
+
+def test_model_args_may_name_the_device_and_the_batch_size(checkpoint: Any) -> None:
+    options = {"device": "cuda:0", "batch_size": 1, "max_batch_size": None}
+    text = f"pretrained={checkpoint('olmoe')},device=cpu,batch_size=3"
+    lm = MoECacheLM.create_from_arg_string(text, options)
+    assert (str(lm.device), lm.batch_size) == ("cpu", 3)
+
+
+def has(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    """Let torch have so many devices of a kind."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+    found = torch.device(kind) if count else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, "cuda", 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda", "cuda:0", "cpu"])
+def test_without_an_accelerator_what_lm_eval_asks_for_is_the_cpu(asked: str | None) -> None:
+    assert resolve_device({"device": asked}) == "cpu"
+
+
+@pytest.mark.parametrize("asked", ["cuda:1", "mps", "mps:0", "xpu", "privateuseone", "gpu"])
+def test_a_device_that_is_not_here_is_refused_and_not_the_cpu(asked: str) -> None:
+    why = "is not the name of a device" if asked == "gpu" else ".*no such device"
+    with pytest.raises(ValueError, match=f"device='{asked}'.*{why}.*Allowed here: cpu"):
+        resolve_device({"device": asked})
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "privateuseone"])
+def test_of_two_devices_the_one_that_is_asked_for_is_taken(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # An out-of-tree device has the name that a test of this process may have registered it under.
+    kind = torch.device(kind).type
+    has(monkeypatch, kind, 2)
+    assert resolve_device({"device": None}) == kind
+    for asked in ("cpu", kind, f"{kind}:1"):
+        assert resolve_device({"device": asked}) == asked
+    with pytest.raises(ValueError, match=f"Allowed here: cpu, {kind}, {kind}:0, {kind}:1."):
+        resolve_device({"device": f"{kind}:2"})
+
+
+def test_lm_evals_own_default_is_the_accelerator_that_is_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has(monkeypatch, "xpu", 1)
+    assert resolve_device({"device": "cuda:0"}) == "xpu"
+    assert "device='cuda:0' is not here; the run uses xpu" in caplog.text
+    # Of several processes the type is known.
+    has(monkeypatch, "cuda", 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resolve_device({"device": "cuda:0"}) == "cuda"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert resolve_device({"device": "cuda:0"}) == "cpu"
+
+
+def test_one_module_knows_a_vendor() -> None:
+    """Devices are torch's generic interface; what CUDA alone has is in `model/device.py`."""
+    root = Path(lm_eval_moecache.__file__).parent
+    vendor = re.compile(
+        r"torch\.(cuda|xpu|mps|npu)|is_cuda|cudart|(type|device) [!=]= .cuda|_on_cuda"
+    )
+    found = [
+        f"{path.relative_to(root.parent)}: {line.strip()}"
+        for folder in (root, root.parent / "benchmarks")
+        for path in sorted(folder.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if vendor.search(line) and path != root / "model" / "device.py"
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("device", ["cuda:0", None])
+def test_a_precision_and_a_draft_are_checked_for_the_device_of_the_run(device: str | None) -> None:
+    given = {} if device is None else {"device": device}
+    _, theirs = check_arguments("tiny", {"precision": "int8", **given})
+    assert theirs["device"] == "cpu"
+    _, theirs = check_arguments("tiny", given, speculative=True)
+    assert theirs["device"] == "cpu"
+
+
+def test_a_cell_is_the_same_on_a_machine_with_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def identity(**arguments: str) -> str:
+        cell = Cell(
+            model="moecache", model_args=arguments, tasks=("tiny_arc",), options={}, include_path=()
+        )
+        return check_cell(cell).configuration_hash
+
+    here, asked = identity(), identity(device="cpu")
+    has(monkeypatch, "cuda", 1)
+    assert identity() == here != asked
+    assert identity(device="cpu") == asked

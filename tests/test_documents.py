@@ -1,19 +1,39 @@
-"""Every command line that a document prints works as printed, without CUDA and without a network.
+"""Every command line that a document prints works as printed, and what the documents show is true.
 
-Long ones are made short by an option at their end (`documents.SHORTER`); models and tasks of the
-hub are replaced by the shipped ones. A new command in a document is run without further ado.
+Without CUDA and without a network: long ones are made short by an option at their end
+(`documents.SHORTER`); models and tasks of the hub are replaced by the shipped ones. A new command
+in a document is run without further ado.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
 import yaml
+from nbclient import NotebookClient
 
+from docs.hooks import keys_table
+from docs.wall_table import wall_table
+from lm_eval_moecache.algorithms.policy import policy_names
+from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
+from lm_eval_moecache.cli.main import command_names, main
+from lm_eval_moecache.harness.arguments import CHOICES, KEYS
+from lm_eval_moecache.model.precision.ladder import codec_names
+from lm_eval_moecache.sweep.spec import read_sweep
+from lm_eval_moecache.sweep.validation import check_cells
+from lm_eval_moecache.tiny import MODEL_DIR
+from tests.conftest import Checkpoint, Moecache
 from tests.documents import INSTALLERS, Runner, commands_of, shortened
+from tests.sweep.toy import write_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -24,11 +44,6 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 COMMANDS = {path: commands_of(path) for path in DOCUMENTS}
-
-
-@pytest.fixture(scope="module")
-def runner() -> Runner:
-    return Runner()
 
 
 @pytest.fixture
@@ -50,8 +65,8 @@ def of(path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [p for p in DOCUMENTS if COMMANDS[p]], ids=of)
-def test_every_command_of_a_document_works(document: Path, runner: Runner, folder: Path) -> None:
-    failed = []
+def test_every_command_of_a_document_works(document: Path, folder: Path) -> None:
+    failed, runner = [], Runner()
     earlier = DOCUMENTS[: DOCUMENTS.index(document)]
     done = {command for path in earlier for command in COMMANDS[path]}
     for command in COMMANDS[document]:
@@ -95,3 +110,138 @@ def test_install_lines_name_a_place_and_not_an_index_that_lacks_the_package() ->
     assert len(lines) >= 2
     for line in lines:
         assert re.search(r" '?\.(\[\w+\]'?)?$|git\+", line), line
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_tables_are_those_of_the_demo_and_of_the_first_run() -> None:
+    demo = re.findall(r"^\|.*\|$", (ROOT / "results/demo/table.md").read_text(), re.MULTILINE)
+    assert len(demo) > 5 and "\n".join(demo) in README
+    report = json.loads((ROOT / "results/first_run/results.json").read_text())["config"]["moecache"]
+    rows = dict(re.findall(r"^\|(tiny_\w+)\s*\|\s*(.*)\|$", README, re.MULTILINE))
+    assert set(rows) == set(report["tasks"])
+    for task, row in rows.items():
+        cells, figures = [cell.strip() for cell in row.split("|")], report["tasks"][task]
+        assert cells[0] == str(figures["requests"])
+        assert float(cells[1]) == round(figures["ttft_ms"]["mean"], 3)
+        assert float(cells[4]) == round(figures["hit_rate"], 4)
+
+
+def test_the_docs_list_every_key_as_the_code_has_it_and_every_command() -> None:
+    page = (ROOT / "docs/keys.md").read_text()
+    assert keys_table() in page
+    for command in command_names():
+        assert f"`moecache {command}" in page, command
+
+
+def test_the_readme_counts_model_types_and_parameters_as_they_are() -> None:
+    families, words = (ROOT / "docs/families.md").read_text(), " ".join(README.split())
+    runs, refused = re.findall(r"(\d+) runs, (\d+) refused", families)[0]
+    types = f"Of the {int(runs) + int(refused)} model types of transformers with routed experts"
+    assert f"{types} {runs} run" in words
+    trained = json.loads((MODEL_DIR / "training.json").read_text())
+    assert f"{trained['num_parameters'] / 1e6:.1f} million parameters" in words
+
+
+def test_what_the_readme_shows_of_plan_is_what_it_prints(
+    moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (command,) = re.findall(r"^moecache (plan .*)$", README, re.MULTILINE)
+    shown = README.split("```text\n")[1].partition("\n```")[0]
+    assert moecache(*command.split()).startswith(shown)
+
+
+def test_the_readmes_first_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"(?:`|^)make (\w+)(?:`|$)", README, re.MULTILINE)
+    assert commands[:2] == ["demo", "test"]
+    for target in commands:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+WORKFLOW = yaml.safe_load((ROOT / "examples/github-workflow.yml").read_text())
+STEPS: list[dict[str, Any]] = WORKFLOW["jobs"]["compare"]["steps"]
+
+
+def test_every_cell_of_the_example_sweep_can_start_and_actions_are_pinned_by_hash() -> None:
+    assert len(check_cells(read_sweep(ROOT / "examples/sweep.yaml").cells())) == 6
+    used = [step["uses"] for step in STEPS if "uses" in step]
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used)
+
+
+@pytest.mark.slow
+def test_the_workflows_commands_pass_on_a_rerun_and_fail_on_a_lost_run(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    base = {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
+    grid = {"capacity": ["25%", "50%"]}
+    path = write_sweep(tmp_path / "results/baseline", base=base, grid=grid)
+    assert main(["sweep", str(path)]) == 0
+    summary = tmp_path / "summary.md"
+    # `moecache` as pip would have put it there.
+    tool = tmp_path / "bin/moecache"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lm_eval_moecache.cli.main "$@"\n')
+    tool.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(summary)}
+    environment["PATH"] = f"{tool.parent}:{os.environ['PATH']}"
+    scripts = [step.get("run", "") for step in STEPS]
+    (again,) = (script for script in scripts if "moecache sweep" in script)
+    (compare,) = (script for script in scripts if "moecache compare" in script)
+
+    def bash(script: str) -> int:
+        command = ["bash", "-e", "-c", script]
+        return subprocess.run(command, cwd=tmp_path, env=environment).returncode
+
+    assert bash(again) == bash(compare) == 0
+    assert summary.read_text().startswith("### moecache: pass")
+    next((tmp_path / "output/new/runs").glob("*.json")).unlink()
+    assert bash(compare) == 1
+    assert "REGRESSION" in summary.read_text()
+
+
+NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "notebook.ipynb"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_its_replays_say_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its shell commands are those of this environment.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    saved, run = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(run, timeout=600, kernel_name="python3", resources=place).execute()
+    assert len(figures(run)) == len(figures(saved)) >= 7
+    of_traces = [text for text in figures(run) if "qwen3-30b" in text or "hazard " in text]
+    assert len(of_traces) >= 2
+    # Those of the live run may differ by a near tie of the router on another CPU.
+    assert set(of_traces) <= set(figures(saved))
+
+
+def figures(notebook: Any) -> list[str]:
+    """Return what the cells print and show."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            text = output.get("text") or output.get("data", {}).get("text/plain", "")
+            if output.get("name") != "stderr":
+                found.append(str(text))
+    return found
+
+
+def test_the_table_of_the_wall_clock_is_whole_and_its_empty_cells_have_reasons() -> None:
+    cells = wall_table()
+    found = {(cell.key, cell.value) for cell in cells}
+    # `capacity` is in every cell; `clock` is what the table is about.
+    assert {key for key, _ in found} == set(KEYS) - {"capacity", "clock"}
+    expected = {(axis, name) for axis in AXES for name in algorithm_names(axis)}
+    expected |= {("policy", name) for name in policy_names()}
+    expected |= {("precision", name) for name in codec_names()}
+    expected |= {(k, v) for k, values in CHOICES.items() for v in values if k != "clock"}
+    assert expected <= found and len(found) == len(cells)
+    for cell in filter(lambda cell: cell.reason, cells):
+        assert cell.key in cell.reason or "clock='wall'" in cell.reason, cell
+        assert "llowed" in cell.reason or "moecache replay" in cell.reason, cell

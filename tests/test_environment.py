@@ -19,17 +19,16 @@ from lm_eval.tasks import TaskManager
 from lm_eval_moecache import __main__
 from lm_eval_moecache.cli import main as module
 from lm_eval_moecache.cli.analyze import ANALYSES
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.profile import action_names
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.report.results import PACKED, RUNS, write_packed
 from lm_eval_moecache.sweep import files, worker
 from lm_eval_moecache.sweep.files import only_sweep, write_record
+from tests.conftest import Moecache
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four, record
 
 ROOT = Path(__file__).resolve().parent.parent
-Captured = pytest.CaptureFixture[str]
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -80,6 +79,8 @@ claims:
      form: value, expect: {below: 1}}]}
 """
 ROUTED = Path(__file__).parent / "trace" / "formats" / "route_trace.csv"
+ARGS = "--model_args="
+ON_DISK = "clock=wall,policy=on_demand,store=disk,dtype=float32"
 COMMANDS = {
     "claims": ("claims", "{0}/claims.yaml", "--write"),
     "table": ("table", "{0}", "--write"),
@@ -97,23 +98,18 @@ COMMANDS = {
     "eval, results": ("eval", "--tasks=tiny_arc", "--output_path={0}/new"),
     "eval, trace": ("eval", "--tasks=tiny_arc", "--model_args=trace={0}/new"),
     "eval, encoded experts": (
-        *("eval", "--tasks=tiny_arc"),
-        "--model_args=precision=int8,encoded_dir={0}/new",
-    ),
-    "eval, files of experts": (
         "eval",
         "--tasks=tiny_arc",
-        "--model_args=clock=wall,policy=on_demand,store=disk,dtype=float32,store_dir={0}/new",
+        f"{ARGS}precision=int8,encoded_dir={{0}}/new",
     ),
+    "eval, files of experts": ("eval", "--tasks=tiny_arc", f"{ARGS}{ON_DISK},store_dir={{0}}/new"),
     "profile buddies": ("profile", "buddies", "--out={0}/new/x.safetensors"),
     "profile data_aware": ("profile", "data_aware", "--out={0}/new/x.safetensors"),
     "profile hardware": ("profile", "hardware", "--out={0}/new/x.yaml"),
     "profile layer_sizes": ("profile", "layer_sizes", TRACE, "--out={0}/sizes.json"),
     "profile logit_range": ("profile", "logit_range", "--out={0}/new/x.json"),
     "profile predictor": ("profile", "predictor", "--out={0}/new/x.safetensors"),
-    "profile predictor, its work": (
-        *("profile", "predictor", "--out={0}.safetensors", "--work={0}/new"),
-    ),
+    "predictor, its work": ("profile", "predictor", "--out={0}.safetensors", "--work={0}/new"),
     "profile sensitivity": ("profile", "sensitivity", "--out={0}/new/x.safetensors"),
     "profile use": ("profile", "use", TRACE, "--out={0}/use.json"),
     **{f"analyze {name}": ("analyze", name, "--out={0}/new") for name in ANALYSES},
@@ -133,6 +129,8 @@ READERS = {"compare", "completion", "plan", "policies"}
 
 def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written() -> None:
     tried = {words[0] for words in COMMANDS.values()}
+    missing = set(module.command_names()) - tried - READERS
+    assert not missing, f"{missing}: add to COMMANDS, or where nothing is written to READERS"
     assert tried | READERS == set(module.command_names())
     assert not tried & READERS
     assert {w[1] for w in COMMANDS.values() if w[0] == "profile"} == set(action_names())
@@ -140,37 +138,38 @@ def test_every_command_that_writes_is_tried_on_a_folder_that_cannot_be_written()
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_folder_that_cannot_be_written_is_told_in_one_line_and_left_as_it_was(
-    bad_folder: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    bad_folder: Path,
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    moecache: Moecache,
 ) -> None:
     """Also told before any model runs, or this test would take hours."""
     index = TaskManager.__init__
     # lm-eval's own 10,000 tasks take it seconds.
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(index, include_defaults=False))
     before = {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()}
-    assert main([word.format(bad_folder) for word in command]) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    said = moecache(*(word.format(bad_folder) for word in command), code=2)
+    [line] = said.strip().splitlines()[-1:]
     assert str(bad_folder) in line
     assert re.search("No space left|has 0 bytes free|Read-only file system", line)
     assert {p: p.read_bytes() for p in bad_folder.rglob("*") if p.is_file()} == before
 
 
 def test_an_interrupt_is_exit_130_and_a_line_on_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     def interrupted(name: str, argv: list[str]) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_run", interrupted)
     for name in module.command_names():
-        assert main([name]) == 130
-        [line] = capsys.readouterr().err.splitlines()
+        [line] = moecache(name, code=130).splitlines()
         assert line.startswith(f"moecache {name}: interrupted. ")
-    assert main(["sweep"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command goes on" in moecache("sweep", code=130)
 
 
 def test_an_interrupt_while_python_imports_is_told_as_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted:
         def find_spec(self, name: str, *_: object) -> None:

@@ -36,7 +36,7 @@ def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         if "eval" in command:
             return {"code": 0, "output": "", "seconds": 1.0}
         script = Path(command[1]).name
-        (name,) = (n for n, (file, _, _) in gpu_check.CHECKS.items() if file == script)
+        (name,) = (n for n, (file, *_) in gpu_check.CHECKS.items() if file == script)
         return {"code": 0, "output": SAID[name], "seconds": 1.0}
 
     monkeypatch.setattr(gpu_check, "_run", answer)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.cli.profile import run_raw
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves
 from lm_eval_moecache.records.geometry import Geometry
@@ -24,30 +23,22 @@ from lm_eval_moecache.records.sizes import (
 )
 from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.trace import build_trace
+from tests.conftest import Moecache
 from tests.engine import traces
 
-GEOMETRY = Geometry(
-    model="m",
-    num_layers=3,
-    num_experts=8,
-    top_k=2,
-    expert_bytes=((10,), (10,), (20,)),
-    dense_bytes=(0, 0, 0),
-)
+SIZES = {"expert_bytes": ((10,), (10,), (20,)), "dense_bytes": (0, 0, 0)}
+GEOMETRY = Geometry(model="m", num_layers=3, num_experts=8, top_k=2, **SIZES)
 
 
-def test_sizes_by_layer_are_bytes_by_layer() -> None:
+def test_sizes_by_layer_are_bytes_by_layer_and_may_lie_in_a_file(tmp_path: Path) -> None:
     capacity = parse_capacity("[5,1,8]/layer", GEOMETRY)
     assert capacity.bytes_by_partition == (50, 10, 160)
     assert capacity.text == "[5,1,8]/layer"
     assert is_per_layer("[5, 1, 8]/layer")
-
-
-def test_a_file_of_sizes_is_spelled_out(tmp_path: Path) -> None:
     file = tmp_path / "sizes.json"
     file.write_text(json.dumps({LAYER_SIZES: [5, 1, 8], "model": "m"}))
     assert capacity_text(str(file)) == "[5,1,8]/layer"
-    assert parse_capacity(str(file), GEOMETRY) == parse_capacity("[5,1,8]/layer", GEOMETRY)
+    assert parse_capacity(str(file), GEOMETRY) == capacity
 
 
 @pytest.mark.parametrize(
@@ -72,25 +63,18 @@ def test_bad_sizes_are_refused_with_the_reason(text: str, words: str) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_solver_finds_the_best_of_all_divisions(rows: list[list[int]], slots: int) -> None:
+    assert equal_sizes(3, 8) == [3, 3, 2], "every slot is used"
     curves = -np.sort(-np.array(rows), axis=1)
     if slots < len(curves):
         with pytest.raises(ValueError, match="at least one"):
             best_sizes(curves, slots)
         return
     every = itertools.product(range(1, 5), repeat=len(curves))
-    cost = min(
-        sum(curves[layer, n] for layer, n in enumerate(sizes))
-        for sizes in every
-        if sum(sizes) <= slots
-    )
+    possible = [sizes for sizes in every if sum(sizes) <= slots]
     sizes = best_sizes(curves, slots)
-    assert sum(sizes) <= slots
-    assert min(sizes) >= 1
-    assert sum(curves[layer, n] for layer, n in enumerate(sizes)) == cost
-
-
-def test_equal_sizes_use_every_slot() -> None:
-    assert equal_sizes(3, 8) == [3, 3, 2]
+    assert sum(sizes) <= slots and min(sizes) >= 1
+    costs = [sum(curves[layer, n] for layer, n in enumerate(each)) for each in [sizes, *possible]]
+    assert costs[0] == min(costs[1:])
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (2, 6, 5), (3, 2, 4), (7, 8, 2)])
@@ -100,14 +84,8 @@ def test_the_curves_are_what_a_replay_with_lru_misses(sizes: tuple[int, ...]) ->
     layer = np.tile(np.arange(3, dtype=np.int32), num_passes)
     passes = np.repeat(np.arange(num_passes, dtype=np.int32), 3)
     experts = np.array([rng.permutation(8)[:2] for _ in layer], dtype=np.int32)
-    columns = Columns(
-        request=np.zeros_like(layer),
-        pass_index=passes,
-        phase=np.ones_like(layer),
-        token=passes,
-        layer=layer,
-        experts=experts,
-    )
+    one = {"request": np.zeros_like(layer), "phase": np.ones_like(layer)}
+    columns = Columns(**one, pass_index=passes, token=passes, layer=layer, experts=experts)
     trace = build_trace("drawn", traces.GEOMETRY, columns)
     engine = replay(trace, traces.setting("on_demand", spell(list(sizes))))
     counted = sum(record.misses for record in engine.ledger.passes)
@@ -116,12 +94,9 @@ def test_the_curves_are_what_a_replay_with_lru_misses(sizes: tuple[int, ...]) ->
 
 
 def test_profile_layer_sizes_writes_what_capacity_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
-    path, _ = traces.record(tmp_path)
     out = tmp_path / "sizes.json"
-    argv = ["layer_sizes", str(path), "--capacity", "12", "--out", str(out), "--json"]
-    assert run_raw(argv) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json("profile", "layer_sizes", trace, "--capacity", "12", "--out", out)
     assert parse_capacity(str(out), traces.GEOMETRY).text == spell(found[LAYER_SIZES])
     assert found["miss_rate"] <= found["miss_rate_of_equal_sizes"]

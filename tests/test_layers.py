@@ -1,44 +1,29 @@
-"""Who may import whom: the flow of the design, visible in the imports."""
+"""Who may import whom: the flow of the design, visible in the imports and in the guide."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-import lm_eval_moecache
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
-
-PACKAGE = Path(lm_eval_moecache.__file__).resolve().parent
-NAME = "lm_eval_moecache"
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
-
-# The floors of the house, from the bottom up: a folder imports only folders that stand before it.
-# tiny/ is the shipped model and its documents, which everybody may open.
-ORDER = (
-    "records",
-    "tiny",
-    "trace",
-    "algorithms",
-    "engine",
-    "testing",
-    "model",
-    "report",
-    "harness",
-    "sweep",
-    "tune",
-    "analysis",
-    "profiling",
-    "cli",
+from lm_eval_moecache.cli.main import command_names
+from tests.conftest import Moecache
+from tests.house import (
+    MODULES,
+    NAME,
+    ORDER,
+    PACKAGE,
+    floors,
+    imports_of,
+    own_imports_of,
+    picture,
+    tree_of,
 )
+
 # Which folders (or modules) may import a heavy library, at any depth of their functions. A name
 # ending in a dot stands for a folder.
 HARNESS_AND_ABOVE = tuple(f"{name}." for name in ORDER[ORDER.index("harness") :])
@@ -52,46 +37,6 @@ TORCH_FREE = ("records.", "trace.", "algorithms.", "engine.", "report.")
 ALGORITHM_MAY_IMPORT = ("records.", "trace.future")
 # What rules that rank residents are written in.
 RANKINGS = ("algorithms.features", "algorithms.ranked")
-
-
-@cache
-def tree_of(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text())
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-def nodes_of(module: str) -> Iterator[ast.AST]:
-    """Walk a module, leaving out what only the type checker sees."""
-    waiting: list[ast.AST] = [tree_of(module)]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        children = ast.iter_child_nodes(node)
-        waiting += [child for child in children if not is_type_checking(child)]
-
-
-@cache
-def imports_of(module: str) -> frozenset[str]:
-    """Return the full dotted names that a module imports, `from a import b` as both a and a.b."""
-    found = set()
-    for node in nodes_of(module):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively"
-            assert node.module
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
-
-
-def own_imports_of(module: str) -> set[str]:
-    """Return the modules of this package that a module imports."""
-    prefix = f"{NAME}."
-    names = {name.removeprefix(prefix) for name in imports_of(module) if name.startswith(prefix)}
-    return {name for name in names if name in MODULES}
 
 
 def matches(module: str, allowed: tuple[str, ...]) -> bool:
@@ -113,36 +58,23 @@ def test_heavy_libraries_stay_where_they_belong(library: str) -> None:
     assert [module for module in users if not matches(module, MAY_IMPORT[library])] == []
 
 
-def test_every_folder_has_its_floor() -> None:
-    folders = {module.partition(".")[0] for module in MODULES if "." in module.rstrip(".")}
-    assert folders == set(ORDER)
+def test_a_folder_imports_only_folders_before_it() -> None:
+    inside = [module for module in MODULES if "." in module.rstrip(".")]
+    assert {module.partition(".")[0] for module in inside} == set(ORDER)
+    for module in inside:
+        allowed = ORDER[: ORDER.index(module.partition(".")[0]) + 1]
+        own = own_imports_of(module)
+        assert [name for name in own if name.partition(".")[0] not in allowed] == [], module
 
 
-@pytest.mark.parametrize("folder", ORDER)
-def test_a_folder_imports_only_folders_before_it(folder: str) -> None:
-    allowed = {f"{name}." for name in ORDER[: ORDER.index(folder) + 1]}
-    found = {
-        f"{module} imports {name}"
-        for module in MODULES
-        if module.startswith(f"{folder}.")
-        for name in own_imports_of(module)
-        if f"{name.partition('.')[0]}." not in allowed
-    }
-    assert found == set()
-
-
-@pytest.mark.parametrize("module", algorithms())
-def test_algorithms_are_leaves(module: str) -> None:
+def test_algorithms_are_leaves_and_their_bases_see_the_records_only() -> None:
     """They see the records and their base (or shared helpers of their own axis), nothing else."""
-    axis = module.rpartition(".")[0]
-    allowed = (*ALGORITHM_MAY_IMPORT, *RANKINGS, f"{axis}.base")
-    assert [name for name in own_imports_of(module) if not matches(name, allowed)] == []
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_bases_see_the_records_only(axis: str) -> None:
-    own = own_imports_of(f"algorithms.{axis}.base")
-    assert [name for name in own if not matches(name, ALGORITHM_MAY_IMPORT)] == []
+    for module in algorithms():
+        allowed = (*ALGORITHM_MAY_IMPORT, *RANKINGS, f"{module.rpartition('.')[0]}.base")
+        assert [n for n in own_imports_of(module) if not matches(n, allowed)] == [], module
+    for axis in AXES:
+        own = own_imports_of(f"algorithms.{axis}.base")
+        assert [name for name in own if not matches(name, ALGORITHM_MAY_IMPORT)] == [], axis
 
 
 def test_nobody_imports_an_algorithm_by_name() -> None:
@@ -172,32 +104,72 @@ def test_every_module_says_what_it_is_for() -> None:
     assert silent == []
 
 
-def test_the_core_and_every_algorithm_start_without_heavy_libraries() -> None:
-    modules = [m for m in MODULES if m.startswith(TORCH_FREE)]
-    names = [f"{NAME}.{m}".removesuffix(".") for m in (*modules, "harness.arguments")]
+BEFORE_A_FILE_IS_READ = ("records.", "trace.", "algorithms.", "engine.")
+
+
+@pytest.mark.parametrize(
+    ("folders", "and_module", "heavy"),
+    [
+        (
+            TORCH_FREE,
+            "harness.arguments",
+            {"torch", "transformers", "lm_eval", "datasets", "jsonargparse"},
+        ),
+        # Its import takes a tenth of a second, which a replay's start and `--help` should not.
+        (BEFORE_A_FILE_IS_READ, "cli.main", {"pydantic"}),
+    ],
+    ids=["torch", "pydantic"],
+)
+def test_the_core_and_every_algorithm_start_without_heavy_libraries(
+    folders: tuple[str, ...], and_module: str, heavy: set[str]
+) -> None:
+    waits = ("records.schemas",) if heavy == {"pydantic"} else ()
+    modules = [m for m in MODULES if m.startswith(folders) and not m.startswith(waits)]
+    names = [f"{NAME}.{m}".removesuffix(".") for m in (*modules, and_module)]
     script = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
-        "heavy = {'torch', 'transformers', 'lm_eval', 'datasets', 'jsonargparse'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
+        f"print(sorted({heavy!r} & set(sys.modules)))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
-    )
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
 
-def test_pydantic_waits_until_a_file_is_read() -> None:
-    """Its import takes a tenth of a second, which a replay's start and `--help` should not."""
-    folders = ("records.", "trace.", "algorithms.", "engine.")
-    modules = [m for m in MODULES if m.startswith(folders) and not m.startswith("records.schemas")]
-    names = [f"{NAME}.{m}".removesuffix(".") for m in (*modules, "cli.main")]
-    script = (
-        "import importlib, sys\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
-        "print('pydantic' in sys.modules)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
-    )
-    assert (result.stdout, result.returncode) == ("False\n", 0), result.stderr
+def test_the_picture_in_the_guide_is_the_codes_own() -> None:
+    guide = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    assert picture() in guide, "run: python -m tests.house"
+    assert sum(len(floor) for floor in floors()) <= 20
+    assert len(floors()) <= 10
+
+
+SUBCOMMAND = '''"""Count up to a number."""
+
+from jsonargparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--to", type=int, default=3, help="the last number")
+
+
+def run(arguments: Namespace) -> int:
+    print(" ".join(str(number) for number in range(1, arguments.to + 1)))
+    return 0
+'''
+
+
+def test_a_new_subcommand_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
+) -> None:
+    import lm_eval_moecache.cli as folder
+
+    (tmp_path / "count.py").write_text(SUBCOMMAND)
+    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    try:
+        assert "count" in command_names()
+        assert "Count up to a number." in moecache("--help")
+        assert moecache("count", "--to", "4") == "1 2 3 4\n"
+    finally:
+        sys.modules.pop("lm_eval_moecache.cli.count", None)
+        if hasattr(folder, "count"):
+            delattr(folder, "count")

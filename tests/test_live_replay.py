@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import KEPT, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
@@ -21,7 +20,10 @@ from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
 from tests.artifacts import artifact_for, predictor_of
+from tests.conftest import Checkpoint
+from tests.harness import make_instance
 
 
 def _lossless() -> list[dict[str, str]]:
@@ -53,22 +55,28 @@ def _cases() -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def lm(checkpoint: Callable[[str], Path]) -> MoECacheLM:
+def lm(checkpoint: Checkpoint) -> MoECacheLM:
     return MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", batch_size=2)
-
-
-def _instance(kind: str, arguments: tuple[Any, ...], number: int) -> Instance:
-    return Instance(kind, {}, arguments, number, metadata=("task", number, 1))
 
 
 def _run(lm: MoECacheLM) -> None:
     asked: dict[str, Any] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
-    prompts = ["One, two,", "Count the apples: 3"]
-    lm.generate_until(
-        [_instance("generate_until", (p, asked), i) for i, p in enumerate(prompts)], True
-    )
-    pairs = [("It is", " a"), ("It is", " b"), ("A longer context", " with more")]
-    lm.loglikelihood([_instance("loglikelihood", p, i) for i, p in enumerate(pairs)], True)
+    prompts = enumerate(["One, two,", "Count the apples: 3"])
+    lm.generate_until([make_instance("generate_until", "t", i, p, asked) for i, p in prompts], True)
+    pairs = enumerate([("It is", " a"), ("It is", " b"), ("A longer context", " with more")])
+    lm.loglikelihood([make_instance("loglikelihood", "t", i, *pair) for i, pair in pairs], True)
+
+
+def _recorded(lm: MoECacheLM, folder: Path, given: dict[str, Any]) -> Trace:
+    """Run behind this cache, and read the trace of it."""
+    lm.install(read_config({**given, "trace": str(folder)}))
+    _run(lm)
+    return load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+
+
+def _counts(engine: Engine) -> list[tuple[int, ...]]:
+    passes = engine.ledger.passes
+    return [(p.misses, p.late, p.bytes_moved, p.evictions) for p in passes]
 
 
 def _given(lm: MoECacheLM, chosen: dict[str, str]) -> dict[str, str]:
@@ -80,22 +88,16 @@ def _given(lm: MoECacheLM, chosen: dict[str, str]) -> dict[str, str]:
 def test_a_live_run_equals_the_replay_of_its_trace(
     lm: MoECacheLM, tmp_path: Path, chosen: dict[str, str]
 ) -> None:
-    given = {**chosen, **_given(lm, chosen)}
-    lm.install(read_config({**given, "trace": str(tmp_path), "seed": 5}))
-    _run(lm)
-    path = lm.finish_trace()
-    assert path is not None
-    again = replay(load_trace(str(path), logits=True, predicted=True), lm.engine.setting)
+    trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen), "seed": 5})
+    again = replay(trace, lm.engine.setting)
     assert again.ledger.passes == lm.engine.ledger.passes
     totals = task_metrics(again.ledger.requests, again.peak_cache_bytes)
     assert totals == lm.report()["totals"]
 
 
 def test_cache_reset_replays_exactly_too(lm: MoECacheLM, tmp_path: Path) -> None:
-    lm.install(read_config({"trace": str(tmp_path), "cache_reset": "request", "capacity": "40%"}))
-    _run(lm)
-    path = lm.finish_trace()
-    again = replay(load_trace(str(path), predicted=True), lm.engine.setting, cache_reset="request")
+    trace = _recorded(lm, tmp_path, {"cache_reset": "request", "capacity": "40%"})
+    again = replay(trace, lm.engine.setting, cache_reset="request")
     assert again.ledger.passes == lm.engine.ledger.passes
 
 
@@ -104,29 +106,23 @@ def test_attention_to_the_context_replays_exactly(lm: MoECacheLM, tmp_path: Path
     lm.install(read_config(given))
     _run(lm)
     flat = lm.engine.ledger.passes
-    lm.install(read_config({**given, "attention": "context", "trace": str(tmp_path)}))
-    _run(lm)
-    path, live = lm.finish_trace(), lm.engine.ledger.passes
+    trace = _recorded(lm, tmp_path, {**given, "attention": "context"})
+    live = lm.engine.ledger.passes
     assert lm.report()["attention"] == "context"
     assert sum(p.duration_s for p in live) > sum(p.duration_s for p in flat)
-    again = replay(load_trace(str(path), predicted=True), lm.engine.setting)
-    assert again.ledger.passes == live
+    assert replay(trace, lm.engine.setting).ledger.passes == live
 
 
 @pytest.mark.parametrize("cache_reset", ["never", "request"])
 def test_a_warmed_run_equals_its_replay(lm: MoECacheLM, tmp_path: Path, cache_reset: str) -> None:
     given = {"policy": "on_demand", "cache_reset": cache_reset, "capacity": "40%"}
-    lm.install(read_config({**given, "trace": str(tmp_path / "cold")}))
-    _run(lm)
-    profile, cold = lm.finish_trace(), lm.engine.ledger.passes
-    assert profile is not None
-    given = {**given, "warm": str(profile), "trace": str(tmp_path / "warm")}
-    lm.install(read_config(given))
-    _run(lm)
-    path, live = lm.finish_trace(), lm.engine.ledger.passes
+    _recorded(lm, tmp_path / "cold", given)
+    cold, (profile,) = lm.engine.ledger.passes, (tmp_path / "cold").iterdir()
+    trace = _recorded(lm, tmp_path / "warm", {**given, "warm": str(profile)})
+    live = lm.engine.ledger.passes
     assert live[0].misses < cold[0].misses
     assert lm.report()["warm"] == profile.name
-    again = replay(load_trace(str(path)), lm.engine.setting, cache_reset=cache_reset)
+    again = replay(trace, lm.engine.setting, cache_reset=cache_reset)
     assert again.ledger.passes == live
     lm.engine.check_integrity()
 
@@ -149,35 +145,25 @@ def test_the_windows_of_one_text_replay_as_one_request(
     setting = {**chosen, "trace": str(tmp_path), "cache_reset": "request", "scoring": scoring}
     lm.install(read_config(setting))
     monkeypatch.setattr(lm, "_max_length", 24)
-    texts = [
-        "One text of three windows, counted in bytes: 1, 2, 3, 4, 5.",
-        "A short one.",
-        "A" * 70,
-    ]
-    asked = [_instance("loglikelihood_rolling", (text,), i) for i, text in enumerate(texts)]
+    text = "One text of three windows, counted in bytes: 1, 2, 3, 4, 5."
+    texts = enumerate([text, "A short one.", "A" * 70])
+    asked = [make_instance("loglikelihood_rolling", "task", i, text) for i, text in texts]
     lm.loglikelihood_rolling(asked, True)
     _run(lm)
     assert max(len(request.passes) for request in lm.engine.ledger.requests[:3]) > 1
-    path = lm.finish_trace()
-    again = replay(load_trace(str(path), predicted=True), lm.engine.setting, cache_reset="request")
-    live, found = lm.engine.ledger.passes, again.ledger.passes
-    assert [(p.misses, p.late, p.bytes_moved, p.evictions) for p in found] == [
-        (p.misses, p.late, p.bytes_moved, p.evictions) for p in live
-    ]
-    assert scoring == "scan" or found == live
+    trace = load_trace(str(lm.finish_trace()), predicted=True)
+    again = replay(trace, lm.engine.setting, cache_reset="request")
+    assert _counts(again) == _counts(lm.engine)
+    assert scoring == "scan" or again.ledger.passes == lm.engine.ledger.passes
 
 
 def test_a_scanned_text_is_recorded_as_decode_passes(lm: MoECacheLM, tmp_path: Path) -> None:
-    chosen = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
-    lm.install(read_config({**chosen, "trace": str(tmp_path)}))
-    _run(lm)
-    again = replay(load_trace(str(lm.finish_trace())), lm.engine.setting)
-    live, found = lm.engine.ledger.passes, again.ledger.passes
-    assert [(p.misses, p.bytes_moved, p.evictions) for p in found] == [
-        (p.misses, p.bytes_moved, p.evictions) for p in live
-    ]
+    given = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
+    again = replay(_recorded(lm, tmp_path, given), lm.engine.setting)
+    assert _counts(again) == _counts(lm.engine)
     # Layers go first in the scan and tokens in the replay: the same sums in another order.
-    assert [p.duration_s for p in found] == pytest.approx([p.duration_s for p in live])
+    found, live = ([p.duration_s for p in e.ledger.passes] for e in (again, lm.engine))
+    assert found == pytest.approx(live)
 
 
 def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Path) -> None:
@@ -191,10 +177,7 @@ def test_a_closed_recording_takes_no_further_passes(lm: MoECacheLM, tmp_path: Pa
 
 def test_a_committed_run_replays_exactly_from_its_own_trace(lm: MoECacheLM, tmp_path: Path) -> None:
     chosen = {"policy": "commitmoe_no_owa", "capacity": "40%"}
-    given = {**chosen, **_given(lm, chosen)}
-    lm.install(read_config({**given, "trace": str(tmp_path)}))
-    _run(lm)
-    trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+    trace = _recorded(lm, tmp_path, {**chosen, **_given(lm, chosen)})
     again = replay(trace, lm.engine.setting)
     assert again.ledger.passes == lm.engine.ledger.passes
     decoded = [p for p in again.ledger.passes if p.phase == "decode"]
@@ -211,10 +194,8 @@ def test_predictions_of_gates_and_of_a_predictor_are_not_taken_for_each_other(
     given = {**chosen, "prefetch.profile": str(shutil.copy(shared, tmp_path / "own"))}
     settings, traces = [], []
     for each in (given, {"policy": "on_demand", "prefetch": "next_gate", "capacity": "40%"}):
-        lm.install(read_config({**each, "trace": str(tmp_path), "trace_keep": "all"}))
-        _run(lm)
+        traces.append(_recorded(lm, tmp_path, {**each, "trace_keep": "all"}))
         settings.append(lm.engine.setting)
-        traces.append(load_trace(str(lm.finish_trace()), predicted=True))
     with pytest.raises(ValueError, match="predictions are of the model's own gates and not of the"):
         replay(traces[1], settings[0])
     with pytest.raises(ValueError, match=r"of the predictor .* and not of the model's own gates"):
@@ -277,21 +258,15 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
     lm: MoECacheLM, tmp_path: Path
 ) -> None:
     """One plain run serves every composition whose prefetcher asks the gates, and says no else."""
-    traces = {}
-    for keep in KEPT:
-        given = {"policy": "on_demand", "trace": str(tmp_path / keep), "trace_keep": keep}
-        lm.install(read_config(given))
-        _run(lm)
-        path = lm.finish_trace()
-        assert path is not None
-        traces[keep] = load_trace(str(path), logits=True, predicted=True)
-    served = ["specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"]
-    for policy in served:
+    traces = {
+        keep: _recorded(lm, tmp_path / keep, {"policy": "on_demand", "trace_keep": keep})
+        for keep in KEPT
+    }
+    for policy in ("specmd", "mixtral_offloading", "fate", "moe_infinity", "on_demand"):
         lm.install(read_config({"policy": policy, "capacity": "20%"}))
         _run(lm)
-        assert replay(traces["lossless"], lm.engine.setting).ledger.passes == (
-            lm.engine.ledger.passes
-        )
+        again = replay(traces["lossless"], lm.engine.setting)
+        assert again.ledger.passes == lm.engine.ledger.passes
     plain, weighed, far, lossy = (
         read_config({"policy": "on_demand", "capacity": "20%", **own}).setting(lm.geometry)
         for own in (
@@ -315,8 +290,6 @@ def test_what_a_trace_keeps_is_exact_and_what_it_lacks_is_said(
 
 def test_a_lossy_runs_trace_keeps_everything(lm: MoECacheLM, tmp_path: Path) -> None:
     """What its prefetcher saw is not what the model routed, so that no proposals serve."""
-    lm.install(read_config({"policy": "specmd_2", "capacity": "40%", "trace": str(tmp_path)}))
-    _run(lm)
-    trace = load_trace(str(lm.finish_trace()), logits=True, predicted=True)
+    trace = _recorded(lm, tmp_path, {"policy": "specmd_2", "capacity": "40%"})
     assert trace.logits is not None and trace.predicted is not None
     assert not trace.proposed

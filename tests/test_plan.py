@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lm_eval_moecache.analysis.plan import fit, stand_in
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.plan import two_digits
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
-from tests.engine import traces
-
-Captured = pytest.CaptureFixture[str]
+from tests.conftest import Moecache
 
 
 def test_what_fits_by_hand() -> None:
@@ -48,18 +43,11 @@ def test_a_model_is_planned_by_its_own_routing_where_that_ships(name: str, trace
     assert stand_in(load_real_model(name)).stem == trace
 
 
-def planned(capsys: Captured, *options: str) -> dict[str, Any]:
-    assert main(["plan", *options, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_its_json_agrees_with_itself_and_a_drive_is_slower_than_the_host(
-    tmp_path: Path, capsys: Captured
+    trace: Path, moecache: Moecache
 ) -> None:
-    path, _ = traces.record(tmp_path)
-    command = ["OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", str(path)]
-    ram, disk = planned(capsys, *command), planned(capsys, *command, "--store", "disk")
+    command = ["OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", str(trace)]
+    ram, disk = moecache.json("plan", *command), moecache.json("plan", *command, "--store", "disk")
     rows = ram["rows"]
     full = [row for row in rows if row["capacity_bytes"] == ram["fit"]["experts"]]
     assert full and max(row["capacity_bytes"] for row in rows) == full[0]["capacity_bytes"]
@@ -77,10 +65,10 @@ def test_its_json_agrees_with_itself_and_a_drive_is_slower_than_the_host(
 
 
 def test_what_fits_needs_no_cache_and_is_as_fast_as_its_reads_and_launches(
-    capsys: Captured,
+    moecache: Moecache,
 ) -> None:
     context = ["--context", "1024", "--hardware", "rtx-4090-24gb"]
-    found = planned(capsys, "OLMoE-1B-7B", "--precision", "int4", *context)
+    found = moecache.json("plan", "OLMoE-1B-7B", "--precision", "int4", *context)
     assert found["fit"]["whole"] and "no cache needed" in found["verdict"]
     (row,) = found["rows"]
     card, model = load_hardware("rtx-4090-24gb"), load_real_model("OLMoE-1B-7B")
@@ -91,20 +79,19 @@ def test_what_fits_needs_no_cache_and_is_as_fast_as_its_reads_and_launches(
     assert row["tok_per_s"] == pytest.approx(1 / seconds, rel=1e-4)
 
 
-def test_a_longer_context_takes_memory_and_time(capsys: Captured) -> None:
+def test_a_longer_context_takes_memory_and_time(moecache: Moecache) -> None:
     command = ["Mixtral-8x7B", "--precision", "int4", "--hardware", "rtx-5090", "--context"]
-    short, long = (planned(capsys, *command, tokens) for tokens in ("1024", "16384"))
+    short, long = (moecache.json("plan", *command, tokens) for tokens in ("1024", "16384"))
     assert long["fit"]["kv_cache"] - short["fit"]["kv_cache"] == 15360 * 131072
     assert long["rows"][-1]["tok_per_s"] < short["rows"][-1]["tok_per_s"]
 
 
 def test_its_page_fits_a_terminal_and_explains_its_words(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    trace: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = traces.record(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["plan", "OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    words = ("OLMoE-1B-7B", "--hardware", "rtx-2080-ti", "--trace", trace)
+    lines = moecache("plan", *words).splitlines()
     assert max(map(len, lines)) <= 80
     assert all(any(line.startswith(word) for line in lines) for word in ("cycles", "prefetch"))
 

@@ -1,7 +1,10 @@
 """The package as users get it: built, installed into an empty environment, found by lm-eval."""
 
+from __future__ import annotations
+
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -10,6 +13,7 @@ import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +33,13 @@ print(json.dumps({
 SCANNING_LM_EVAL = """
 import lm_eval.api.registry as registry
 registry.load_plugins = lambda group, registry: []
+"""
+
+WITHOUT_HOOK = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'ModelsFinder']
+from lm_eval_moecache.harness.plugin import register
+register(); register()
 """
 
 OTHER_CLASS = """
@@ -71,10 +82,10 @@ class Environment:
             check=check,
         )
 
-    def report(self, before: str = "") -> dict[str, object]:
+    def report(self, before: str = "") -> dict[str, Any]:
         result = self.run("-W", "error::UserWarning", "-c", before + REPORT)
         assert result.stderr == ""
-        report: dict[str, object] = json.loads(result.stdout)
+        report: dict[str, Any] = json.loads(result.stdout)
         return report
 
 
@@ -110,69 +121,57 @@ def test_lm_eval_lists_moecache_and_its_own_models_without_importing_torch(
     installed: Environment,
 ) -> None:
     report = installed.report()
-
-    models = report["models"]
-    assert isinstance(models, dict)
-    assert models["moecache"] == "lm_eval_moecache.harness.lm:MoECacheLM"
-    assert models["hf"] == "lm_eval.models.huggingface:HFLM"
+    assert report["models"]["moecache"] == "lm_eval_moecache.harness.lm:MoECacheLM"
+    assert report["models"]["hf"] == "lm_eval.models.huggingface:HFLM"
     assert report["torch"] is False
 
 
-def test_registry_resolves_moecache_to_our_class(installed: Environment) -> None:
-    for decorated in ("", "register_model('moecache')(MoECacheLM)\n"):
-        script = (
-            OTHER_CLASS + "import lm_eval.models\n" + decorated + "print(get_model('moecache'))"
-        )
-        assert "lm_eval_moecache.harness.lm.MoECacheLM" in installed.run("-c", script).stdout
+HOLDS = {
+    "the registry resolves moecache to our class": OTHER_CLASS
+    + "import lm_eval.models\nfound = get_model('moecache')\n"
+    "assert found.__module__ == 'lm_eval_moecache.harness.lm', found\n",
+    "so it does when the class is decorated": OTHER_CLASS
+    + "import lm_eval.models\nregister_model('moecache')(MoECacheLM)\n"
+    "assert get_model('moecache') is MoECacheLM\n",
+    "the hook is gone after its one use": """
+import sys
+names = lambda: [type(f).__name__ for f in sys.meta_path]
+assert 'ModelsFinder' in names(), names()
+import lm_eval.models
+assert 'ModelsFinder' not in names(), names()
+assert 'exec_module' not in vars(lm_eval.models.__loader__)
+""",
+    "the entry point names the same class as the placeholder": """
+from importlib.metadata import entry_points
+from lm_eval_moecache.harness.plugin import MODELS
+found = {e.name: e.value for e in entry_points(group='lm_eval.models')}
+assert found == MODELS, (found, MODELS)
+""",
+    "shipped folders are found from anywhere": """
+from lm_eval_moecache.records.paths import task_configs_dir
+assert (task_configs_dir() / 'leaderboard.yaml').is_file()
+""",
+}
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_in_an_installed_environment(name: str, installed: Environment) -> None:
+    installed.run("-c", HOLDS[name])
 
 
 def test_unknown_model_is_answered_with_our_name_among_the_known(installed: Environment) -> None:
     script = "from lm_eval.api.registry import get_model; get_model('moecach')"
-
     result = installed.run("-c", script, check=False)
-
     assert result.returncode == 1
-    assert " hf," in result.stderr
-    assert "moecache" in result.stderr
+    assert " hf," in result.stderr and "moecache" in result.stderr
 
 
-def test_hook_is_gone_after_its_one_use(installed: Environment) -> None:
-    script = (
-        "import sys; names = lambda: [type(f).__name__ for f in sys.meta_path]\n"
-        "assert 'ModelsFinder' in names(), names()\n"
-        "import lm_eval.models\n"
-        "assert 'ModelsFinder' not in names(), names()\n"
-        "assert 'exec_module' not in vars(lm_eval.models.__loader__)\n"
-    )
-    installed.run("-c", script)
-
-
-def test_hook_stands_down_where_lm_eval_scans_entry_points(installed: Environment) -> None:
+def test_hook_stands_down_where_lm_eval_scans_and_register_works_without_it(
+    installed: Environment,
+) -> None:
     models = installed.report(before=SCANNING_LM_EVAL)["models"]
-    assert isinstance(models, dict)
-    assert "moecache" not in models
-    assert "hf" in models
-
-
-def test_entry_point_names_the_same_class_as_the_placeholder(installed: Environment) -> None:
-    script = (
-        "from importlib.metadata import entry_points\n"
-        "from lm_eval_moecache.harness.plugin import MODELS\n"
-        "found = {e.name: e.value for e in entry_points(group='lm_eval.models')}\n"
-        "assert found == MODELS, (found, MODELS)\n"
-    )
-    installed.run("-c", script)
-
-
-def test_register_works_without_the_startup_hook(installed: Environment) -> None:
-    script = (
-        "import sys\n"
-        "sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'ModelsFinder']\n"
-        "from lm_eval_moecache.harness.plugin import register\n"
-        "register(); register()\n"
-    )
-    models = installed.report(before=script)["models"]
-    assert isinstance(models, dict)
+    assert "hf" in models and "moecache" not in models
+    models = installed.report(before=WITHOUT_HOOK)["models"]
     assert {"moecache", "hf"} <= models.keys()
 
 
@@ -184,14 +183,6 @@ def test_startup_files_are_installed_and_agree(installed: Environment) -> None:
     module, _, function = start.partition(":")
     assert line.startswith("import ")
     assert line.endswith(f'__import__("{module}").{function}()')
-
-
-def test_shipped_folders_are_found_from_anywhere(installed: Environment) -> None:
-    script = (
-        "from lm_eval_moecache.records.paths import task_configs_dir\n"
-        "print((task_configs_dir() / 'leaderboard.yaml').is_file())"
-    )
-    assert installed.run("-c", script).stdout == "True\n"
 
 
 def test_startup_costs_little(installed: Environment) -> None:
@@ -218,19 +209,57 @@ def test_leftover_startup_files_are_silent_when_the_package_is_gone(tmp_path: Pa
     package = environment.site_packages / "lm_eval_moecache"
     package.rename(package.with_name("removed"))
 
-    bare = environment.run("-c", "pass")
-    assert bare.stderr == ""
+    assert environment.run("-c", "pass").stderr == ""
+    models = environment.report(before=GONE)["models"]
+    assert "hf" in models and "moecache" not in models
 
-    # The borrowed packages may hold another copy of ours: hide that, too.
-    script = (
-        "import sys\n"
-        "class Gone:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] == 'lm_eval_moecache':\n"
-        "            raise ModuleNotFoundError(name, name=name)\n"
-        "sys.meta_path.insert(0, Gone())\n"
+
+STARTUP = Path(__file__).resolve().parent.parent / "startup"
+FILES = ("lm_eval_moecache.pth", "lm_eval_moecache_startup.py")
+# The borrowed packages may hold another copy of ours: hide that, too.
+GONE = """
+import sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] == 'lm_eval_moecache':
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Gone())
+"""
+BROKEN = """
+import lm_eval_moecache_startup as startup, sys, types
+plugin = types.ModuleType("lm_eval_moecache.harness.plugin")
+def register(): raise RuntimeError("registry changed")
+plugin.register = register
+for name in ("lm_eval_moecache", "lm_eval_moecache.harness"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules[plugin.__name__] = plugin
+startup.register_models()
+"""
+
+
+def run_with(folder: Path, then: str = "pass", *options: str) -> subprocess.CompletedProcess[str]:
+    script = f"import site, sys\nsite.addsitedir(sys.argv[1])\n{then}"
+    command = [sys.executable, "-S", *options, "-c", script, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("kept", [FILES, FILES[:1], FILES[1:]])
+def test_any_part_of_the_start_up_files_is_silent(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    for name in kept:
+        shutil.copy(STARTUP / name, tmp_path)
+    done = run_with(
+        tmp_path, "print(any(type(f).__name__ == 'ModelsFinder' for f in sys.meta_path))"
     )
-    models = environment.report(before=script)["models"]
-    assert isinstance(models, dict)
-    assert "hf" in models
-    assert "moecache" not in models
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout == f"{kept == FILES}\n"
+
+
+def test_a_failing_registration_breaks_nothing_even_where_warnings_are_errors(
+    tmp_path: Path,
+) -> None:
+    for name in FILES:
+        shutil.copy(STARTUP / name, tmp_path)
+    plain = run_with(tmp_path, BROKEN)
+    assert "could not register its models" in plain.stderr and plain.returncode == 0
+    strict = run_with(tmp_path, BROKEN, "-W", "error")
+    assert (strict.stderr, strict.returncode) == ("", 0)

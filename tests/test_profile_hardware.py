@@ -1,18 +1,34 @@
-"""Hardware profiles: every figure has a source, and a measured profile can be loaded."""
+"""Hardware profiles: every figure has a source, and decoding is charged what it was measured."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.setting import check_host
+from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
+from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.profiling import hardware
+from lm_eval_moecache.profiling._wall import (
+    MOST_LAYERS,
+    NOBODYS,
+    Parts,
+    Step,
+    measure_on_wall,
+    model_like,
+    parts_of,
+    profile_of,
+)
 from lm_eval_moecache.profiling.hardware import _weights
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
+from tests.engine.scripted import make_hardware
 
 
 def figures_of(profile: Hardware) -> set[str]:
@@ -67,3 +83,125 @@ def test_a_product_of_a_device_reads_enough_to_hide_its_launch() -> None:
     on_device = _weights(torch.device("meta"), torch.bfloat16, 2**28)
     assert len(on_device) == 2 and on_device[0].nbytes == 128 * 2**20
     assert _weights(torch.device("cpu"), torch.bfloat16, 2**28)[0].nbytes == 2 * 2**20
+
+
+GEOMETRY = Geometry(
+    model="hand",
+    num_layers=3,
+    num_experts=4,
+    top_k=2,
+    expert_bytes=((100,),) * 3,
+    dense_bytes=(200, 200, 600),
+)
+CALM = Step(20.0, (5.0, 7.0), (0.5, 0.5, 0.2), (0.0, 0.0))
+
+
+def test_a_step_is_taken_apart_by_hand() -> None:
+    # What layer 0 demanded moved for 8 s: 18 - 8 = 10 s, 5 more than when calm.
+    # Layer 1 demanded nothing in the first step; in the second 3 s of it, and took 3 s longer.
+    waited = Step(40.0, (18.0, 9.0), (9.0, 9.0, 9.0), (8.0, 0.0))
+    again = Step(40.0, (5.0, 13.0), (9.0, 9.0, 9.0), (0.0, 3.0))
+    parts = parts_of([CALM], [waited, again])
+    assert parts.layer_s == 6.0
+    assert parts.bookkeeping_s == pytest.approx(0.4)
+    assert parts.outside_s == 20.0 - 3 * 6.0
+    assert parts.wait_s == pytest.approx((5.0 + 3.0) / 2)
+
+
+def test_without_waits_a_wait_costs_nothing_and_odd_steps_are_outvoted() -> None:
+    odd = Step(900.0, (300.0, 300.0), (90.0, 90.0, 90.0), (0.0, 0.0))
+    parts = parts_of([CALM, odd, CALM], [CALM])
+    assert parts == parts_of([CALM], [])
+    assert parts.wait_s == 0.0
+
+
+@pytest.mark.parametrize("gates", [0.0, 2 / 3])
+def test_a_profile_charges_what_was_measured(gates: float) -> None:
+    # Reading takes (200 + 2 x 100) / 100 = 4 s a layer, and 400 / 100 = 4 s outside of them.
+    measured = Parts(layer_s=6.0, bookkeeping_s=0.5, outside_s=5.0, wait_s=0.25)
+    profile = profile_of(make_hardware(), measured, GEOMETRY, gates)
+    assert profile.kernel_overhead_s * (DENSE_KERNELS + EXPERT_KERNELS) == pytest.approx(1.5)
+    assert (profile.pass_overhead_s, profile.wait_overhead_s) == (1.0, 0.25)
+    clock = VirtualClock(profile, GEOMETRY)
+    for layer in range(3):
+        clock.dense(layer, 1)
+        clock.wait_until(clock.now + clock.gates(1) * gates)
+        clock.experts(layer, 2, 2)
+    assert clock.now == pytest.approx(3 * 6.0 + 5.0)
+
+
+def test_where_reading_takes_longer_than_the_whole_nothing_is_beside_it() -> None:
+    measured = Parts(layer_s=3.0, bookkeeping_s=0.5, outside_s=2.0, wait_s=0.0)
+    profile = profile_of(make_hardware(), measured, GEOMETRY, 0.0)
+    assert (profile.kernel_overhead_s, profile.pass_overhead_s) == (0.0, 0.0)
+    assert profile.layer_overhead_s == 0.5
+
+
+def small(layers: int = 3) -> Any:
+    torch.manual_seed(0)
+    config = transformers.OlmoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def taken(model: Any) -> ExpertLoader:
+    loader = ExpertLoader("ram", None, model)
+    loader.take_experts(model, torch.device("cpu"))
+    return loader
+
+
+@pytest.mark.parametrize(("policy", "rate"), [("on_demand", None), ("specmd", 1e7)])
+def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) -> None:
+    model = small()
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    profile = measure_on_wall(NOBODYS, model, taken(model), policy, rate)
+    replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", "peak_flops"}
+    replaced -= {"memory_bytes", "host_flops", "host_memory_bytes_per_s", "link_efficiency"}
+    replaced -= {"link_lanes", "link_lane_bytes_per_s", "load_overhead_s_per_byte"}
+    assert isinstance(profile.source, dict) and profile.source.keys() == replaced
+    assert all(f"policy {policy}" in text or "given" in text for text in profile.source.values())
+    assert profile.memory_bytes_per_s > 1e6
+    assert profile.link_bytes_per_s == rate if rate else profile.link_bytes_per_s > 1e5
+    # How the rest is divided is too noisy to be tested here; `parts_of` is, by hand.
+    parts = (profile.layer_overhead_s, profile.pass_overhead_s, profile.wait_overhead_s)
+    assert all(0 <= part < 1 for part in parts)
+    assert sum(parts) + profile.kernel_overhead_s > 0
+    assert hooks == [len(m._forward_hooks) for m in model.modules()], "a hook was left"
+
+
+def test_one_layer_says_nothing_of_layers() -> None:
+    model = small(layers=1)
+    with pytest.raises(ValueError, match="one MoE layer"):
+        measure_on_wall(NOBODYS, model, taken(model), "on_demand")
+
+
+def test_a_model_of_a_shape_has_its_first_layers_and_no_weights_of_it(tmp_path: Path) -> None:
+    small(layers=6).save_pretrained(tmp_path)
+    model = model_like(str(tmp_path), torch.bfloat16, torch.device("cpu"))
+    assert len(model.model.layers) == MOST_LAYERS == model.config.num_hidden_layers
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (8, 32, 16)
+    assert model.dtype == torch.bfloat16
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(model.lm_head.weight.float(), saved.lm_head.weight.float())
+
+
+def test_a_profile_is_measured_for_a_model_and_a_policy(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "model")
+    out = tmp_path / "here.yaml"
+    command = ["profile", "hardware", "--out", str(out), "--device", "cpu", "--size", "1MiB"]
+    command += ["--matmul", "64", "--pretrained", str(tmp_path / "model"), "--policy", "specmd"]
+    assert main([*command, "--bandwidth", "50MB/s"]) == 0
+    profile = load_hardware(str(out))
+    assert profile.link_bytes_per_s == 50e6 and profile.memory_bytes_per_s > 1e6
+    assert isinstance(profile.source, dict)
+    assert "specmd" in profile.source["layer_overhead_s"]
+    assert {"peak_flops", "host_flops", "wait_overhead_s"} <= profile.source.keys()

@@ -99,18 +99,11 @@ def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:
 
 def evaluate(folder: Path, launcher: list[str], **environment: str) -> Any:
     """Run 5 documents of four choices each and return the results JSON."""
-    arguments = "policy=on_demand,capacity=25%,max_length=256"
-    result = subprocess.run(
-        [
-            *(*launcher, "-m", "lm_eval_moecache.cli.main", "eval"),
-            *("--model", "moecache", "--model_args", arguments, "--device", "cpu"),
-            *("--tasks", "tiny_arc", "--limit", "5", "--output_path", str(folder)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    command = "-m lm_eval_moecache.cli.main eval --tasks tiny_arc --limit 5 --device cpu"
+    arguments = ["--model_args", "policy=on_demand,capacity=25%,max_length=256"]
+    words = [*launcher, *command.split(), *arguments, "--output_path", str(folder)]
+    environment = {**os.environ, **environment}
+    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     (path,) = folder.rglob("results_*.json")
     return json.loads(path.read_text())

@@ -27,13 +27,8 @@ from lm_eval_moecache.sweep.recipes import fit
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()
 # A recipe alone has no results to tell of yet.
-FOLDERS = sorted(
-    {
-        RESULTS / path.relative_to(RESULTS).parts[0]
-        for pattern in ("*/*.json", f"*/{PACKED}")
-        for path in RESULTS.rglob(pattern)
-    }
-)
+FOUND = [path for pattern in ("*/*.json", f"*/{PACKED}") for path in RESULTS.rglob(pattern)]
+FOLDERS = sorted({RESULTS / path.relative_to(RESULTS).parts[0] for path in FOUND})
 BOARDS = board_folders(RESULTS)
 SCRIPTED = (
     *("real_routing", "layer_sizes", "policy_space", "miss_answers", "evictions"),
@@ -85,13 +80,9 @@ def test_the_first_runs_table_is_that_of_its_results() -> None:
     assert make_table(json.loads(path.read_text())).strip() in committed
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
-def test_every_folder_is_in_the_index_and_says_what_it_holds(folder: Path) -> None:
-    assert f"]({folder.name}/README.md)" in INDEX
-    assert (folder / "README.md").is_file()
-
-
-def test_links_of_the_readmes_lead_somewhere() -> None:
+def test_every_folder_is_in_the_index_and_says_what_it_holds_and_links_lead_somewhere() -> None:
+    for folder in FOLDERS:
+        assert f"]({folder.name}/README.md)" in INDEX and (folder / "README.md").is_file()
     for path in RESULTS.rglob("*.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / link).exists(), f"{path}: {link}"
@@ -178,10 +169,6 @@ def test_each_setting_stands_once(demo: list[Run]) -> None:
     placed = dict(demo[0].moecache) | {"policy": demo[0].moecache["policy"] | {"placement": "use"}}
     other = dataclasses.replace(demo[0], moecache=placed)
     assert distinct([*demo, other]) == [*demo, other], "where it starts is part of a policy"
-
-
-def test_the_boards_in_results_hold_each_setting_once() -> None:
     [board, *_] = collect(RESULTS)
     assert BOARD["distinct"] is True
-    runs = load_runs(RESULTS)
-    assert 0 < len(board.rows) <= len(distinct(runs))
+    assert 0 < len(board.rows) <= len(distinct(load_runs(RESULTS)))

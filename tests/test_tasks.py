@@ -1,8 +1,12 @@
-"""Speed figures in lm-eval's own table, and the task groups that ask for them."""
+"""Speed figures in lm-eval's own table, the task groups that ask for them, and a judge beside."""
+
+from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
+from lm_eval_moecache.harness.judge import Judge
+from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.tasks import SpeedTask
 from lm_eval_moecache.records.paths import task_configs_dir
 
@@ -109,18 +115,11 @@ class ScriptedLM(LM):  # type: ignore[misc]
         return self.answer(requests, "YES")
 
 
-def measure_nothing(_: Instance) -> None:
-    return None
-
-
 def measure_by_document(request: Instance) -> dict[str, float]:
     """TTFT grows with the document and differs by choice; only document 1 has a TPOT."""
     assert request.doc_id is not None
-    figures = {
-        "ttft_ms": 10.0 * request.doc_id + request.idx,
-        "e2el_ms": 5.0,
-        "request_hit_rate": 0.5,
-    }
+    figures = {"ttft_ms": 10.0 * request.doc_id + request.idx, "e2el_ms": 5.0}
+    figures["request_hit_rate"] = 0.5
     if request.request_type == "generate_until" and request.doc_id == 1:
         figures["tpot_ms"] = 7.0
     return figures
@@ -154,11 +153,8 @@ def test_speed_stands_beside_the_score_with_a_standard_error(speedy: dict[str, A
 def test_speed_is_listed_once_though_the_task_has_two_filters(speedy: dict[str, Any]) -> None:
     results = speedy["results"]["plain_gen"]
     assert [key for key in results if key.startswith("ttft_ms,")] == ["ttft_ms,speed"]
-    assert {key for key in results if key.startswith("exact_match,")} == {
-        "exact_match,strict",
-        "exact_match,loose",
-    }
-    assert (results["exact_match,strict"], results["exact_match,loose"]) == (0.0, 1.0)
+    scores = {key: value for key, value in results.items() if key.startswith("exact_match,")}
+    assert scores == {"exact_match,strict": 0.0, "exact_match,loose": 1.0}
 
 
 def test_what_nobody_measured_is_left_out_of_means_and_rows(speedy: dict[str, Any]) -> None:
@@ -170,14 +166,9 @@ def test_what_nobody_measured_is_left_out_of_means_and_rows(speedy: dict[str, An
 
 
 def test_printed_table_has_speed_rows_with_arrows(speedy: dict[str, Any]) -> None:
-    table = make_table(speedy)
-    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
-
-    ttft = next(row for row in rows if "ttft_ms" in row and "±" in row and "speed" in row)
-    hit_rate = next(row for row in rows if "request_hit_rate" in row)
-
-    assert "↓" in ttft
-    assert "↑" in hit_rate
+    rows = [line.replace(" ", "").split("|") for line in make_table(speedy).splitlines()]
+    assert "↓" in next(row for row in rows if {"ttft_ms", "±", "speed"} <= set(row))
+    assert "↑" in next(row for row in rows if "request_hit_rate" in row)
 
 
 def test_group_averages_speed_over_all_documents_below_it(speedy: dict[str, Any]) -> None:
@@ -189,8 +180,8 @@ def test_group_averages_speed_over_all_documents_below_it(speedy: dict[str, Any]
 def test_speed_leaves_the_plain_tasks_as_they_are(
     manager: TaskManager, speedy: dict[str, Any]
 ) -> None:
-    plain = evaluate(manager, measure_nothing, ["plain"])
-    unmeasured = evaluate(manager, measure_nothing, ["speedy"])
+    plain = evaluate(manager, lambda _: None, ["plain"])
+    unmeasured = evaluate(manager, lambda _: None, ["speedy"])
     for task in ("plain_gen", "plain_mc", "plain_rolling"):
         for part in ("results", "samples", "higher_is_better"):
             assert unmeasured[part][task] == plain[part][task]
@@ -281,3 +272,114 @@ def test_shipped_group_runs_on_real_data(
     assert all("ttft_ms,speed" in results["results"][name] for name in leaves)
     for task, shots in PAPER_GROUPS[group].items():
         assert results["n-shot"][task] == shots
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Finds an answer correct that ends in the reference's last word, as `####` answers do."""
+
+    asked: list[dict[str, Any]]
+    reply: str | None
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).asked.append({"path": self.path, **body})
+        prompt = body["messages"][0]["content"]
+        _, _, graded = prompt.partition("Reference answers: ")
+        reference, _, answer = graded.partition("\nAnswer to grade: ")
+        words = answer.partition("\n\nThe answer is correct")[0].split()
+        right = words[-1:] == reference.split()[-1:]
+        said = "CORRECT." if right else "It is **INCORRECT**"
+        reply = {"content": said if self.reply is None else self.reply}
+        text = json.dumps({"choices": [{"message": reply}]})
+        self.send_response(500 if self.reply == "broken" else 200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, type[Endpoint]]]:
+    handler = type("Handler", (Endpoint,), {"asked": [], "reply": None})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", handler
+    server.shutdown()
+    thread.join()
+
+
+def manager_of(metadata: dict[str, str]) -> TaskManager:
+    folder = str(task_configs_dir())
+    return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+
+
+def run(metadata: dict[str, str]) -> dict[str, Any]:
+    lm = MoECacheLM(policy="on_demand", capacity="50%")
+    options = {"task_manager": manager_of(metadata), "limit": 3, "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(lm, tasks=["moecache_judged"], **options)
+    return dict(found["results"]["tiny_gsm8k"])
+
+
+def test_an_endpoint_judges_and_its_agreement_with_exact_match_is_reported(
+    endpoint: tuple[str, type[Endpoint]], tmp_path: Path
+) -> None:
+    url, handler = endpoint
+    metadata = {"judge_url": url, "judge_model": "some-model"}
+    scores = run({**metadata, "judge_cache": str(tmp_path / "v.jsonl")})
+    assert scores["judged,judge"] == scores["exact_match,strict-match"]
+    assert scores["judge_agreement,judge"] == 1.0
+    assert "request_tok_per_s,speed" in scores
+    asked = [(one["path"], one["model"]) for one in handler.asked]
+    assert asked == [("/v1/chat/completions", "some-model")] * 3
+    assert handler.asked[0]["temperature"] == 0
+    # The judge reads the whole answer, not what a filter extracts from it.
+    assert "####" in handler.asked[0]["messages"][0]["content"].split("Answer to grade:")[1]
+
+
+def test_a_verdict_is_asked_for_once(endpoint: tuple[str, type[Endpoint]], tmp_path: Path) -> None:
+    url, handler = endpoint
+    cache = tmp_path / "deep" / "verdicts.jsonl"
+    assert Judge("m", url, cache).verdict("2 + 3?", "5", "It is 5") == 1.0
+    assert Judge("m", url, cache).verdict("2 + 3?", "5", "It is 6") == 0.0
+    with cache.open("a") as file:
+        file.write('{"key": "cut o')  # what a killed run leaves
+    again = Judge("m", url, cache)
+    assert again.verdict("2 + 3?", "5", "It is 5") == 1.0
+    assert len(handler.asked) == 2
+    assert Judge("other", url, cache).verdict("2 + 3?", "5", "It is 5") == 1.0
+    assert len(handler.asked) == 3, "another judge has verdicts of its own"
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ("Perhaps.", r"said neither CORRECT nor INCORRECT: 'Perhaps\.'"),
+        ("broken", "answered 500"),
+    ],
+)
+def test_a_judge_that_says_neither_word_or_fails_is_named(
+    reply: str, words: str, endpoint: tuple[str, type[Endpoint]], tmp_path: Path
+) -> None:
+    url, handler = endpoint
+    handler.reply = reply
+    with pytest.raises(ValueError, match=words):
+        Judge("m", url, tmp_path / "v").verdict("q", "r", "a")
+
+
+def test_a_local_model_judges_without_an_endpoint(tmp_path: Path) -> None:
+    judge = Judge("tiny", None, tmp_path / "v.jsonl")
+    assert judge.verdict("2 + 3?", "5", "It is 5") in (0.0, 1.0)
+    assert "transformers:tiny" in (tmp_path / "v.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [({}, "none is named"), ({"judge_modle": "x"}, "Did you mean 'judge_model'")],
+)
+def test_a_wrong_judge_is_refused_before_anything_runs(
+    metadata: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        manager_of(metadata).load(["moecache_judged"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,10 @@ import pytest
 import yaml
 
 from lm_eval_moecache.analysis.validation import Series, foretell, setting_of
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.trace.importers import load_trace
+from tests.conftest import Moecache
 from tests.engine import traces
-
-Captured = pytest.CaptureFixture[str]
 
 EXACT = {
     **{"tokens": 15, "bytes_ratio": 1, "bytes_correlation": 1, "hit_rate_difference": 0},
@@ -52,68 +49,65 @@ def write(path: Path, columns: dict[str, Any], comment: str = "") -> Path:
     return path
 
 
-def validated(capsys: Captured, *options: object) -> dict[str, Any]:
-    command = ["validate", *map(str, options), "--capacity", CAPACITY, "--json"]
-    assert main([*command, "--execute", "as_they_arrive", "--reads_per_expert", "2"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def validated(moecache: Moecache, *options: object) -> dict[str, Any]:
+    how = ("--capacity", CAPACITY, "--execute", "as_they_arrive", "--reads_per_expert", "2")
+    found: dict[str, Any] = moecache.json("validate", *options, *how)
     return found
 
 
 def test_a_device_that_is_as_the_clock_says_is_met_in_everything(
-    tmp_path: Path, capsys: Captured
+    tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
-    trace, _ = traces.record(tmp_path)
     device = profile(tmp_path, link_lanes=2, link_lane_bytes_per_s=4e6)
     measured = dict(measured_by(trace, load_hardware(str(device))).columns)
     table = write(tmp_path / "measured.csv", measured, "# a comment\n")
-    found = validated(capsys, trace, table, "--hardware", device)
+    found = validated(moecache, trace, table, "--hardware", device)
     assert list(found) == list(EXACT)
     assert found == pytest.approx(EXACT, abs=1e-9)
 
 
 def test_ratios_and_errors_are_ours_to_theirs_under_other_names(
-    tmp_path: Path, capsys: Captured
+    tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
-    trace, _ = traces.record(tmp_path)
     device = profile(tmp_path)
     ours = measured_by(trace, load_hardware(str(device))).columns
     slower = {"total": 2 * ours["wall_ms"], "hits": ours["cache_hit_pct"] - 5}
     table = write(tmp_path / "measured.csv", slower)
     names = ["--columns", "{wall_ms: total, cache_hit_pct: hits}"]
-    found = validated(capsys, trace, table, "--hardware", device, *names)
+    found = validated(moecache, trace, table, "--hardware", device, *names)
     assert found["wall_ratio"] == pytest.approx(0.5)
     assert found["wall_median_error"] == pytest.approx(0.5)
     assert found["hit_rate_difference"] == pytest.approx(0.05)
     assert found["bytes_ratio"] is None and found["stall_ratio"] is None
-    part = validated(capsys, trace, table, "--hardware", device, *names, "--tokens", "5:8")
+    part = validated(moecache, trace, table, "--hardware", device, *names, "--tokens", "5:8")
     assert part["tokens"] == 3
 
 
-def test_tables_that_do_not_fit_are_refused(tmp_path: Path, capsys: Captured) -> None:
-    trace, _ = traces.record(tmp_path)
-    device = profile(tmp_path)
-    tables = {"good": {"wall_ms": range(15)}, "short": {"wall_ms": range(3)}}
-    tables |= {"words": {"wall_ms": ["fast"] * 15}, "other": {"time": range(15)}}
-    good, short, words, other = (write(tmp_path / name, table) for name, table in tables.items())
-    cases: list[tuple[list[object], str]] = [
-        ([short], "15 decoded tokens and the measured table 3 rows"),
-        ([words], "row 1, wall_ms='fast'"),
-        ([other], "--columns"),
-        ([tmp_path / "no.csv"], "there is no such file"),
-        ([good, "--columns", "{wal_ms: time}"], "Did you mean 'wall_ms'"),
-        ([good, "--tokens", "20:30"], "none of 15 tokens"),
-        ([good, "--execute", "as_they_come"], "Did you mean 'as_they_arrive'"),
-    ]
-    for options, said in cases:
-        command = ["validate", trace, *options, "--hardware", device, "--capacity", CAPACITY]
-        assert main(list(map(str, command))) == 2
-        assert said in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("columns", "options", "said"),
+    [
+        ({"wall_ms": range(3)}, [], "15 decoded tokens and the measured table 3 rows"),
+        ({"wall_ms": ["fast"] * 15}, [], "row 1, wall_ms='fast'"),
+        ({"time": range(15)}, [], "--columns"),
+        (None, [], "there is no such file"),
+        ({"wall_ms": range(15)}, ["--columns", "{wal_ms: time}"], "Did you mean 'wall_ms'"),
+        ({"wall_ms": range(15)}, ["--tokens", "20:30"], "none of 15 tokens"),
+        ({"wall_ms": range(15)}, ["--execute", "as_they_come"], "Did you mean 'as_they_arrive'"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(
+    columns: Any, options: list[str], said: str, tmp_path: Path, trace: Path, moecache: Moecache
+) -> None:
+    table = tmp_path / "measured.csv"
+    if columns is not None:
+        write(table, columns)
+    given = ["--hardware", profile(tmp_path), "--capacity", CAPACITY]
+    assert said in moecache("validate", trace, table, *given, *options, code=2)
 
 
 def test_a_fit_finds_the_figures_that_made_the_measurements(
-    tmp_path: Path, capsys: Captured
+    tmp_path: Path, trace: Path, moecache: Moecache
 ) -> None:
-    trace, _ = traces.record(tmp_path)
     link = {"link_lanes": 2, "link_bytes_per_s": 1e8}
     true = profile(tmp_path, **link, link_lane_bytes_per_s=3e6, memory_bytes_per_s=2e7)
     columns = dict(measured_by(trace, load_hardware(str(true))).columns)
@@ -125,8 +119,7 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
     command = ["profile", "hardware", "--out", out, "--from", trace, table, "--base", start]
     command += ["--capacity", CAPACITY, "--execute", "as_they_arrive", "--reads", "2"]
     command += ["--fit", "link_lane_bytes_per_s,memory_bytes_per_s,link_bytes_per_s", "--json"]
-    assert main(list(map(str, command))) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*list(map(str, command)))
     fitted = load_hardware(str(out))
     assert fitted.link_lane_bytes_per_s == pytest.approx(3e6, rel=0.01)
     assert fitted.memory_bytes_per_s == pytest.approx(2e7, rel=0.02)
@@ -139,27 +132,15 @@ def test_a_fit_finds_the_figures_that_made_the_measurements(
     assert run["stall_median_error"] < 0.01
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--from", "one"], "must be pairs"), (["--from", "one", "two"], "--from needs --base")],
-)
-def test_a_fit_without_what_it_needs_is_refused(
-    options: list[str], said: str, tmp_path: Path, capsys: Captured
-) -> None:
-    assert main(["profile", "hardware", "--out", str(tmp_path / "p.yaml"), *options]) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("name", "reads"), [("qwen", "3"), ("gemma", "2")])
 def test_the_shipped_phone_profile_foretells_the_phone(
-    name: str, reads: str, capsys: Captured
+    name: str, reads: str, moecache: Moecache
 ) -> None:
     trace = traces.published(f"{name}.route.csv")
     table = trace.parent.parent / "phone" / f"{name}.per_token.csv"
     command = ["validate", str(trace), str(table), "--hardware", "oneplus-15r", "--json"]
     command += ["--capacity", "4000MiB", "--execute", "as_they_arrive"]
-    assert main([*command, "--reads_per_expert", reads]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*command, "--reads_per_expert", reads)
     assert found["bytes_ratio"] == pytest.approx(1, abs=0.01)
     assert found["bytes_correlation"] >= 0.999
     assert abs(found["hit_rate_difference"]) < 0.001

@@ -55,7 +55,11 @@ def run(arguments: Namespace) -> int:
     elif arguments.write:
         _write(folder, collect(folder, *given), chosen)
     else:
-        sys.stdout.write(FORMS[chosen or "md"](collect(folder, *given)))
+        tables = collect(folder, *given)
+        for place, column in enumerate(tables[0].columns if given[0] else ()):
+            if all(row[place].raw is None for row in tables[0].rows):
+                sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
+        sys.stdout.write(FORMS[chosen or "md"](tables))
     return 0
 
 

@@ -51,7 +51,7 @@ from lm_eval_moecache.trace.detail import Detail
 from lm_eval_moecache.trace.use import load_use, placement
 from lm_eval_moecache.trace.writer import prepare_folder
 
-# DESIGN section 6 has the draft, SP-MoE section 5 its length: one token per iteration.
+# The length is SP-MoE's (section 5): one token per iteration.
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1
 LOSSLESS, ALL, ROUTING = KEPT = ("lossless", "all", "routing")
 """What a trace keeps: what lossless policies ask for, with the prefetchers of the compositions;

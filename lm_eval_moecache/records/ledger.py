@@ -14,8 +14,10 @@ GENERATE = "generate_until"
 class Counters:
     """Everything that is counted; two of them can be added and subtracted, field by field.
 
-    Lookups are of unique experts per event (requests). A new count is a field here and the line
-    that adds to it; `report.metrics` says what is made of it.
+    Lookups are of unique experts per event (requests). A new count is a field here and the lines
+    that add to it: in `engine.core` (and a field of its `Count`), which serves lossless policies,
+    and where `engine.virtual` and `engine.decide` serve the others. `report.metrics` says what is
+    made of it.
     """
 
     requests: int = 0

@@ -49,7 +49,7 @@ class Totals(Counters):
 
 
 class Metric(NamedTuple):
-    """The one description of a metric of DESIGN 2.3: how tables and axes name it."""
+    """The one description of a metric: how tables and axes name it."""
 
     heading: str
     decimals: int

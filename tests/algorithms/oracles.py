@@ -28,9 +28,6 @@ class Entry:
     prefetched: bool = False
     event: int = -1
     """Number of the event that used it."""
-    tokens: tuple[int, ...] = (0,)
-    """Which of the event's tokens use it, of how many."""
-    num_tokens: int = 1
     places: tuple[int, ...] = (0,)
     """Where it stands in the event's [tokens, top_k], read row by row."""
 
@@ -165,38 +162,6 @@ def lfru(scene: Scene, key: int) -> Sequence[float]:
     return (rank, *lru(scene, key))
 
 
-def hazard(scene: Scene, key: int, nearness: float = 2.0, memory: int = 1) -> Sequence[float]:
-    """The expected wait, longest first; with a memory of one duel it never falls back to LRU."""
-    layer, num_layers = scene.layer_of(key), scene.geometry.num_layers
-    turns: dict[int, list[Entry]] = {}
-    for entry in scene.log:
-        if entry.what == "use" and scene.layer_of(entry.key) == layer:
-            turns.setdefault(entry.event, []).append(entry)
-    rates = {0.6: 0.0, 0.9: 0.0, 0.98: 0.0}
-    for uses in turns.values():
-        own = [entry.tokens for entry in uses if entry.key == key]
-        for token in range(uses[0].num_tokens):
-            for decay in rates:
-                rates[decay] *= decay
-                if own and token in own[0]:
-                    rates[decay] += 1 - decay
-    wait = 1 / (sum(rates.values()) / 3 + 0.02)
-    # What has been wished since the layer's last turn.
-    last_turn = max((i for i, e in enumerate(scene.log) if e.event in turns), default=-1)
-    wishes = [
-        (i, e)
-        for i, e in enumerate(scene.log)
-        if i > last_turn and scene.layer_of(e.key) == layer and (e.what == "wish" or e.prefetched)
-    ]
-    loads = [i for i, e in enumerate(scene.log) if e.what == "insert" and e.key == key]
-    if any(e.key == key and i >= loads[-1] for i, e in wishes):
-        wait = 0.0
-    elif wishes:
-        wait += 1
-    ahead = (layer - scene.layer - 1) % num_layers + 1
-    return (-round(wait + nearness * ahead / num_layers, 9), key)
-
-
 def _arrivals(scene: Scene) -> list[Entry]:
     return [e for e in scene.log if e.what == "insert"]
 
@@ -288,7 +253,6 @@ EVICTIONS: dict[str, Oracle] = {
     "least_stale": least_stale,
     "layered_lru": layered_lru,
     "lfru": lfru,
-    "hazard": hazard,
 }
 
 

@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
+LOADING_IS_NO_HIT = "load 1 2 3, use 1, leave 1 2 3"
+"""The use that an expert was loaded for does not protect it."""
 SCRIPTS: Mapping[str, Sequence[str]] = {
-    "arc": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
-    "clock": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
+    "arc": [
+        "load 1 2 3, use 1 2 3, use 1, leave 2 3 1",
+        LOADING_IS_NO_HIT,
+        "load 1 2 3, leave 1, load 1 4 5, leave 2 3 4 1 5",
+    ],
+    "clock": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1", LOADING_IS_NO_HIT],
     "fifo": ["load 3 1 2, use 3, leave 3 1 2", "load 2 1, prefetch 0, want 2, leave 2 1 0"],
     "fld": ["load 1 2 17 9, use 1, leave 17 9 2 1"],
     "heat_lru": ["load 1 2, use 1, use 1, use 1, use 1, use 1, use 1, use 2, leave 2 1"],
@@ -15,11 +21,19 @@ SCRIPTS: Mapping[str, Sequence[str]] = {
     "lfru_colibri": ["load 1 2 3, use 1, use 1, use 2, use 3, leave 2 3 1"],
     "tail_lru": ["load 1 2 3, use 1, leave 2 3 1"],
     "pinned_lru": ["load 1 2 3 4 5 6, use 2, use 1, use 3, leave 2 1 3 4 5 6"],
-    "s3_fifo": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
-    "sieve": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
-    "slru": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1"],
+    "s3_fifo": [
+        "load 1 2 3, use 1 2 3, use 1, leave 2 3 1",
+        LOADING_IS_NO_HIT,
+        # The first three fill the main queue; 4 comes back to it from the ghosts.
+        "load 1 2 3, leave 1, load 4 5, leave 4, load 4 6, leave 5 6 2 3 4",
+    ],
+    "sieve": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1", LOADING_IS_NO_HIT],
+    "slru": ["load 1 2 3, use 1 2 3, use 1, leave 2 3 1", LOADING_IS_NO_HIT],
     "static": ["load 1 2 3, use 1 2 3, use 1, leave 1 2 3"],
-    "two_q": ["load 1 2 3, use 1 2 3, use 1, leave 1 2 3"],
+    "two_q": [
+        "load 1 2 3, use 1 2 3, use 1, leave 1 2 3",
+        "load 1 2 3, leave 1, load 1 4, leave 2 1 3 4",
+    ],
     "w_tinylfu": ["load 1 2 3, use 1 2 3, use 1, use 3, leave 2 3 1"],
     "frequency_layer": ["load 1 2, use 1, leave 2 1"],
     "hazard": ["load 1 2, use 1, leave 2 1", "load 1 2 3, use 3, use 1, want 2, leave 3 1 2"],

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.algorithms.eviction.lru import LRU
 from lm_eval_moecache.algorithms.features import A_USE
@@ -21,8 +21,7 @@ from lm_eval_moecache.algorithms.registry import AXES, _modules_of, algorithm_na
 from lm_eval_moecache.cli.policies import collect
 from lm_eval_moecache.records.errors import AlgorithmError
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.testing import CONTRACTS, Contract, EvictionContract, run_contract
+from lm_eval_moecache.testing import CONTRACTS, Contract, run_contract
 from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
 from tests.algorithms.scripts import SCRIPTS, UNSCRIPTED, USE_DOES_NOT_COUNT
 
@@ -46,36 +45,19 @@ def contract_cases() -> dict[str, type[Contract]]:
 globals().update(contract_cases())
 
 NEWCOMER = '''
-"""Evicts the largest key: a file that nobody lists."""
-
-from __future__ import annotations
-
-from collections.abc import Container
 from typing import ClassVar
 
+from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 
 
-class Newcomer(EvictionAlgorithm):
-    """Evicts the largest key that is `step` below the top."""
+class Newcomer(FIFO):
+    """Evicts in the order of loading, as a file that nobody lists."""
 
     source: ClassVar[str] = "a test"
 
     def __init__(self, geometry: Geometry, *, seed: int = 0, step: int = 1) -> None:
         super().__init__(geometry, seed=seed)
-        self.step = step
-        self.keys: set[int] = set()
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self.keys.add(key)
-
-    def on_evict(self, key: int) -> None:
-        self.keys.remove(key)
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        free = sorted(key for key in self.keys if key not in pinned)
-        return free[-min(self.step, len(free))] if free else None
 '''
 
 
@@ -102,8 +84,23 @@ def test_a_new_file_in_a_folder_is_tested_listed_and_usable_with_no_other_edit(
 
 
 def test_every_eviction_has_a_script_or_a_reason() -> None:
+    for name in algorithm_names("eviction"):
+        assert name in {**SCRIPTS, **UNSCRIPTED}, (
+            f"{name}: add a line to tests/algorithms/scripts.py"
+        )
     assert SCRIPTS.keys() | UNSCRIPTED.keys() == set(algorithm_names("eviction"))
     assert not SCRIPTS.keys() & UNSCRIPTED.keys()
+
+
+@pytest.mark.parametrize("axis", ["routing", "prefetch", "miss"])
+def test_every_other_rule_has_a_case_of_its_own(axis: str) -> None:
+    """Beside what is run for every file: a case worked by hand, or an oracle."""
+    generic = {"test_contracts.py", "test_parameters.py"}
+    files = [p for p in Path(__file__).parents[1].rglob("test_*.py") if p.name not in generic]
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    for name in algorithm_names(axis):
+        advice = f"{name}: add a case to tests/algorithms/test_{axis}_by_hand.py, or an oracle"
+        assert re.search(rf"\b{name}\b", tests), advice
 
 
 class Forgetful(FIFO):
@@ -135,58 +132,15 @@ def test_the_contract_finds_a_rule_that_forgets_use_and_one_that_changes_when_as
     case(LRU).test_asking_changes_nothing_before_somebody_leaves()
 
 
-class TwoQueues(EvictionAlgorithm):
-    """Evicts from the newcomers while they hold more than a quarter of the slots (2Q, simplified).
-
-    A newcomer that is used moves to the others, of which the least recently used leaves.
-    """
-
-    source: ClassVar[str] = "Johnson & Shasha 1994, simplified"
-
-    def __init__(self, geometry: Geometry, *, seed: int = 0) -> None:
-        super().__init__(geometry, seed=seed)
-        self._new: dict[int, None] = {}
-        self._used: dict[int, None] = {}
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        self._new[key] = None
-
-    def on_event(self, event: Event) -> None:
-        for key in event.keys:
-            if key in self._new or key in self._used:
-                self._new.pop(key, None)
-                self._used.pop(key, None)
-                self._used[key] = None
-
-    def on_evict(self, key: int) -> None:
-        (self._new if key in self._new else self._used).pop(key)
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        crowded = len(self._new) > self.num_slots // 4
-        queues = (self._new, self._used) if crowded else (self._used, self._new)
-        return next((key for queue in queues for key in queue if key not in pinned), None)
-
-
-class TestTwoQueues(EvictionContract):
-    algorithm = TwoQueues
-    scripts = ("load 1 2 3, use 1, leave 1 2 3", "load 1 2 3 4, use 1, leave 2 1 3 4")
-
-
-class Outside(LRU):
-    """An algorithm that lives in somebody else's package."""
-
-    def on_event(self, event: Event) -> None:
-        super().on_event(event)
-
-
 def test_an_outside_algorithm_runs_by_its_class_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
         "routing: standard\nprefetch: none\nmiss: fetch\n"
-        f"eviction: {{class_path: {Outside.__module__}.Outside}}\n"
+        f"eviction: {{class_path: {Forgetful.__module__}.Forgetful}}\n"
     )
     geometry = make_geometry()
-    assert run(policy_of({}, str(file)), geometry).figures == run(policy_of({}), geometry).figures
+    fifo = run(policy_of({"eviction": "fifo"}), geometry).figures
+    assert run(policy_of({}, str(file)), geometry).figures == fifo
 
 
 class Failing(LRU):
@@ -222,15 +176,8 @@ def test_no_result_depends_on_the_hash_seed() -> None:
     printed = set()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=environment,
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        printed.add(done.stdout)
+        command, how = [sys.executable, "-c", script], {"capture_output": True, "check": True}
+        printed.add(subprocess.run(command, env=environment, cwd=root, **how).stdout)
     assert len(printed) == 1
 
 
@@ -245,7 +192,7 @@ class Peeking(Drop):
 def test_the_contract_finds_a_rule_that_reads_what_it_has_not_declared() -> None:
     case = type("Case", (CONTRACTS["miss"],), {"algorithm": Peeking})
     with pytest.raises(IndexError):
-        case().test_what_is_executed_is_near_or_loaded()
+        case().test_what_is_executed_is_resident_or_loaded()
 
 
 # --- classes that cannot be used ---
@@ -258,9 +205,10 @@ WHOLE = """
     def on_evict(self, key): pass
     def victim(self, pinned, layer): return None
 """
-SMALL = Geometry(
-    model="x", num_layers=1, num_experts=2, top_k=1, expert_bytes=((1,),), dense_bytes=(0,)
-)
+
+
+def mine(init: str) -> str:
+    return f"{HEAD}class Mine(EvictionAlgorithm):{WHOLE}    def __init__(self, geometry{init}\n"
 
 
 @pytest.mark.parametrize(
@@ -273,18 +221,13 @@ SMALL = Geometry(
         ("x = 1\n", ["cannot be imported: AttributeError"]),
         ("class Mine: pass\n", ["is not a subclass of"]),
         (f"{HEAD}class Mine(EvictionAlgorithm): pass\n", ["is abstract", "victim", "mine.py"]),
+        (mine("): pass"), ["must take (geometry, *, seed, ...)", "seed", "mine.py"]),
         (
-            f"{HEAD}class Mine(EvictionAlgorithm):{WHOLE}    def __init__(self, geometry): pass\n",
-            ["must take (geometry, *, seed, ...)", "seed", "mine.py"],
-        ),
-        (
-            f"{HEAD}class Mine(EvictionAlgorithm):{WHOLE}"
-            "    def __init__(self, geometry, *, seed=0, a: 'Nothing' = 1): pass\n",
+            mine(", *, seed=0, a: 'Nothing' = 1): pass"),
             ["must be importable", "Nothing", "mine.py"],
         ),
         (
-            f"{HEAD}class Mine(EvictionAlgorithm):{WHOLE}"
-            "    def __init__(self, geometry, *, seed=0): raise KeyError('weights')\n",
+            mine(", *, seed=0): raise KeyError('weights')"),
             ["its constructor raised KeyError: 'weights'", "mine.py"],
         ),
     ],
@@ -296,6 +239,6 @@ def test_a_class_that_cannot_be_used_is_named_with_file_and_reason(
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"eviction") as caught:
-        load_policy("on_demand", {"eviction": f"{name}.Mine"}).eviction.build(SMALL, 0)
+        load_policy("on_demand", {"eviction": f"{name}.Mine"}).eviction.build(make_geometry(), 0)
     for word in words:
         assert word.replace("mine.py", f"{name}.py") in str(caught.value)

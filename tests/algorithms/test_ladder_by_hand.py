@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,15 +20,8 @@ from lm_eval_moecache.testing.streams import laddered, make_event, make_geometry
 GEOMETRY = laddered(make_geometry(num_layers=2, num_experts=6, top_k=4))
 # Softmax scores of the first four, as shares of their sum: 0.5, 0.25, 0.15, 0.1.
 LOGITS = np.log([0.4, 0.2, 0.12, 0.08, 0.01, 0.005]).tolist()
-TWO = Geometry(
-    model="two",
-    num_layers=1,
-    num_experts=6,
-    top_k=4,
-    expert_bytes=((100, 50),),
-    dense_bytes=(200,),
-    precision=("int8", "int4"),
-)
+SIZES = {"expert_bytes": ((100, 50),), "precision": ("int8", "int4")}
+TWO = dataclasses.replace(make_geometry(num_layers=1, num_experts=6, top_k=4), **SIZES)
 
 
 def make(name: str, geometry: Geometry = GEOMETRY, **parameters: Any) -> Any:
@@ -49,42 +43,12 @@ def test_fetch_lowest_loads_what_is_absent_at_the_lowest_and_prefetches_at_the_b
 def test_fetch_priority_degrades_the_bottom_60th_percentile_of_a_tokens_ranks() -> None:
     """Of four, the last ceil(0.6 x 3) = 2: rank 2 at int4, rank 3 at int2."""
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    assert levels(make("fetch_priority").resolve(event, [0, 1, 2, 3], {})) == {
-        0: 0,
-        1: 0,
-        2: 1,
-        3: 2,
-    }
+    asked = make("fetch_priority").resolve(event, [0, 1, 2, 3], {})
+    assert levels(asked) == {0: 0, 1: 0, 2: 1, 3: 2}
+    two = make("fetch_priority", TWO, h=1).resolve(make_event(TWO, 0, 0, [LOGITS]), [0, 1, 3], {})
+    assert levels(two) == {0: 0, 1: 1, 3: 1}
     weights = np.array([0.5, 0.25, 0.15, 0.1])
     assert (weights < np.percentile(weights, 60)).tolist() == [False, False, True, True]
-
-
-def test_fetch_priority_takes_the_best_level_that_any_token_asks_for() -> None:
-    other = [LOGITS[3], LOGITS[2], LOGITS[1], LOGITS[0], 0.0 - 9, -9.0]  # the same in reverse
-    event = make_event(GEOMETRY, 0, 0, [LOGITS, other])
-    assert set(levels(make("fetch_priority").resolve(event, [0, 1, 2, 3], {})).values()) == {0}
-
-
-def test_fetch_priority_by_h_and_on_two_levels() -> None:
-    event = make_event(TWO, 0, 0, [LOGITS])
-    assert levels(make("fetch_priority", TWO, h=1).resolve(event, [0, 1, 2, 3], {})) == {
-        0: 0,
-        1: 1,
-        2: 1,
-        3: 1,
-    }
-
-
-def test_fetch_priority_leaves_what_is_near_unless_it_upgrades() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    resident = {0: 2, 1: 1, 2: 2}
-    assert levels(make("fetch_priority").resolve(event, [3], resident)) == {3: 2}
-    assert levels(make("fetch_priority", upgrade=True).resolve(event, [3], resident)) == {
-        0: 0,
-        1: 0,
-        2: 1,
-        3: 2,
-    }
 
 
 def test_fetch_priority_prefetches_by_the_rank_in_the_predicted_gate() -> None:

@@ -43,34 +43,24 @@ def order_of_leaving(eviction: Any, layer: int, peek: bool = False) -> list[int]
 
 
 @pytest.mark.parametrize(
-    ("protect", "expected"),
+    ("layer", "protect", "expected"),
     [
         # Pass 1 is at layer 1 and has used 0 again: 1, 4 and 5 are stale and reached, then 8 and 9
-        # are stale and to come, and 0 is current.
-        ("coming", [1, 4, 5, 8, 9, 0]),
-        ("none", [1, 4, 5, 8, 9, 0]),
-    ],
-)
-def test_stale_experts_of_layers_reached_leave_first(protect: str, expected: list[int]) -> None:
-    eviction = after_one_pass(protect=protect)
-    use(eviction, 1, 0, 0, 2)
-    eviction.on_evict(2)
-    assert order_of_leaving(eviction, 1) == expected
-
-
-@pytest.mark.parametrize(
-    ("protect", "expected"),
-    [
+        # are stale and to come, and 0 and 2 are current.
+        (1, "coming", [1, 4, 5, 8, 9, 0, 2]),
+        (1, "none", [1, 4, 5, 8, 9, 0, 2]),
         # At layer 0 the next turn is layer 1's: the layer furthest from its turn goes first.
-        ("coming", [1, 8, 9, 4, 5, 0, 2]),
+        (0, "coming", [1, 8, 9, 4, 5, 0, 2]),
         # Layer order alone: layer 1 loses its experts just before it needs them.
-        ("none", [1, 4, 5, 8, 9, 0, 2]),
+        (0, "none", [1, 4, 5, 8, 9, 0, 2]),
     ],
 )
-def test_experts_of_layers_to_come_are_protected(protect: str, expected: list[int]) -> None:
+def test_stale_experts_of_layers_reached_leave_first_and_those_to_come_are_protected(
+    layer: int, protect: str, expected: list[int]
+) -> None:
     eviction = after_one_pass(protect=protect)
     use(eviction, 1, 0, 0, 2)
-    assert order_of_leaving(eviction, 0) == expected
+    assert order_of_leaving(eviction, layer) == expected
 
 
 def test_current_experts_to_come_are_the_last_to_leave() -> None:
@@ -98,11 +88,3 @@ def test_a_prefetch_into_the_next_pass_is_not_stale_there() -> None:
     for pass_index in (2, 3):
         again.on_pass(pass_index)
     assert order_of_leaving(again, 0)[:2] == [0, 1]
-
-
-def test_a_prefetch_for_a_layer_to_come_is_stale_in_the_next_pass() -> None:
-    eviction = after_one_pass()
-    use(eviction, 1, 0, 0, 1)
-    eviction.on_insert(6, True)
-    eviction.on_pass(2)
-    assert order_of_leaving(eviction, 1)[:5] == [0, 1, 4, 5, 6]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.records.arrays import IntArray
-from tests.engine.test_belady import decode_trace, misses
+from tests.engine.traces import decode_trace, misses
 
 THEIRS: Mapping[str, str] = {
     "arc": "ARC",
@@ -49,4 +49,5 @@ def test_a_textbook_rule_misses_as_often_as_libcachesims(
     libcachesim = pytest.importorskip("libcachesim", reason="no wheel of it for this platform")
     trace = plain_trace(num_experts, 4000, seed=size)
     own = misses(decode_trace(trace[:, np.newaxis, np.newaxis], num_experts), name, size)
-    assert own == their_misses(libcachesim, THEIRS[name], trace, size)
+    theirs = their_misses(libcachesim, THEIRS[name], trace, size)
+    assert own == theirs, f"{name} misses {own} times, libCacheSim's {THEIRS[name]} {theirs}"

@@ -48,21 +48,6 @@ def serve(engine: Engine, event: Event) -> tuple[PassRecord, Selection | None]:
     return record, selection
 
 
-def test_drop_fetches_the_heavy_and_drops_the_light() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    resolution = make("drop", h=1).resolve(event, [0, 2], {1})
-    assert [fetch.key for fetch in resolution.fetch] == [0]
-    assert resolution.selection.keep.tolist() == [[True, True, False]]
-    assert not resolution.selection.renormalize
-
-
-def test_an_expert_may_be_loaded_for_one_token_and_dropped_for_another() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS, [1.0, 2.0, 3.0, 0.0, 0.0, 0.0]])
-    resolution = make("drop", h=1).resolve(event, [0, 1, 2], set())
-    assert [fetch.key for fetch in resolution.fetch] == [0, 2]
-    assert resolution.selection.keep.tolist() == [[True, False, False]] * 2
-
-
 def test_substitute_score_takes_the_closest_near_expert_within_the_tolerance() -> None:
     event = make_event(GEOMETRY, 0, 0, [LOGITS])
     # Expert 2 (absent) is closest to 3; 1 is at home; 4 and 5 are resident as well.
@@ -83,15 +68,6 @@ def test_what_finds_no_substitute_is_fetched_or_dropped() -> None:
     dropped = make("substitute_score", fallback="drop").resolve(event, [0, 1, 2], resident)
     assert dropped.selection.keep.tolist() == [[False, False, True]]
     assert list(dropped.fetch) == []
-
-
-def test_the_tolerance_can_be_a_share_of_the_missing_score() -> None:
-    event = make_event(GEOMETRY, 0, 0, [LOGITS])
-    # From expert 2 to 3 the score falls by 1 - exp(-0.1), 9.5%.
-    tight = make("substitute_score", scale="relative", tolerance=0.09)
-    assert tight.resolve(event, [2], {0, 1, 3}) is None
-    loose = make("substitute_score", scale="relative", tolerance=0.1)
-    assert loose.resolve(event, [2], {0, 1, 3}).selection.experts.tolist() == [[0, 1, 3]]
 
 
 @pytest.mark.parametrize("name", ["substitute_score", "substitute_random"])

@@ -31,19 +31,13 @@ EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("miss", "cascade", "t2"): (0.61, 0.7, 0.8),
     ("miss", "drop_cascade", "t2"): (0.61, 0.7, 0.8),
     # One that fits the streams, one that fits `tiny`: what does not fit is refused.
-    ("miss", "buddy", "profile"): (profile_for(BUDDIES, GEOMETRY, 1), other_profile(BUDDIES)),
-    ("routing", "sensitivity", "profile"): (
-        profile_for(SENSITIVITY, GEOMETRY, 1),
-        other_profile(SENSITIVITY),
-    ),
-    ("prefetch", "predictor", "profile"): (
-        profile_for(PREDICTOR, GEOMETRY, 1),
-        other_profile(PREDICTOR),
-    ),
-    ("prefetch", "data_aware", "profile"): (
-        profile_for(DATA_AWARE, GEOMETRY, 1),
-        other_profile(DATA_AWARE),
-    ),
+    **{
+        (axis, name, "profile"): (profile_for(kind, GEOMETRY, 1), other_profile(kind))
+        for axis, name, kind in (
+            *(("miss", "buddy", BUDDIES), ("routing", "sensitivity", SENSITIVITY)),
+            *(("prefetch", "predictor", PREDICTOR), ("prefetch", "data_aware", DATA_AWARE)),
+        )
+    },
 }
 # Settings without which a parameter has no effect, or its other value is refused.
 BESIDE: dict[tuple[str, str, str], dict[str, Any]] = {

@@ -79,57 +79,46 @@ def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None
             wrapped.engine.check_integrity()
             wrapped.unwrap()
         assert all(torch.isfinite(logits).all() for logits in found), family
-        for one, other in ((found[0], found[1]), (found[0], found[2]), (found[0], plain)):
-            assert not torch.equal(one, other), family
+        assert not any(torch.equal(found[0], other) for other in (*found[1:], plain)), family
         assert torch.equal(logits_of(model), plain), family
 
 
-def changed_by(wrapped: Any, output: Any, selection: Selection) -> Any:
-    """Change a router's output as the hook does, whose event holds what the router chose."""
+@pytest.fixture(scope="module")
+def routed() -> Any:
+    """A model whose misses are dropped, and what its first router says of four tokens."""
+    model = random_model("olmoe")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        output = find_moe_layers(model)[0].router(torch.randn(4, 32, dtype=torch.bfloat16))
+    return wrap(model, miss="drop"), output
+
+
+def changed_by(routed: Any, *given: Any, **more: Any) -> Any:
+    """Change the router's output as the hook does, whose event holds what the router chose."""
+    wrapped, output = routed
     experts = output[2].numpy()
     event = Event(0, 0, "decode", len(experts), [], experts=experts)
-    return wrapped._changed(0, output, selection, event)
+    return wrapped._changed(0, output, Selection(*given, **more), event)
 
 
-def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(
-    olmoe: Any, router_output: Any
-) -> None:
-    wrapped = wrap(olmoe, miss="drop")
-    _, weights, experts = router_output
+def test_an_algorithms_own_weights_reach_the_router_and_nan_leaves_the_rule(routed: Any) -> None:
+    _, weights, experts = routed[1]
     own = np.full(experts.shape, np.nan, dtype=np.float32)
     own[1] = [0.5, 0.25, 0.125]
     own[2, 1] = 0.75
-    changed = changed_by(wrapped, router_output, Selection(experts.numpy().copy(), weights=own))
-    wrapped.unwrap()
+    changed = changed_by(routed, experts.numpy().copy(), weights=own)
     assert torch.equal(changed[1][0], weights[0]) and torch.equal(changed[1][3], weights[3])
     assert changed[1][1].tolist() == [0.5, 0.25, 0.125]
     assert float(changed[1][2, 1]) == 0.75
     torch.testing.assert_close(changed[1][2, ::2], weights[2, ::2], rtol=0.01, atol=0.001)
 
 
-@pytest.fixture(scope="module")
-def olmoe() -> Any:
-    return random_model("olmoe")
-
-
-@pytest.fixture()
-def router_output(olmoe: Any) -> Any:
-    torch.manual_seed(0)
-    router = find_moe_layers(olmoe)[0].router
-    with torch.no_grad():
-        return router(torch.randn(4, 32, dtype=torch.bfloat16))
-
-
-def test_tokens_whose_experts_are_the_routers_own_keep_its_weights(
-    olmoe: Any, router_output: Any
-) -> None:
-    wrapped = wrap(olmoe, miss="drop")
-    logits, weights, experts = router_output
+def test_tokens_whose_experts_are_the_routers_own_keep_its_weights(routed: Any) -> None:
+    logits, weights, experts = routed[1]
     chosen = experts.numpy().copy()
     chosen[0] = chosen[0, ::-1]
     chosen[1, 0] = next(e for e in range(8) if e not in chosen[1])
-    changed = changed_by(wrapped, router_output, Selection(chosen))
-    wrapped.unwrap()
+    changed = changed_by(routed, chosen)
     for token in (0, 2, 3):
         assert torch.equal(changed[1][token], weights[token])
         assert torch.equal(changed[2][token], experts[token])
@@ -138,28 +127,21 @@ def test_tokens_whose_experts_are_the_routers_own_keep_its_weights(
 
 
 def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_ones(
-    olmoe: Any, router_output: Any
+    routed: Any,
 ) -> None:
-    wrapped = wrap(olmoe, miss="drop")
-    _, weights, experts = router_output
-    chosen = experts.numpy().copy()
+    weights, chosen = routed[1][1].float(), routed[1][2].numpy().copy()
     keep = np.ones(chosen.shape, dtype=bool)
     keep[:, 2] = False
-    lost = Selection(chosen, keep)
-    shared = dataclasses.replace(lost, renormalize=True)
-    lost_weights = changed_by(wrapped, router_output, lost)[1].float()
-    shared_weights = changed_by(wrapped, router_output, shared)[1].float()
-    torch.testing.assert_close(lost_weights[:, :2], weights[:, :2].float(), rtol=0.02, atol=0.001)
-    assert (lost_weights[:, 2] == 0).all() and (shared_weights[:, 2] == 0).all()
-    torch.testing.assert_close(
-        shared_weights.sum(-1), weights.float().sum(-1), rtol=0.02, atol=0.002
-    )
+    lost = changed_by(routed, chosen, keep)[1].float()
+    shared = changed_by(routed, chosen, keep, renormalize=True)[1].float()
+    torch.testing.assert_close(lost[:, :2], weights[:, :2], rtol=0.02, atol=0.001)
+    assert (lost[:, 2] == 0).all() and (shared[:, 2] == 0).all()
+    torch.testing.assert_close(shared.sum(-1), weights.sum(-1), rtol=0.02, atol=0.002)
     swapped = chosen.copy()
     swapped[:, 0] = [next(e for e in range(8) if e not in row) for row in chosen.tolist()]
-    taken = changed_by(wrapped, router_output, Selection(swapped, weigh_as=chosen))
-    wrapped.unwrap()
+    taken = changed_by(routed, swapped, weigh_as=chosen)
     assert taken[2].tolist() == swapped.tolist()
-    torch.testing.assert_close(taken[1].float(), weights.float(), rtol=0.02, atol=0.001)
+    torch.testing.assert_close(taken[1].float(), weights, rtol=0.02, atol=0.001)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
-from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
+from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.worker import Transfer
@@ -19,29 +18,10 @@ from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_ord
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
 
 HUGE = 1e30
 Script = Mapping[tuple[int, int], Sequence[int]]
-
-
-class PlainRouting(RoutingAlgorithm):
-    source: ClassVar[str] = "test"
-    is_lossless: ClassVar[bool] = True
-
-    def select(self, event: Event, resident: Container[int]) -> Selection | None:
-        return None
-
-
-class PlainFetch(MissAlgorithm):
-    source: ClassVar[str] = "test"
-    is_lossless: ClassVar[bool] = True
-
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        return None
 
 
 class FixedPrefetch(PrefetchAlgorithm):
@@ -55,14 +35,6 @@ class FixedPrefetch(PrefetchAlgorithm):
 
     def propose(self, event: Event) -> Sequence[int]:
         return self.script.get((event.pass_index, event.layer), ())
-
-
-class NoPrefetch(PrefetchAlgorithm):
-    source: ClassVar[str] = "test"
-    is_active: ClassVar[bool] = False
-
-    def propose(self, event: Event) -> Sequence[int]:
-        raise AssertionError("an inactive prefetcher was asked")
 
 
 class OldestFirst(EvictionAlgorithm):
@@ -102,11 +74,13 @@ class Always:
 
 @dataclass
 class ScriptedPolicy:
+    """`on_demand`, which evicts in the order of loading, unless an axis is said to be another."""
+
     phases: str = "all"
-    routing: Always = field(default_factory=lambda: Always(PlainRouting))
-    prefetch: Always = field(default_factory=lambda: Always(NoPrefetch))
+    routing: Always = field(default_factory=lambda: Always(find_algorithm("routing", "standard")))
+    prefetch: Always = field(default_factory=lambda: Always(find_algorithm("prefetch", "none")))
     eviction: Always = field(default_factory=lambda: Always(OldestFirst))
-    miss: Always = field(default_factory=lambda: Always(PlainFetch))
+    miss: Always = field(default_factory=lambda: Always(find_algorithm("miss", "fetch")))
 
 
 def prefetching(script: Script) -> ScriptedPolicy:
@@ -117,17 +91,9 @@ def make_geometry(
     num_layers: int = 3, num_experts: int = 4, top_k: int = 2, **changes: Any
 ) -> Geometry:
     """Experts of 100 bytes, 200 bytes of dense weights a layer, unless `changes` say otherwise."""
-    usual = {
-        "expert_bytes": ((100,),) * num_layers,
-        "dense_bytes": (200,) * num_layers,
-    }
-    return Geometry(
-        model="scripted",
-        num_layers=num_layers,
-        num_experts=num_experts,
-        top_k=top_k,
-        **{**usual, **changes},
-    )
+    usual = {"expert_bytes": ((100,),) * num_layers, "dense_bytes": (200,) * num_layers}
+    sizes = {"num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
+    return Geometry(model="scripted", **{**sizes, **usual, **changes})
 
 
 TWO_LEVELS = {"expert_bytes": ((100, 25),), "precision": ("bf16", "int4")}
@@ -157,14 +123,8 @@ class StillMover:
 
 def make_hardware(**figures: float) -> Hardware:
     """Dense part of a layer 2 s, an expert 1 s, a transfer 1 + 4 = 5 s; nothing else costs."""
-    usual = {
-        "peak_flops": HUGE,
-        "memory_bytes_per_s": 100.0,
-        "link_bytes_per_s": 25.0,
-        "link_latency_s": 1.0,
-        "kernel_overhead_s": 0.0,
-        "memory_bytes": HUGE,
-    }
+    usual = {"peak_flops": HUGE, "memory_bytes_per_s": 100.0, "memory_bytes": HUGE}
+    usual |= {"link_bytes_per_s": 25.0, "link_latency_s": 1.0, "kernel_overhead_s": 0.0}
     return Hardware(name="by-hand", **{**usual, **figures})
 
 
@@ -175,14 +135,12 @@ def make_engine(
     hardware: Hardware | None = None,
 ) -> Engine:
     geometry = geometry or make_geometry()
-    return Engine(
-        geometry,
-        Setting(
-            policy=policy or ScriptedPolicy(),
-            capacity=parse_capacity(capacity, geometry),
-            hardware=hardware or make_hardware(),
-        ),
+    setting = Setting(
+        policy=policy or ScriptedPolicy(),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=hardware or make_hardware(),
     )
+    return Engine(geometry, setting)
 
 
 def on_wave(engine: Engine, show: Callable[[Sequence[int]], object]) -> None:

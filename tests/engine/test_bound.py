@@ -1,8 +1,7 @@
-"""The bound on misses: below the exhaustive optimum, waves included, and below every eviction."""
+"""Belady and the bound on misses against exhaustive search, waves included, and every eviction."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
@@ -14,19 +13,16 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
-from lm_eval_moecache.engine.engine import Setting
-from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import PHASES, PREFILL
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.replays import victim_share
-from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.trace import Trace, build_trace
+from lm_eval_moecache.trace.trace import Trace
 
 from . import traces
+from .traces import decode_trace, misses, setting_for
 
-LAYERS, EXPERTS = 2, 5
+EXPERTS = 5
 
 
 def mixed_trace(seed: int, passes: int = 5, sizes: Sequence[int] = (1, 1), top_k: int = 1) -> Trace:
@@ -40,45 +36,16 @@ def mixed_trace(seed: int, passes: int = 5, sizes: Sequence[int] = (1, 1), top_k
         request += begins
         count = int(rng.integers(1, 6)) if begins else 1
         position = 0 if begins else position
+        phase = PHASES.index("prefill" if begins else "decode")
         for layer in range(len(sizes)):
             for token in range(position, position + count):
-                rows.append((request, index, 0 if begins else 1, token, layer))
+                rows.append((request, index, phase, token, layer))
                 experts.append((rng.random(EXPERTS) ** 2).argsort()[:top_k].tolist())
         position += count
-    table = np.asarray(rows, dtype=np.int32).T
-    phase = np.asarray([PHASES.index(p) for p in ("prefill", "decode")], np.int32)[table[2]]
-    return build_trace(
-        "generated",
-        Geometry(
-            model="generated",
-            num_layers=len(sizes),
-            num_experts=EXPERTS,
-            top_k=top_k,
-            expert_bytes=tuple((size,) for size in sizes),
-            dense_bytes=(0,) * len(sizes),
-        ),
-        Columns(
-            request=table[0],
-            pass_index=table[1],
-            phase=phase,
-            token=table[3],
-            layer=table[4],
-            experts=np.asarray(experts, dtype=np.int32),
-            weights=np.full((len(experts), top_k), 1 / top_k, dtype=np.float32),
-        ),
-        logits=rng.normal(size=(len(experts), EXPERTS)).astype(np.float16),
-    )
-
-
-def setting(trace: Trace, capacity: str, eviction: str = "lru", **others: object) -> Setting:
-    return traces.setting_for(trace, capacity, {"eviction": eviction}, **others)
-
-
-def misses(trace: Trace, run: Setting, decode: bool, cache_reset: str = "never") -> int:
-    future = Future(trace, free_prefill=decode)
-    engine = replay(trace, run, future=future, cache_reset=cache_reset)
-    engine.check_integrity()
-    return sum(p.misses for p in engine.ledger.passes if not decode or p.phase != PREFILL)
+    weights = np.full((len(experts), top_k), 1 / top_k, dtype=np.float32)
+    logits = rng.normal(size=(len(experts), EXPERTS)).astype(np.float16)
+    geometry = traces.geometry_of(sizes, EXPERTS, top_k)
+    return traces.from_rows(geometry, rows, experts, weights, logits=logits)
 
 
 def what_waves_leave(
@@ -97,7 +64,21 @@ def what_waves_leave(
         yield frozenset(order[start:]) | frozenset(kept)
 
 
-def fewest_by_search(trace: Trace, slots: int, layers: Sequence[int], decode: bool) -> int:
+def what_refusing_leaves(
+    needs: tuple[int, ...], held: frozenset[int], slots: int
+) -> Iterator[frozenset[int]]:
+    """Every set of what was there and what came: anybody may be turned away."""
+    there = sorted(held.union(needs))
+    yield from map(frozenset, combinations(there, min(slots, len(there))))
+
+
+def fewest_by_search(
+    trace: Trace,
+    slots: int,
+    layers: Sequence[int] = (0, 1),
+    decode: bool = False,
+    leave: object = what_waves_leave,
+) -> int:
     """Try every choice of victims, in the cache that these layers share."""
     num_layers, phases = trace.geometry.num_layers, trace.columns.phase[trace.row_bounds[:-1]]
     events = [
@@ -112,16 +93,17 @@ def fewest_by_search(trace: Trace, slots: int, layers: Sequence[int], decode: bo
             return 0
         needs, counts = events[event]
         cost = len(set(needs) - held) if counts else 0
-        return cost + min(best(event + 1, left) for left in what_waves_leave(needs, held, slots))
+        return cost + min(best(event + 1, left) for left in leave(needs, held, slots))
 
     return best(0, frozenset())
 
 
 @pytest.mark.parametrize("decode", [False, True], ids=["all", "decode"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_the_bound_is_below_the_exhaustive_optimum_and_is_it_where_events_fit(
     seed: int, decode: bool
 ) -> None:
+    """And so is Belady, to whom a prefill's misses are free where only decoding counts."""
     trace = mixed_trace(seed, top_k=1 + seed % 2)
     largest = int(np.diff(trace.key_bounds).max())
     for slots in (2, 3, 4, 6):
@@ -129,86 +111,41 @@ def test_the_bound_is_below_the_exhaustive_optimum_and_is_it_where_events_fit(
             if slots > EXPERTS and len(shares) > 1:
                 continue
             optimum = sum(fewest_by_search(trace, slots, layers, decode) for layers in shares)
-            bound, requests = fewest_misses(trace, setting(trace, form), free_prefill=decode)
-            rule = misses(trace, setting(trace, form, "belady"), decode)
+            bound, requests = fewest_misses(trace, setting_for(trace, form), free_prefill=decode)
+            rule = misses(trace, "belady", form, decode=decode, free_prefill=decode)
             assert bound <= optimum <= rule <= requests
             if largest <= slots:
                 assert bound == optimum == rule
-
-
-def fewest_turning_away(trace: Trace, slots: int) -> int:
-    """Try every choice of whom to keep of what was there and what came, in one cache."""
-    events = [frozenset(trace.keys[a:b].tolist()) for a, b in pairwise(trace.key_bounds)]
-
-    @cache
-    def best(event: int, held: frozenset[int]) -> int:
-        if event == len(events):
-            return 0
-        all_there = sorted(held | events[event])
-        kept = combinations(all_there, min(slots, len(all_there)))
-        return len(events[event] - held) + min(best(event + 1, frozenset(k)) for k in kept)
-
-    return best(0, frozenset())
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_turning_away_is_the_optimum_of_a_cache_that_may_refuse(seed: int) -> None:
     trace = mixed_trace(seed, top_k=1 + seed % 2)
     for slots in (2, 3, 5):
-        run = setting(trace, f"{slots}")
+        run = setting_for(trace, slots)
         found, requests = fewest_misses(trace, run, turns_away=True)
-        assert found == fewest_turning_away(trace, slots)
+        assert found == fewest_by_search(trace, slots, leave=what_refusing_leaves)
         assert (found <= fewest_misses(trace, run)[0]) and requests == len(trace.keys)
 
 
 def test_who_is_needed_once_is_turned_away_by_hand() -> None:
     """Two slots, a b c a b d a b e: each of c, d and e costs a or b its place, or nothing."""
-    experts = np.array([0, 1, 2, 0, 1, 3, 0, 1, 4])
-    steps = np.arange(len(experts), dtype=np.int32)
-    once = np.zeros_like(steps)
-    decode = np.full_like(steps, PHASES.index("decode"))
-    columns = Columns(
-        request=once,
-        pass_index=steps,
-        phase=decode,
-        token=steps,
-        layer=once,
-        experts=experts[:, None].astype(np.int32),
-    )
-    geometry = Geometry(
-        model="generated",
-        num_layers=1,
-        num_experts=EXPERTS,
-        top_k=1,
-        expert_bytes=((1,),),
-        dense_bytes=(0,),
-    )
-    run = setting(trace := build_trace("generated", geometry, columns), "2")
+    trace = decode_trace([[[expert]] for expert in (0, 1, 2, 0, 1, 3, 0, 1, 4)], EXPERTS)
+    run = setting_for(trace, "2")
     # a b, c for b, b for c, d for b, b for d, and e: seven. Turned away, a b c d e: five.
     assert fewest_misses(trace, run) == (7, 9)
     assert fewest_misses(trace, run, turns_away=True) == (5, 9)
-    lru = misses(trace, run, False)
+    lru = misses(trace, "lru", 2)
     assert lru == 9 and victim_share(lru, 7, 5) == 0.5
     assert victim_share(7, 7, 5) is None and victim_share(6, 7, 5) is None
-
-
-def test_no_rule_that_goes_by_the_next_use_alone_is_optimal_in_waves() -> None:
-    """Why the bound is not Belady's rule: the last wave stays, and the rule cannot help it."""
-    beaten = 0
-    for seed in range(20):
-        trace = mixed_trace(seed, passes=8)
-        optimum = sum(fewest_by_search(trace, 2, layers, False) for layers in ((0,), (1,)))
-        beaten += optimum < misses(trace, setting(trace, "2/layer", "belady"), False)
-    assert beaten
 
 
 def test_what_waves_can_leave_is_what_the_engine_does() -> None:
     """Random evictions reach the optimum of the search in the end, and never go below it."""
     trace = mixed_trace(3, passes=3)
     for slots in (2, 3):
-        run = setting(trace, f"{slots}", "random")
-        drawn = [misses(trace, dataclasses.replace(run, seed=s), False) for s in range(60)]
-        assert min(drawn) == fewest_by_search(trace, slots, (0, 1), False)
+        drawn = [misses(trace, "random", slots, seed=seed) for seed in range(60)]
+        assert min(drawn) == fewest_by_search(trace, slots)
 
 
 def naive_belady(trace: Trace, slots: int) -> int:
@@ -237,9 +174,49 @@ def test_belady_scans_for_the_furthest_next_event_in_waves_too(seed: int) -> Non
     trace = mixed_trace(seed, passes=12, top_k=1 + seed % 3)
     for slots in (2, 3, 4, 7):
         if slots >= trace.geometry.top_k:
-            assert misses(trace, setting(trace, f"{slots}", "belady"), False) == naive_belady(
-                trace, slots
-            )
+            assert misses(trace, "belady", slots) == naive_belady(trace, slots)
+
+
+def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
+    """Why there are two: it keeps what the next prefill needs, and decoding pays."""
+    phases = ["prefill", "decode", "decode", "prefill", "decode"]
+    trace = decode_trace([[[0]], [[1]], [[2]], [[0]], [[1]]], 3, phases)
+    assert misses(trace, "belady", 2, decode=True) == 3
+    assert misses(trace, "belady", 2, decode=True, free_prefill=True) == 2
+
+
+def test_belady_evicts_the_expert_needed_last_and_then_the_smaller_key() -> None:
+    # 3 comes back first, then 1; 0 and 2 never do, so 0 leaves before 2.
+    trace = decode_trace([[[0]], [[2]], [[3]], [[1]], [[4]], [[3]], [[1]]], 5)
+    found = {name: [misses(trace, name, slots) for slots in (4, 2)] for name in ("belady", "lru")}
+    assert found == {"belady": [5, 6], "lru": [5, 7]}
+
+
+def test_the_future_lists_each_need_of_each_key() -> None:
+    future = Future(decode_trace([[[0, 1]], [[2, 0]], [[1, 0]]], 3))
+    needs = [future.times[future.start[k] : future.start[k + 1]].tolist() for k in range(3)]
+    assert needs == [[0, 1, 2, 3], [0, 2, 3], [1, 3]]
+    assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []
+
+
+@pytest.mark.parametrize("name", traces.ON_DEMAND_EVICTIONS)
+def test_nobody_beats_belady_where_events_fit(name: str) -> None:
+    for seed in range(6):
+        trace = mixed_trace(seed, passes=20)
+        for size in (5, 7):
+            assert misses(trace, "belady", size) <= misses(trace, name, size, seed=seed)
+
+
+def test_lru_misses_never_rise_with_capacity() -> None:
+    for seed in range(12):
+        found = [misses(mixed_trace(seed, passes=20), "lru", size) for size in range(5, 11)]
+        assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("fifo", [9, 10]), ("lru", [10, 8])])
+def test_fifo_has_beladys_anomaly_where_lru_has_not(name: str, expected: list[int]) -> None:
+    classic = decode_trace([[[key]] for key in (1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5)], 6)
+    assert [misses(classic, name, size) for size in (3, 4)] == expected
 
 
 FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
@@ -252,17 +229,16 @@ FORMS = ("1/layer", "2/layer", "4/layer", "3", "5", "30%", "70%", "7B")
     top_k=st.integers(1, 3),
     form=st.sampled_from(FORMS),
     warm=st.booleans(),
-    reset=st.booleans(),
+    cache_reset=st.sampled_from(["never", "request"]),
 )
 def test_no_eviction_misses_less_than_the_bound(
-    seed: int, sizes: tuple[int, ...], top_k: int, form: str, warm: bool, reset: bool
+    seed: int, sizes: tuple[int, ...], top_k: int, form: str, warm: bool, cache_reset: str
 ) -> None:
     trace = mixed_trace(seed, 10, sizes, top_k)
     counts = np.random.default_rng(seed).integers(0, 9, (len(sizes), EXPERTS)).tolist()
     profile = UseProfile(model="", counts=tuple(map(tuple, counts))) if warm else None
-    cache_reset = "request" if reset else "never"
     try:
-        lru = setting(trace, form, warm=profile)
+        lru = setting_for(trace, form, warm=profile)
     except ValueError:
         return  # Smaller than what one token needs.
     for decode in (False, True):
@@ -270,5 +246,5 @@ def test_no_eviction_misses_less_than_the_bound(
         for name in traces.ON_DEMAND_EVICTIONS:
             if "/layer" in form and find_algorithm("eviction", name).compares_layers:
                 continue
-            run = setting(trace, form, name, warm=profile)
-            assert bound <= misses(trace, run, decode, cache_reset), name
+            how = {"decode": decode, "free_prefill": decode, "cache_reset": cache_reset}
+            assert bound <= misses(trace, name, form, warm=profile, **how), name

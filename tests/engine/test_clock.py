@@ -1,7 +1,8 @@
-"""The virtual clock's roofline and attention to the context, each time worked by hand."""
+"""The virtual clock's roofline and attention, and the regime of a run: times worked by hand."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,15 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.analysis import plan
+from lm_eval_moecache.engine.regime import (
+    COMPUTE,
+    HOST,
+    LAUNCHES,
+    LINK,
+    Waits,
+    decode_waits,
+    regime_of,
+)
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import CONTEXT
 from lm_eval_moecache.engine.virtual.clock import (
@@ -20,54 +30,56 @@ from lm_eval_moecache.engine.virtual.clock import (
 )
 from lm_eval_moecache.records.emulation import LayerCaches, load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+from tests.conftest import Moecache
 from tests.engine import traces
 from tests.engine.scripted import HUGE, TWO_LEVELS, make_geometry, make_hardware
 
-
-def test_dense_part_reads_its_weights_once_however_many_tokens() -> None:
-    clock = VirtualClock(make_hardware(), make_geometry())
-    clock.dense(0, 1)
-    assert clock.now == 2.0  # 200 bytes / 100 bytes/s
-    clock.dense(1, 1000)
-    assert clock.now == 4.0
+LADDER = make_geometry(1, **TWO_LEVELS)
+COMPUTE_ALONE = {"memory_bytes_per_s": HUGE}
 
 
-def test_dense_part_of_many_tokens_is_bound_by_compute() -> None:
-    # 200 bytes are 100 weights; a token takes 2 FLOP a weight: 200 FLOP / 50 FLOP/s = 4 s.
-    clock = VirtualClock(make_hardware(peak_flops=50.0), make_geometry())
-    clock.dense(0, 3)
-    assert clock.now == pytest.approx(12.0)
-
-
-def test_roofline_takes_the_slower_of_reading_and_computing() -> None:
-    # One expert: 50 weights, 100 FLOP per assignment. At 100 FLOP/s an assignment computes 1 s;
-    # reading the expert takes 1 s. Two experts with three assignments: max(3 s, 2 s) = 3 s.
-    clock = VirtualClock(make_hardware(peak_flops=100.0), make_geometry())
-    clock.experts(0, 2, 3)
-    assert clock.now == pytest.approx(3.0)
-    # Three experts with one assignment between them (others dropped): max(1 s, 3 s) = 3 s.
-    clock.experts(0, 3, 1)
-    assert clock.now == pytest.approx(6.0)
-
-
-def test_low_precision_reads_fewer_bytes_and_computes_as_much() -> None:
-    geometry = make_geometry(1, **TWO_LEVELS)
-    reading = VirtualClock(make_hardware(), geometry)
-    reading.experts(0, 2, 2, level=1)
-    assert reading.now == 0.5  # 2 x 25 bytes / 100 bytes/s
-    computing = VirtualClock(make_hardware(peak_flops=100.0, memory_bytes_per_s=HUGE), geometry)
-    computing.experts(0, 2, 2, level=1)
-    assert computing.now == pytest.approx(2.0)  # 2 assignments x 100 FLOP / 100 FLOP/s
-
-
-def test_element_size_turns_bytes_into_multiply_adds() -> None:
-    geometry = make_geometry(1, element_bytes=4.0)
-    clock = VirtualClock(make_hardware(peak_flops=10.0, memory_bytes_per_s=HUGE), geometry)
-    clock.experts(0, 1, 1)
-    assert clock.now == pytest.approx(5.0)  # 25 weights x 2 FLOP / 10 FLOP/s
+@pytest.mark.parametrize(
+    ("geometry", "figures", "part", "amount", "seconds"),
+    [
+        # 200 bytes / 100 bytes/s, however many tokens.
+        (make_geometry(), {}, "dense", (0, 1), 2.0),
+        (make_geometry(), {}, "dense", (1, 1000), 2.0),
+        (make_geometry(), {"layer_overhead_s": 0.5}, "dense", (2, 1), 2.5),
+        # 200 bytes are 100 weights; a token takes 2 FLOP a weight: 200 FLOP / 50 FLOP/s = 4 s.
+        (make_geometry(), {"peak_flops": 50.0}, "dense", (0, 3), 12.0),
+        # One expert: 50 weights, 100 FLOP per assignment. At 100 FLOP/s an assignment computes 1 s;
+        # reading the expert takes 1 s. Two experts with three assignments: max(3 s, 2 s) = 3 s.
+        (make_geometry(), {"peak_flops": 100.0}, "experts", (0, 2, 3), 3.0),
+        # Three experts with one assignment between them (others dropped): max(1 s, 3 s) = 3 s.
+        (make_geometry(), {"peak_flops": 100.0}, "experts", (0, 3, 1), 3.0),
+        (make_geometry(), {"kernel_overhead_s": 0.5}, "experts", (0, 0, 0), 0.0),
+        # Low precision reads fewer bytes, 2 x 25, and computes as much, 2 x 100 FLOP.
+        (LADDER, {}, "experts", (0, 2, 2, 1), 0.5),
+        (LADDER, {"peak_flops": 100.0, **COMPUTE_ALONE}, "experts", (0, 2, 2, 1), 2.0),
+        # 100 bytes of 4 bytes each are 25 weights x 2 FLOP / 10 FLOP/s.
+        (
+            make_geometry(1, element_bytes=4.0),
+            {"peak_flops": 10.0, **COMPUTE_ALONE},
+            "experts",
+            (0, 1, 1),
+            5.0,
+        ),
+    ],
+)
+def test_each_part_takes_the_slower_of_reading_and_computing(
+    geometry: Geometry,
+    figures: dict[str, float],
+    part: str,
+    amount: tuple[int, ...],
+    seconds: float,
+) -> None:
+    clock = VirtualClock(make_hardware(**figures), geometry)
+    getattr(clock, part)(*amount)
+    assert clock.now == pytest.approx(seconds)
 
 
 def test_every_part_pays_for_its_kernels() -> None:
@@ -95,19 +107,8 @@ def test_to_have_waited_for_the_link_costs_more_than_the_wait() -> None:
     assert (clock.await_link(3.0), clock.now) == (3.0, 3.5)
     # What is there already is not waited for.
     assert (clock.await_link(3.5), clock.now) == (0.0, 3.5)
-
-
-def test_no_experts_take_no_time() -> None:
-    clock = VirtualClock(make_hardware(kernel_overhead_s=0.5), make_geometry())
-    clock.experts(0, 0, 0)
-    assert clock.now == 0.0
-
-
-def test_waiting_for_the_past_neither_stalls_nor_turns_time_back() -> None:
-    clock = VirtualClock(make_hardware(), make_geometry())
-    assert clock.wait_until(3.0) == 3.0
-    assert clock.wait_until(1.0) == 0.0
-    assert clock.now == 3.0
+    # Nor does waiting for the past turn time back.
+    assert (clock.wait_until(1.0), clock.now) == (0.0, 3.5)
 
 
 # --- attention to the context ---
@@ -139,9 +140,7 @@ def test_a_decoded_token_takes_what_plan_says() -> None:
 
 
 @pytest.mark.parametrize("policy", ["on_demand", "specmd"])
-def test_compiled_or_not_a_replay_is_charged_alike(tmp_path: Path, policy: str) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path), predicted=True, logits=True)
+def test_compiled_or_not_a_replay_is_charged_alike(trace: Trace, policy: str) -> None:
     flat = replace(
         traces.setting(policy, "25%"),
         capacity=parse_capacity("25%", QWEN.emulated_by(trace.geometry)),
@@ -169,3 +168,84 @@ def test_compiled_or_not_a_replay_is_charged_alike(tmp_path: Path, policy: str) 
 def test_without_a_model_there_is_nothing_to_charge() -> None:
     with pytest.raises(ValueError, match="attention='context' needs emulate="):
         replace(traces.setting("on_demand", "25%"), attention=CONTEXT)
+
+
+# --- the regime of a run, and emulated sizes ---
+
+
+FREE = float("inf")
+LINK_ONLY = make_hardware(
+    peak_flops=FREE, memory_bytes_per_s=FREE, link_bytes_per_s=1e9, link_latency_s=0.0
+)
+
+
+@pytest.mark.parametrize("name", ["OLMoE-1B-7B", "Mixtral-8x7B", "gpt-oss-20b"])
+def test_an_on_demand_run_takes_the_emulated_bytes_over_the_link(trace: Trace, name: str) -> None:
+    model = load_real_model(name)
+    charged = model.emulated_by(trace.geometry)
+    setting = dataclasses.replace(
+        traces.setting("on_demand", "30%"),
+        capacity=parse_capacity("30%", charged),
+        hardware=LINK_ONLY,
+        emulate=model,
+    )
+    engine = replay(trace, setting)
+    counted = dataclasses.replace(setting, capacity=parse_capacity("7", charged))
+    misses = sum(p.misses for p in engine.ledger.passes)
+    # 30% of 24 experts are seven of them; each is an emulated one on the link.
+    assert misses == sum(p.misses for p in replay(trace, counted).ledger.passes)
+    assert engine.clock.now == pytest.approx(misses * model.expert_bytes / 1e9, rel=1e-12)
+
+
+def test_the_numbers_of_a_regime_by_hand() -> None:
+    geometry = make_geometry(2, 8, expert_bytes=((1000,), (1000,)), dense_bytes=(3000, 5000))
+    figures = {"peak_flops": 1e12, "memory_bytes_per_s": 1e6, "link_bytes_per_s": 1e5}
+    overheads = {"link_latency_s": 0.002, "kernel_overhead_s": 1e-5, "layer_overhead_s": 0.003}
+    hardware = make_hardware(**figures, **overheads)
+    regime = regime_of(geometry, 6000, hardware)
+    assert regime.cycles == 6000 / (2 * 2 * 1000)
+    assert regime.transfer_s == pytest.approx(0.002 + 1000 / 1e5)
+    # Reading bounds it: (3000 + 5000) / 2 dense bytes and two experts, a microsecond a byte.
+    assert regime.compute_s == pytest.approx(0.004 + 0.002)
+    assert regime.launches_s == pytest.approx((DENSE_KERNELS + EXPERT_KERNELS) * 1e-5 + 0.003)
+    assert regime.transfer_per_layer == pytest.approx(0.012 / (0.006 + regime.launches_s))
+    assert regime.bound(Waits(0.0)) == COMPUTE
+    assert regime.bound(Waits(0.007)) == LINK
+    assert regime.bound(Waits(0.007, host_s=0.008)) == HOST
+    slow = dataclasses.replace(hardware, layer_overhead_s=0.03)
+    assert regime_of(geometry, 6000, slow).bound(Waits(0.007)) == LAUNCHES
+
+
+def test_the_calibrated_profile_takes_the_papers_time_a_token() -> None:
+    """SpecMD Table 1: 1.91 tokens a second, whatever the profile's own link waits on top."""
+    hardware = load_hardware("specmd-a100")
+    olmoe = load_real_model("OLMoE-1B-7B").geometry()
+    regime = regime_of(olmoe, olmoe.total_expert_bytes // 20, hardware)
+    per_token_s = 16 * (regime.compute_s + regime.launches_s)
+    assert 0.8 / 1.91 < per_token_s < 1 / 1.91
+    assert hardware.link_bytes_per_s == 5e9 and regime.transfer_per_layer < 0.1
+
+
+def test_replay_prints_the_regime_and_what_it_emulates(path: Path, moecache: Moecache) -> None:
+    options = ["--emulate", "OLMoE-1B-7B", "--capacity", "50%", "--all"]
+    out = moecache("replay", path, *options)
+    assert "layers charged as: OLMoE-1B-7B" in out
+    assert "| Cycles" in out.replace("|Cycles", "| Cycles") and "link" in out
+
+
+def test_a_slow_host_is_what_bounds_a_run_that_computes_there(trace: Trace) -> None:
+    setting = traces.setting("on_demand", "10%", miss="host", miss__rule="always")
+    for flops, bound in ((1e3, HOST), (1e15, COMPUTE)):
+        hardware = dataclasses.replace(
+            setting.hardware,
+            host_flops=flops,
+            host_memory_bytes_per_s=1e15,
+            link_bytes_per_s=1e15,
+            link_latency_s=0.0,
+        )
+        engine = replay(trace, dataclasses.replace(setting, hardware=hardware))
+        waits = decode_waits(engine.ledger.requests, trace.geometry.num_layers)
+        assert waits is not None and waits.host_s > 0
+        regime = regime_of(trace.geometry, 6000, hardware)
+        found = regime.as_dict(waits)
+        assert (found["bound"], found["layer_host_wait_s"]) == (bound, waits.host_s)

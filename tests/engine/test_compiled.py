@@ -17,30 +17,26 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.compiled import _MODULES, _patience
+from lm_eval_moecache.engine.core import Count
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import PREFILL
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import has_numba, is_kept
+from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
-from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.drafting import Drafted
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Predicted, Trace, TracedRequest, build_trace
+from lm_eval_moecache.trace.trace import Predicted, Trace, TracedRequest
+from tests.engine import traces
 from tests.engine.traces import HARDWARE, published, setting_for
 
+PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first".split()
 RULES: dict[str, list[dict[str, Any]]] = {
-    "lru": [{}],
-    "fifo": [{}],
-    "lfu": [{}],
-    "belady": [{}],
-    "lfru": [{}],
+    **{name: [{}] for name in PLAIN},
     "hazard": [{}, {"nearness": 0, "memory": 1}],
-    "layered_lru": [{}],
-    "shallow_first": [{}],
     "fld": [{"distance": "absolute"}, {"distance": "forward"}],
     "frequency_layer": [{"layer": "forward"}, {"layer": "index"}],
     "score": [{"history": "sum"}, {"history": "mean"}, {"history": "decayed"}],
@@ -67,54 +63,38 @@ WARM = UseProfile(model="", counts=((3, 1, 0, 0, 2, 9),) * 4)
 def draw_trace(seed: int, layers: int, experts: int, top_k: int) -> Trace:
     """Some requests of a prefill and decode steps, with weights, logits and predictions."""
     rng = np.random.default_rng(seed)
-    rows: dict[str, list[int]] = {
-        name: [] for name in ("request", "pass", "phase", "token", "layer")
-    }
-    scores, ahead, passes, requests = [], [], 0, []
+    rows, scores, ahead, requests = [], [], [], []
     favourites = rng.normal(0, 1, (layers, experts))
+    passes = 0
     for request in range(3):
         begin, token = passes, 0
         for step in range(int(rng.integers(3, 9))):
             count = int(rng.integers(1, 4)) if step == 0 else 1
             for layer in range(layers):
                 for place in range(count):
-                    own = (request, passes, int(step > 0), token + place, layer)
-                    for name, value in zip(rows, own, strict=True):
-                        rows[name].append(value)
+                    rows.append((request, passes, int(step > 0), token + place, layer))
                     scores.append(favourites[layer] + rng.normal(0, 1, experts))
                     ahead.append(min(layers - 1 - layer, 2) * experts)
             passes, token = passes + 1, token + count
-        served = tuple(range(begin, passes))
-        requests.append(
-            TracedRequest(
-                task="t", kind="generate_until", prompt_tokens=1, output_tokens=2, passes=served
-            )
-        )
+        asked = {"task": "t", "kind": "generate_until", "prompt_tokens": 1, "output_tokens": 2}
+        requests.append(TracedRequest(**asked, passes=tuple(range(begin, passes))))
     logits = np.asarray(scores, np.float16)
-    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k].astype(np.int32)
-    columns = [np.asarray(rows[name], np.int32) for name in rows]
-    return build_trace(
-        "drawn",
-        Geometry(
-            model="drawn",
-            num_layers=layers,
-            num_experts=experts,
-            top_k=top_k,
-            expert_bytes=tuple((int(size),) for size in rng.choice([1000, 1500], layers)),
-            dense_bytes=tuple(int(size) for size in rng.choice([300, 900], layers)),
-        ),
-        Columns(
-            **dict(zip(("request", "pass_index", "phase", "token", "layer"), columns, strict=True)),
-            experts=chosen,
-            weights=np.take_along_axis(logits, chosen, 1).astype(np.float32),
-        ),
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    geometry = traces.geometry_of(rng.choice([1000, 1500], layers), experts, top_k)
+    dense = tuple(int(size) for size in rng.choice([300, 900], layers))
+    predicted = Predicted(
+        depth=2,
+        values=rng.normal(0, 1, sum(ahead)).astype(np.float16),
+        offsets=np.concatenate([[0], np.cumsum(ahead)]).astype(np.int64),
+    )
+    return traces.from_rows(
+        dataclasses.replace(geometry, dense_bytes=dense),
+        rows,
+        chosen,
+        np.take_along_axis(logits, chosen, 1).astype(np.float32),
         requests=tuple(requests),
         logits=logits,
-        predicted=Predicted(
-            depth=2,
-            values=rng.normal(0, 1, sum(ahead)).astype(np.float16),
-            offsets=np.concatenate([[0], np.cumsum(ahead)]).astype(np.int64),
-        ),
+        predicted=predicted,
     )
 
 
@@ -313,13 +293,12 @@ def test_a_last_layer_that_runs_the_last_token_alone(prefetch: str) -> None:
     keep = columns.layer < last
     keep[whole.row_bounds[1:][last :: last + 1] - 1] = True
     assert not keep.all()
-    own: dict[str, Any] = {
-        field.name: getattr(columns, field.name) for field in dataclasses.fields(columns)
-    }
-    trace = build_trace(
-        "drawn",
+    names = ("request", "pass_index", "phase", "token", "layer")
+    trace = traces.from_rows(
         whole.geometry,
-        Columns(**{name: None if values is None else values[keep] for name, values in own.items()}),
+        np.stack([getattr(columns, name)[keep] for name in names], axis=1),
+        columns.experts[keep],
+        columns.weights[keep],
         requests=whole.requests,
         predicted=predictions_of(whole, keep),
     )
@@ -357,3 +336,14 @@ def test_what_is_not_compiled_says_why() -> None:
     assert "Random" in reason("on_demand", eviction="random")
     assert "lossy" in reason("mixture_cache")
     assert "host" in reason("on_demand", miss="host")
+
+
+def test_every_count_is_of_the_compiled_loop_or_of_what_never_runs_there() -> None:
+    """A count that the loop does not know would read 0 for lossless policies alone."""
+    lossy = {"dropped", "unfaithful", "substituted", "low_precision", "avoided", "lost_weight"}
+    elsewhere = lossy | {"weighed_tokens", "host_executed", "host_s", "host_wait_s", "draft_s"}
+    of_the_trace = {"token_requests", "drafted", "accepted"}
+    counted = {field.name for field in dataclasses.fields(Count)}
+    assert not counted & (elsewhere | of_the_trace)
+    missing = set(COUNTED) - counted - elsewhere - of_the_trace
+    assert not missing, f"{missing}: count it in engine/core.py (and its Count), too"

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
-from lm_eval_moecache.engine.draft_stage import Overlap, load_times, solve_cutoff
+from lm_eval_moecache.engine.draft_stage import Overlap, solve_cutoff
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import VERIFY, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.testing.streams import make_hardware as stream_hardware
 from tests.engine.scripted import (
     Always,
     ScriptedPolicy,
@@ -126,16 +125,6 @@ def test_layers_from_the_cutoff_on_are_not_prefetched() -> None:
         assert engine.ledger.passes[0].predicted == 2 * cutoff
 
 
-def test_cached_experts_are_refreshed_and_not_moved() -> None:
-    engine = make_drafting(cutoff=1)
-    decode(engine, [0, 1])
-    moved = engine.link.bytes_moved
-    draft(engine, [0, 1], [], [])
-    verify(engine, [0])
-    assert engine.link.bytes_moved == moved
-    assert engine.pools[0].eviction.predicted == [0, 1]  # type: ignore[attr-defined]
-
-
 def test_what_drafting_evicts_is_a_collision_of_the_pass_that_it_drafts_for() -> None:
     engine = make_drafting(cutoff=1, capacity=2)
     decode(engine, [2, 3])
@@ -207,10 +196,8 @@ def overlap(**given_: Any) -> Overlap:
     ("given_", "by_time", "by_memory"),
     [
         ({}, 8, 8),  # loading is hidden layer by layer: all of them
-        ({"load_layer_s": (0.1,) * 8}, 8, 8),
         ({"load_layer_s": (2.0,) * 8}, 4, 8),  # 4 x 2 s in 8 s
         ({"load_layer_s": (3.0,) * 8}, 2, 8),  # 2 x 3 s; a third would end at 9 s
-        ({"load_layer_s": (9.0,) * 8}, 0, 8),
         ({"load_layer_s": (0.5,) * 4 + (4.0,) * 4}, 5, 8),  # 4 x 1 s of compute, then 4 s
         ({"capacity_bytes": (35,)}, 8, 3),
         ({"capacity_bytes": (10, 10, 9, 10, 10, 10, 10, 10)}, 8, 2),  # a cache per layer
@@ -256,10 +243,3 @@ def test_equal_loading_and_computing_cover_every_layer_whatever_the_last_digits(
     for layer_s in (0.1, 1 / 3, 2.2524358607160372e-4):
         answer = solve_cutoff(overlap(draft_layer_s=layer_s, load_layer_s=(layer_s,) * 8))
         assert answer.by_time == 8
-
-
-def test_loading_a_layer_in_a_batch_has_one_latency() -> None:
-    geometry: Geometry = make_geometry()
-    assert load_times(geometry, make_hardware(), 3, batched=True) == (13.0,) * 3
-    assert load_times(geometry, make_hardware(), 3, batched=False) == (15.0,) * 3
-    assert load_times(geometry, stream_hardware(), 1, batched=True) == pytest.approx((0.41,) * 3)

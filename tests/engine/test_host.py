@@ -7,7 +7,9 @@ The dense part of a layer takes 2 s, an expert 1 s on the device and 5 s over th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +43,7 @@ def machine(rule: str, host_s: float, ahead: tuple[int, ...] = (), hidden: int =
         miss=Always(lambda geometry: Host(geometry, rule=rule)),  # type: ignore[arg-type]
     )
     hardware = make_hardware(host_flops=1e30, host_memory_bytes_per_s=100 / host_s)
-    geometry = dataclasses.replace(make_geometry(top_k=4), hidden_size=hidden)
+    geometry = make_geometry(top_k=4, hidden_size=hidden)
     engine = make_engine(policy, hardware=hardware, geometry=geometry)
     decode(engine, [2], [4], [8])
     for pool in engine.pools:
@@ -56,58 +58,49 @@ def second_pass(engine: Engine) -> tuple[float, PassRecord]:
     return record.end_s - record.start_s, record
 
 
-def test_always_computes_both_absent_experts_on_the_host() -> None:
-    seconds, record = second_pass(machine("always", 5.0))
-    # dense 0-2; activations out 2-3; host 3-13, the cached two run 2-4; back 13-14.
-    assert (seconds, record.host_s, record.host_wait_s, record.stall_s) == (14.0, 10.0, 10.0, 0.0)
-    assert (record.hits, record.misses, record.host_executed) == (2, 2, 2)
-    assert record.bytes_moved == 0
-
-
-def test_first_loads_where_loading_ends_sooner() -> None:
-    seconds, record = second_pass(machine("first", 5.0))
-    # Out, host and back are 1 + 5 + 1 = 7 against 5 + 1 = 6: both loads, 2-7 and 7-12; run 12-14.
-    assert (seconds, record.host_executed, record.stall_s) == (14.0, 0, 8.0)
-
-
-def test_first_computes_where_the_host_ends_sooner() -> None:
-    seconds, record = second_pass(machine("first", 2.0))
-    # 1 + 2 + 1 = 4 against 6: out 2-3, host 3-7, back 7-8.
-    assert (seconds, record.host_executed, record.host_wait_s) == (8.0, 2, 4.0)
-
-
-def test_balanced_divides_the_two_between_host_and_link() -> None:
-    seconds, record = second_pass(machine("balanced", 5.0))
-    # Over the link the first would end at 2 + 5 + 1 = 8, on the host at 2 + 1 + 5 + 1 = 9: the
-    # link takes it. The other would end at 13 over the link: the host takes it.
-    # out 2-3, load 3-8, host 3-8, the cached two 2-4; the loaded one runs 8-9, back 8-9.
-    assert (seconds, record.host_executed, record.host_s) == (9.0, 1, 5.0)
-    assert (record.stall_s, record.host_wait_s) == (4.0, 0.0)
-
-
-def test_prefetches_use_the_links_gaps_while_the_host_computes() -> None:
-    engine = machine("always", 5.0, ahead=(4, 5))
-    seconds, record = second_pass(engine)
-    # out 2-3; prefetches 3-8 and 8-13; the host is done at 13: back 13-14, as without them.
-    assert (seconds, record.host_wait_s, record.bytes_moved) == (14.0, 10.0, 200)
-    assert {4, 5} <= set(engine.pools[0].resident)
-
-
-def test_first_computes_on_the_host_while_prefetches_use_the_link() -> None:
-    engine = machine("first", 2.0, ahead=(4, 5))
-    seconds, record = second_pass(engine)
-    # As without prefetches: out 2-3, host 3-7. The first prefetch moves 3-8, and the outputs, ready
-    # at 7, follow it: back 8-9. The second one moves from then on.
-    assert (seconds, record.host_executed, record.host_wait_s) == (9.0, 2, 5.0)
-    assert record.bytes_moved == 100 and 4 in engine.pools[0].resident
-
-
-def test_first_loads_before_prefetches_where_the_link_is_sooner() -> None:
-    engine = machine("first", 5.0, ahead=(4,))
-    seconds, record = second_pass(engine)
-    # The demands have the link 2-12, the prefetch has it from then on; the four run 12-16 ...
-    # but the cached two have run 2-4 already, so the loaded two 12-14.
-    assert (seconds, record.host_executed, record.stall_s) == (14.0, 0, 8.0)
+@pytest.mark.parametrize(
+    ("given", "seconds", "figures"),
+    [
+        # dense 0-2; activations out 2-3; host 3-13, the cached two run 2-4; back 13-14.
+        (("always", 5.0), 14.0, {"host_s": 10.0, "host_wait_s": 10.0, "host_executed": 2}),
+        (("always", 5.0), 14.0, {"hits": 2, "misses": 2, "stall_s": 0.0, "bytes_moved": 0}),
+        # Out, host and back are 1 + 5 + 1 = 7 against 5 + 1 = 6: both load, 2-7, 7-12; run 12-14.
+        (("first", 5.0), 14.0, {"host_executed": 0, "stall_s": 8.0}),
+        # 1 + 2 + 1 = 4 against 6: out 2-3, host 3-7, back 7-8.
+        (("first", 2.0), 8.0, {"host_executed": 2, "host_wait_s": 4.0}),
+        # Over the link the first would end at 2 + 5 + 1 = 8, on the host at 2 + 1 + 5 + 1 = 9: the
+        # link takes it. The other would end at 13 over the link: the host takes it.
+        # out 2-3, load 3-8, host 3-8, the cached two 2-4; the loaded one runs 8-9, back 8-9.
+        (("balanced", 5.0), 9.0, {"host_executed": 1, "host_s": 5.0, "stall_s": 4.0}),
+        # out 2-3; prefetches 3-8 and 8-13; the host is done at 13: back 13-14, as without them.
+        (("always", 5.0, (4, 5)), 14.0, {"host_wait_s": 10.0, "bytes_moved": 200}),
+        # As without prefetches: out 2-3, host 3-7. The first prefetch moves 3-8, and the outputs,
+        # ready at 7, follow it: back 8-9. The second one moves from then on.
+        (("first", 2.0, (4, 5)), 9.0, {"host_wait_s": 5.0, "bytes_moved": 100}),
+        # The demands have the link 2-12, the prefetch has it from then on; the four run 12-16 ...
+        # but the cached two have run 2-4 already, so the loaded two 12-14.
+        (("first", 5.0, (4,)), 14.0, {"host_executed": 0, "stall_s": 8.0}),
+        # The host is done at 12, while the second prefetch moves until 13: back 13-14.
+        (("always", 4.5, (4, 5)), 14.0, {"host_s": 9.0}),
+        # Outputs go before a prefetch that could start at the same instant: load 3-8, host 3-8,
+        # back 8-9; the prefetch begins after the pass ended, and is not among its bytes.
+        (("balanced", 5.0, (4,)), 9.0, {"bytes_moved": 100}),
+        # Activations take the link both ways: 25 numbers of 2 bytes are 1 + 2 s. out 2-5, host
+        # 5-15, back 15-18.
+        (("always", 5.0, (), 25), 18.0, {"bytes_moved": 100}),
+    ],
+)
+def test_an_event_of_two_absent_experts(
+    given: tuple[Any, ...], seconds: float, figures: dict[str, float]
+) -> None:
+    engine = machine(*given)
+    took_s, record = second_pass(engine)
+    assert took_s == seconds
+    assert {name: getattr(record, name) for name in figures} == figures
+    ahead = set(given[2]) if len(given) > 2 else set()
+    if given[0] == "always":
+        # What the host computes does not become resident.
+        assert set(engine.pools[0].resident) == {*CACHED, *ahead}
 
 
 def test_bounded_insertion_uploads_one_miss_and_waits_for_it_where_it_is_needed() -> None:
@@ -130,12 +123,8 @@ def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
     size, dense, hidden = 352_321_536, 100_000_000, 4096
     real = load_hardware("rtx-4090")
     policy = ScriptedPolicy(miss=Always(lambda geometry: Host(geometry, rule="balanced")))
-    geometry = dataclasses.replace(
-        make_geometry(num_layers=1, num_experts=8, top_k=4),
-        expert_bytes=((size,),),
-        dense_bytes=(dense,),
-        hidden_size=hidden,
-    )
+    sizes = {"expert_bytes": ((size,),), "dense_bytes": (dense,), "hidden_size": hidden}
+    geometry = make_geometry(num_layers=1, num_experts=8, top_k=4, **sizes)
     engine = make_engine(policy, 8, geometry, real)
     for key in CACHED:
         engine.pools[0].insert(key, 0)
@@ -155,46 +144,18 @@ def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
     assert round(engine.clock.now * 1e9) == round(expected_s * 1e9)
 
 
-def test_outputs_wait_for_the_prefetch_in_flight() -> None:
-    seconds, record = second_pass(machine("always", 4.5, ahead=(4, 5)))
-    # The host is done at 12, while the second prefetch moves until 13: back 13-14.
-    assert (seconds, record.host_s) == (14.0, 9.0)
-
-
-def test_outputs_go_before_a_prefetch_that_could_start_at_the_same_instant() -> None:
-    seconds, record = second_pass(machine("balanced", 5.0, ahead=(4,)))
-    # As without a prefetch: load 3-8, host 3-8, back 8-9; the prefetch moves from 9 on.
-    assert seconds == 9.0
-    # Begun after the pass ended, so that it is not among this pass's bytes.
-    assert record.bytes_moved == 100
-
-
-def test_activations_take_the_link_both_ways() -> None:
-    seconds, record = second_pass(machine("always", 5.0, hidden=25))
-    # 25 numbers of 2 bytes: 1 + 2 s. out 2-5, host 5-15, back 15-18.
-    assert (seconds, record.bytes_moved) == (18.0, 100)
-
-
 def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
     engine = machine("balanced", 5.0)
     seen: list[list[int]] = []
     on_wave(engine, lambda keys: seen.append(sorted(keys)))
     record = engine.begin_pass(DECODE, 3)
     engine.enter(0, 3)
-    import numpy as np
-
     experts = np.array([[2, 3, 0, 1]] * 3)
     engine.run(Event(record.index, 0, DECODE, 3, [2, 3, 0, 1], experts=experts))
     engine.end_pass()
     # The weights are what the host reads: 5 s, as for one token.
     assert (record.host_s, record.host_executed) == (5.0, 3)
     assert sorted(key for keys in seen for key in keys) == [0, 1, 2, 3]
-
-
-def test_what_the_host_computes_does_not_become_resident() -> None:
-    engine = machine("always", 1.0)
-    second_pass(engine)
-    assert sorted(engine.pools[0].resident) == CACHED
 
 
 def test_a_profile_without_a_host_is_refused() -> None:

@@ -6,16 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
+from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
 from tests.engine.scripted import (
     Always,
@@ -25,11 +19,7 @@ from tests.engine.scripted import (
     make_engine,
     make_geometry,
     make_hardware,
-    on_wave,
-    prefill,
-    prefill_event,
 )
-from tests.engine.test_laws import RandomPrefetch, random_experts
 
 LADDER = make_geometry(
     2,
@@ -112,19 +102,6 @@ def test_an_upgrade_frees_the_old_copy_first() -> None:
     assert engine.pools[0].resident == {1: 1, 0: 0}
 
 
-def test_an_event_that_does_not_fit_runs_in_waves_at_its_levels() -> None:
-    engine = make({0: 0, 1: 0, 2: 1}, "100B")
-    engine.begin_pass(PREFILL, 2)
-    engine.enter(0, 2)
-    event = Event(0, 0, PREFILL, 2, [0, 1, 2], np.array([[0, 1], [0, 2]]))
-    waves: list[list[int]] = []
-    on_wave(engine, lambda keys: waves.append(list(keys)))
-    plan = engine.run(event)
-    assert waves == [[0], [1], [2]]
-    assert plan.levels == {0: 0, 1: 0, 2: 1}
-    engine.check_integrity()
-
-
 def test_a_prefetch_in_flight_at_a_lower_level_than_demanded_is_loaded_again() -> None:
     script = {(0, 0): [4]}
     prefetch = Always(lambda g: FixedPrefetch(g, script))
@@ -147,20 +124,6 @@ def test_a_prefetch_at_the_level_that_is_demanded_is_a_hit() -> None:
     assert (record.bytes_moved, record.low_precision) == (250, 2)
 
 
-def test_where_lossy_algorithms_stand_aside_low_levels_are_not_enough() -> None:
-    engine = make({0: 2, 1: 2}, phases="decode")
-    decode(engine, [0, 1])
-    record = prefill(engine, [[0, 1]])
-    assert engine.pools[0].resident == {0: 0, 1: 0}
-    assert (record.misses, record.low_precision, record.bytes_moved) == (0, 0, 200)
-
-
-def test_an_expert_larger_than_the_capacity_is_an_error() -> None:
-    with pytest.raises(ValueError, match="99 bytes, too small for one expert of 100 bytes"):
-        parse_capacity("99B", LADDER)
-    assert parse_capacity("50%", LADDER).total_bytes == 400, "a share at the first precision"
-
-
 def test_a_trace_header_keeps_the_ladder() -> None:
     found = read_header("x", {HEADER_KEY: write_header(Header(geometry=LADDER, seed=0))})
     assert found.geometry == LADDER
@@ -175,75 +138,3 @@ def test_a_ladder_on_which_only_the_best_level_is_used_costs_nothing() -> None:
         engine = make_engine(ScriptedPolicy(), "225B", geometry)
         records.append([decode(engine, [0, 1], [4, 6]), decode(engine, [1, 2], [4, 7])])
     assert records[0] == records[1]
-
-
-class RandomLevels(MissAlgorithm):
-    """Demands random levels of absent and of resident experts."""
-
-    source: ClassVar[str] = "test"
-    uses_ladder: ClassVar[bool] = True
-    upgrade = True
-
-    def __init__(self, geometry: Geometry, seed: int) -> None:
-        super().__init__(geometry)
-        self._rng = np.random.default_rng(seed)
-
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
-    ) -> Resolution | None:
-        drawn = self._rng.integers(0, 3, len(event.keys)).tolist()
-        wanted = zip(event.keys, drawn, strict=True)
-        return Resolution([Fetch(k, level) for k, level in wanted if level < resident.get(k, 9)])
-
-    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
-        levels: list[int] = self._rng.integers(0, 3, len(keys)).tolist()
-        return levels
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    capacity=st.sampled_from(["100B", "125B", "160B", "275B", "430B", "100%", "1/layer"]),
-    prefetch=st.booleans(),
-    decode_only=st.booleans(),
-)
-def test_bytes_never_exceed_the_capacity_with_mixed_levels(
-    seed: int, capacity: str, prefetch: bool, decode_only: bool
-) -> None:
-    policy = ScriptedPolicy(
-        miss=Always(lambda g: RandomLevels(g, seed)), phases="decode" if decode_only else "all"
-    )
-    if prefetch:
-        policy.prefetch = Always(lambda g: RandomPrefetch(g, seed=seed))
-    engine = make_engine(policy, capacity, LADDER)
-    rng = np.random.default_rng(seed)
-    for step in range(8):
-        phase, num_tokens = (PREFILL, 4) if step % 4 == 0 else (DECODE, 1)
-        record = engine.begin_pass(phase, num_tokens)
-        for layer in range(2):
-            engine.enter(layer, num_tokens)
-            experts = random_experts(rng, LADDER, num_tokens)
-            event = prefill_event(record, LADDER, layer, experts)
-            executed: list[int] = []
-
-            def execute(keys: Sequence[int], layer: int = layer, done: Any = executed) -> None:
-                # `_take` asserts the capacity at each transfer's start; these are its books.
-                engine.check_integrity()
-                cache = engine.pools[layer if len(engine.pools) > 1 else 0]
-                assert all(key in cache.resident for key in keys)
-                done.extend(keys)
-
-            on_wave(engine, execute)
-            plan = engine.run(event)
-            event, levels = plan.event, plan.levels
-            engine.check_integrity()
-            assert sorted(executed) == sorted(event.keys)
-            assert levels is not None and set(levels) == set(event.keys)
-            if decode_only and phase == PREFILL:
-                assert not any(levels.values())
-        engine.end_pass()
-        assert record.hits + record.late + record.misses == record.requests
-        assert 0 <= record.low_precision <= record.executed
-    for pool in engine.pools:
-        assert pool.peak_bytes <= pool.capacity_bytes
-    engine.check_integrity()

@@ -5,42 +5,28 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE
 from lm_eval_moecache.engine.virtual.link import VirtualLink, arrivals
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import Counters, total
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
+from tests.conftest import Moecache
 from tests.engine import traces
 from tests.engine.scripted import make_hardware
-from tests.engine.test_belady import decode_trace
+from tests.engine.traces import decode_trace
 
 
 def make_link() -> VirtualLink:
     return VirtualLink(make_hardware())  # 1 s + bytes / 25 bytes/s: 100 bytes take 5 s
-
-
-def test_a_transfer_takes_latency_plus_bytes_over_bandwidth() -> None:
-    link = make_link()
-    assert link.transfer(100, now=2.0) == 7.0
-    assert (link.bytes_moved, link.busy_s, link.transfers) == (100, 5.0, 1)
-
-
-def test_a_second_transfer_waits_for_the_first() -> None:
-    link = make_link()
-    link.transfer(100, now=2.0)
-    assert link.transfer(50, now=3.0) == 10.0  # 7 + 1 + 2
-    assert link.transfer(50, now=20.0) == 23.0  # the link was idle from 10 to 20
-    assert link.busy_s == 5.0 + 3.0 + 3.0
 
 
 def test_the_earliest_due_prefetch_goes_first_then_the_order_of_submission() -> None:
@@ -55,31 +41,6 @@ def test_the_earliest_due_prefetch_goes_first_then_the_order_of_submission() -> 
     assert not link.active
 
 
-def test_a_prefetch_cannot_start_before_its_submission_nor_before_the_link_is_free() -> None:
-    link = make_link()
-    link.submit([1], due=0, now=4.0)
-    assert link.peek() == (1, 4.0)
-    link.transfer(100, now=2.0)
-    assert link.peek() == (1, 7.0)
-
-
-def test_a_demand_overtakes_the_queue_but_not_the_transfer_in_flight() -> None:
-    link = make_link()
-    link.submit([1], due=0, now=0.0)
-    link.submit([2], due=0, now=0.0)
-    link.start(1, 100, now=0.0)
-    assert link.transfer(100, now=2.0) == 10.0  # behind key 1, which lands at 5
-    assert link.peek() == (2, 10.0)  # key 2 is overtaken
-
-
-def test_postponed_prefetches_keep_their_place_in_the_queue() -> None:
-    link = make_link()
-    link.submit([1], due=0, now=0.0)
-    link.submit([2], due=0, now=0.0)
-    link.postpone(1, until=6.0)
-    assert link.peek() == (1, 6.0)
-
-
 def test_a_key_withdrawn_and_submitted_again_has_its_new_place() -> None:
     link = make_link()
     link.submit([1], due=0, now=0.0)
@@ -89,50 +50,6 @@ def test_a_key_withdrawn_and_submitted_again_has_its_new_place() -> None:
     assert link.peek() == (2, 0.0)
     assert link.cancel_due(0) == 1
     assert link.peek() == (1, 3.0)
-
-
-def test_cancelling_drops_what_is_due_and_leaves_the_rest_and_the_flight() -> None:
-    link = make_link()
-    for key, due in ((1, 0), (2, 1), (3, 2)):
-        link.submit([key], due, now=0.0)
-    link.start(1, 100, now=0.0)
-    assert link.cancel_due(1) == 1
-    assert [key for key in (1, 2, 3) if link.is_pending(key)] == [1, 3]
-    assert link.bytes_moved == 100
-
-
-def test_what_is_on_its_way_is_not_queued_again() -> None:
-    link = make_link()
-    assert link.submit([1, 2], due=0, now=0.0) == [1, 2]
-    assert link.submit([2, 3, 1], due=5, now=0.0) == [3]
-    link.start(1, 100, now=0.0)
-    assert link.submit([1], due=0, now=0.0) == []
-    assert link.without_pending([1, 2, 3, 4]) == [4]
-    assert link.cancel_due(0) == 1, "key 2 is due at the event that it was asked for first"
-
-
-def test_only_one_prefetch_is_in_flight() -> None:
-    link = make_link()
-    link.submit([1], due=0, now=0.0)
-    link.submit([2], due=0, now=0.0)
-    link.start(1, 100, now=0.0)
-    with pytest.raises(AssertionError, match="key 1 is still in flight"):
-        link.start(2, 100, now=5.0)
-    assert link.land() == 1
-    with pytest.raises(AssertionError, match="nothing is in flight"):
-        link.land()
-
-
-def test_clearing_keeps_only_the_transfer_in_flight() -> None:
-    link = make_link()
-    link.submit([1], due=0, now=0.0)
-    link.submit([2], due=0, now=0.0)
-    link.start(1, 100, now=0.0)
-    link.clear()
-    assert link.active
-    assert link.land() == 1
-    assert not link.active
-    assert link.peek() is None
 
 
 def test_a_batch_that_moves_without_a_gap_pays_one_latency() -> None:
@@ -180,20 +97,10 @@ def test_two_lanes_share_the_link_and_one_alone_gets_no_more_than_its_own() -> N
     assert found == pytest.approx([0.5 + 2 + 0.5 + 20 / 15, 2.5, 2.5 + 0.5 + 20 / 15 + 10 / 20])
 
 
-def test_one_lane_is_a_queue() -> None:
-    found = arrivals((10, 20, 5), lanes=1, lane_rate=10, link_rate=10, latency_s=0.1)
-    assert found == pytest.approx([1.1, 3.2, 3.8])
-
-
 def test_two_reads_are_gate_and_up_together_then_down() -> None:
     """Two lanes of 1 byte/s, two experts of 3 bytes: both have gate and up first, then down."""
-    lanes = replace(
-        traces.HARDWARE,
-        link_bytes_per_s=2.0,
-        link_lanes=2,
-        link_lane_bytes_per_s=1.0,
-        link_latency_s=0.0,
-    )
+    own = {"link_lanes": 2, "link_lane_bytes_per_s": 1.0}
+    lanes = replace(traces.HARDWARE, link_bytes_per_s=2.0, link_latency_s=0.0, **own)
     found = VirtualLink(lanes, reads_per_expert=2).batch([3, 3], 0.0)
     assert found == [pytest.approx([2, 3]), pytest.approx([2, 3])]
     # Three reads are alike: two lanes take the six of them in turn.
@@ -231,9 +138,9 @@ def test_arrivals_are_those_of_small_steps(seed: int) -> None:
 
 
 def replay_lanes(
-    path: Path, hardware: Hardware, execute: str = "together", reads: int = 1, eviction: str = "lru"
+    trace: Trace, execute: str = "together", reads: int = 1, eviction: str = "lru", **link: float
 ) -> Counters:
-    trace = load_trace(str(path))
+    hardware = replace(traces.HARDWARE, **link)
     forms = {"hardware": hardware, "execute": execute, "reads_per_expert": reads}
     engine = replay(trace, traces.setting_for(trace, "12kB", {"eviction": eviction}, **forms))
     found = total(engine.ledger.passes)
@@ -241,14 +148,22 @@ def replay_lanes(
     return found
 
 
-def test_lanes_that_give_nothing_change_nothing(tmp_path: Path) -> None:
+# Two experts a token: what a lane gets is what the link has for four.
+ONE: dict[str, Any] = {"link_lane_bytes_per_s": 2.5e6}
+FOUR: dict[str, Any] = {**ONE, "link_lanes": 4}
+
+
+def test_lanes_that_give_nothing_change_nothing_and_management_is_the_computes(
+    trace: Trace,
+) -> None:
     """One lane in batches is one server: the counts and, but for rounding, the times."""
-    path, _ = traces.record(tmp_path)
-    plain = replay_lanes(path, traces.HARDWARE)
-    batched = replay_lanes(path, replace(traces.HARDWARE, load_overhead_s_per_byte=1e-30))
-    assert (batched.misses, batched.bytes_moved) == (plain.misses, plain.bytes_moved)
-    assert batched.stall_s == pytest.approx(plain.stall_s, rel=1e-9)
-    assert batched.host_s == pytest.approx(plain.host_s, rel=1e-9)
+    plain = replay_lanes(trace)
+    for overhead_s in (1e-30, 1e-6):
+        batched = replay_lanes(trace, load_overhead_s_per_byte=overhead_s)
+        assert (batched.misses, batched.bytes_moved) == (plain.misses, plain.bytes_moved)
+        assert batched.stall_s == pytest.approx(plain.stall_s, rel=1e-6)
+        management_s = overhead_s * plain.bytes_moved
+        assert batched.host_s == pytest.approx(plain.host_s + management_s, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -259,42 +174,26 @@ def test_lanes_that_give_nothing_change_nothing(tmp_path: Path) -> None:
         if not (found := find_algorithm("eviction", name)).is_offline and not found.uses_logits
     ],
 )
-def test_lanes_show_a_rule_what_a_queue_shows_it(tmp_path: Path, eviction: str) -> None:
+def test_lanes_show_a_rule_what_a_queue_shows_it(trace: Trace, eviction: str) -> None:
     """Ghost lists and waves included: the link decides when, never what."""
-    path, _ = traces.record(tmp_path)
-    four = replace(traces.HARDWARE, link_lane_bytes_per_s=2.5e6, link_lanes=4)
-    plain, fast = (replay_lanes(path, each, eviction=eviction) for each in (traces.HARDWARE, four))
+    plain, fast = (replay_lanes(trace, eviction=eviction, **link) for link in ({}, FOUR))
     assert (fast.misses, fast.evictions) == (plain.misses, plain.evictions)
 
 
-def test_lanes_and_the_order_of_execution_move_time_and_no_counts(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    # Two experts a token: what a lane gets is what the link has for four.
-    one = replace(traces.HARDWARE, link_lane_bytes_per_s=2.5e6)
-    four = replace(one, link_lanes=4)
-    slow, fast = replay_lanes(path, one), replay_lanes(path, four)
-    arriving = replay_lanes(path, four, AS_THEY_ARRIVE)
+def test_lanes_and_the_order_of_execution_move_time_and_no_counts(trace: Trace) -> None:
+    slow, fast = replay_lanes(trace, **ONE), replay_lanes(trace, **FOUR)
+    arriving = replay_lanes(trace, AS_THEY_ARRIVE, **FOUR)
     assert slow.bytes_moved == fast.bytes_moved == arriving.bytes_moved
     assert slow.misses == fast.misses == arriving.misses
     assert slow.stall_s > fast.stall_s > 1.02 * arriving.stall_s > 0
     assert slow.host_s > fast.host_s > arriving.host_s
     # An expert in two requests uses lanes that one alone leaves idle.
-    assert replay_lanes(path, four, reads=2).stall_s < fast.stall_s
+    assert replay_lanes(trace, reads=2, **FOUR).stall_s < fast.stall_s
 
 
-def test_what_is_loaded_costs_the_compute_its_management(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    plain = replay_lanes(path, traces.HARDWARE)
-    managed = replay_lanes(path, replace(traces.HARDWARE, load_overhead_s_per_byte=1e-6))
-    assert managed.host_s - plain.host_s == pytest.approx(1e-6 * plain.bytes_moved, rel=1e-6)
-    assert managed.stall_s == pytest.approx(plain.stall_s, rel=1e-6)
-
-
-def test_an_effective_rate_is_the_nominal_times_its_share(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    half = replace(traces.HARDWARE, link_efficiency=0.5)
-    same = replace(traces.HARDWARE, link_bytes_per_s=traces.HARDWARE.link_bytes_per_s / 2)
-    assert replay_lanes(path, half) == replay_lanes(path, same)
+def test_an_effective_rate_is_the_nominal_times_its_share(trace: Trace) -> None:
+    half = {"link_bytes_per_s": traces.HARDWARE.link_bytes_per_s / 2}
+    assert replay_lanes(trace, link_efficiency=0.5) == replay_lanes(trace, **half)
 
 
 @pytest.mark.parametrize(
@@ -309,16 +208,12 @@ def test_a_link_that_cannot_be_is_refused(field: str, value: float) -> None:
 # --- link=fifo: in order of issue, nothing overtaken, nothing withdrawn ---
 
 
-SECOND_EACH = Hardware(
-    name="an expert a second",
-    peak_flops=float("inf"),
-    memory_bytes_per_s=float("inf"),
-    link_bytes_per_s=1.0,
-    link_latency_s=0.0,
-    kernel_overhead_s=0.0,
-    memory_bytes=1e9,
-    layer_overhead_s=0.5,
+FREE = float("inf")
+SECOND_EACH = make_hardware(
+    **{"peak_flops": FREE, "memory_bytes_per_s": FREE, "layer_overhead_s": 0.5},
+    **{"link_bytes_per_s": 1.0, "link_latency_s": 0.0},
 )
+"""An expert of one byte a second; nothing but its layers' overhead beside."""
 
 
 def replay_steps(link: str, experts: list[list[list[int]]], **prefetch: object) -> Engine:
@@ -343,20 +238,14 @@ def test_a_demand_waits_behind_what_was_asked_for_before_it() -> None:
 
 def test_wrong_prefetches_are_moved_under_fifo_and_withdrawn_under_priority() -> None:
     experts = [[[0, 1], [2, 3], [4, 5]], [[6, 7], [0, 1], [2, 3]]]
-    moved = {
-        link: replay_steps(link, experts, recall=0.5, precision=0.25).link.bytes_moved
-        for link in ("fifo", "priority")
-    }
-    assert moved["fifo"] > moved["priority"]
-    slow, fast = (
+    fifo, priority = (
         replay_steps(link, experts, recall=0.5, precision=0.25) for link in ("fifo", "priority")
     )
-    assert slow.clock.now > fast.clock.now
+    assert fifo.link.bytes_moved > priority.link.bytes_moved
+    assert fifo.clock.now > priority.clock.now
 
 
-def test_without_prefetches_the_discipline_changes_nothing(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path))
+def test_without_prefetches_the_discipline_changes_nothing(trace: Trace) -> None:
     plain = traces.setting("on_demand", "30%")
     figures = [
         [dataclasses.astuple(p) for p in replay(trace, each).ledger.passes]
@@ -366,11 +255,9 @@ def test_without_prefetches_the_discipline_changes_nothing(tmp_path: Path) -> No
 
 
 def test_replay_and_live_take_it_and_the_wall_clock_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, moecache: Moecache
 ) -> None:
-    path, _ = traces.record(tmp_path)
-    assert main(["replay", str(path), "--policy", "specmd", "--link", "fifo"]) == 0
-    capsys.readouterr()
+    moecache("replay", path, "--policy", "specmd", "--link", "fifo")
     assert read_config({"link": "fifo"}).link == "fifo"
     with pytest.raises(ValueError, match="link='fifo' does not go with clock='wall'"):
         read_config({"link": "fifo", "clock": "wall"})

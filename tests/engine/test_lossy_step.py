@@ -12,11 +12,10 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch, token_miss_count
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, token_miss_count
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
 from tests.engine.scripted import (
-    TWO_LEVELS,
     Always,
     FixedPrefetch,
     ScriptedPolicy,
@@ -37,15 +36,6 @@ class DropAbsent(MissAlgorithm):
     ) -> Resolution | None:
         keys = event.experts + event.layer * self.geometry.num_experts
         return Resolution([], Selection(event.experts, ~np.isin(keys, absent)))
-
-
-class LowestLevel(MissAlgorithm):
-    source: ClassVar[str] = "test"
-
-    def resolve(
-        self, event: Event, absent: Sequence[int], resident: Container[int]
-    ) -> Resolution | None:
-        return Resolution([Fetch(key, level=1) for key in absent])
 
 
 class KeepFirst(RoutingAlgorithm):
@@ -119,29 +109,6 @@ def test_lossy_algorithms_of_a_decode_only_policy_stand_aside_in_prefill() -> No
     assert run_layer(engine, 0, [[0, 3], [1, 3]]) is None
     engine.end_pass()
     assert (record.requests, record.dropped) == (3, 0)
-
-
-def test_a_lower_level_moves_and_holds_fewer_bytes() -> None:
-    geometry = make_geometry(1, **TWO_LEVELS)
-    engine = make_engine(ScriptedPolicy(miss=Always(LowestLevel)), geometry=geometry)
-    record = decode(engine, [0, 1])
-    # dense 0-2; two transfers of 1 s + 25 bytes / 25 bytes/s: 2-6.
-    assert (record.stall_s, record.bytes_moved) == (4.0, 50)
-    assert engine.pools[0].used_bytes == 50
-    assert engine.pools[0].resident == {0: 1, 1: 1}
-
-
-def test_a_selection_shared_by_all_tokens_shares_its_fetches() -> None:
-    engine = make_engine(geometry=make_geometry(num_experts=8, top_k=1))
-    record = engine.begin_pass(PREFILL, 5)
-    run_layer(engine, 0, [[3]] * 5)
-    engine.end_pass()
-    assert (record.requests, record.misses, record.token_requests, record.token_misses) == (
-        1,
-        1,
-        5,
-        5,
-    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.score import Score
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
@@ -28,6 +27,7 @@ from lm_eval_moecache.trace.detail import Proposed, identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
+from tests.conftest import Moecache
 
 from . import traces
 
@@ -58,9 +58,8 @@ def test_a_run_and_the_replay_of_its_own_trace_are_equal(
 
 @pytest.mark.parametrize("change", [{"routing": "swap_rank"}, {"miss": "substitute_random"}])
 def test_an_eviction_sees_the_same_weights_whatever_others_look_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
 ) -> None:
-    trace = load_trace(str(traces.record(tmp_path)[0]), logits=True)
     run = traces.setting("on_demand", "25%", eviction="score", **change)
     seen: list[list[Any]] = []
     note = Score.on_event
@@ -76,8 +75,7 @@ def test_an_eviction_sees_the_same_weights_whatever_others_look_at(
     assert engines[0].ledger.passes == engines[1].ledger.passes
 
 
-def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
+def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(path: Path) -> None:
     far = traces.setting("mixtral_offloading", "50%", prefetch="next_gate", prefetch__depth=2)
     with pytest.raises(ValueError, match="reach 1 layers ahead and not 2"):
         replay(load_trace(str(path), predicted=True), far)
@@ -86,10 +84,8 @@ def test_a_prefetcher_that_a_trace_cannot_serve_is_refused(tmp_path: Path) -> No
         replay(load_trace(str(path)), near)
 
 
-def test_a_ladders_prefetches_have_the_levels_of_the_predictions(tmp_path: Path) -> None:
+def test_a_ladders_prefetches_have_the_levels_of_the_predictions(trace: Trace) -> None:
     """Whose decode steps are proposed for ahead of their turn, where nobody else looks at them."""
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path), logits=True, predicted=True)
     trace = replace(trace, geometry=laddered(trace.geometry))
     run = replace(traces.setting("hobbit", "20%"), capacity=parse_capacity("20%", trace.geometry))
     engine = replay(trace, run)
@@ -99,9 +95,7 @@ def test_a_ladders_prefetches_have_the_levels_of_the_predictions(tmp_path: Path)
     assert sum(record.low_precision for record in records) > 0
 
 
-def test_recorded_proposals_do_not_hide_predictions_from_a_routing(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path), logits=True, predicted=True)
+def test_recorded_proposals_do_not_hide_predictions_from_a_routing(trace: Trace) -> None:
     run = traces.setting("pre_gated", "50%")
     plain = replay(trace, run).ledger.passes
     events = trace.num_passes * trace.geometry.num_layers
@@ -110,9 +104,7 @@ def test_recorded_proposals_do_not_hide_predictions_from_a_routing(tmp_path: Pat
     assert replay(replace(trace, proposed={named: nothing}), run).ledger.passes == plain
 
 
-def test_cache_reset_begins_every_request_cold(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path))
+def test_cache_reset_begins_every_request_cold(trace: Trace) -> None:
     setting = traces.setting("on_demand", "100%")
     kept, reset = replay(trace, setting), replay(trace, setting, cache_reset="request")
     first = kept.ledger.passes[:6]
@@ -121,25 +113,21 @@ def test_cache_reset_begins_every_request_cold(tmp_path: Path) -> None:
     assert later[1] > later[0]
 
 
-def test_cache_reset_keeps_the_cache_between_the_windows_of_one_text(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path))
-    windows = tuple(range(trace.num_passes))
-    one = replace(trace, requests=(replace(trace.requests[0], passes=windows),))
+def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch_ends(
+    trace: Trace,
+) -> None:
     setting = traces.setting("on_demand", "100%")
-    kept, reset = replay(one, setting), replay(one, setting, cache_reset="request")
-    assert sum(one.starts_sequence(p) for p in windows) == 3
-    assert reset.ledger.passes == kept.ledger.passes
-
-
-def test_cache_reset_leaves_the_cache_where_a_row_of_a_batch_ends(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path))
     first = trace.requests[0]
     assert first.passes == tuple(range(6))
+    # The windows of one text.
+    windows = tuple(range(trace.num_passes))
+    one = replace(trace, requests=(replace(first, passes=windows),))
+    assert sum(one.starts_sequence(p) for p in windows) == 3
+    kept, reset = replay(one, setting), replay(one, setting, cache_reset="request")
+    assert reset.ledger.passes == kept.ledger.passes
+    # A batch of which one row ends before the other.
     ended = replace(first, passes=first.passes[:2])
     batched = replace(trace, requests=(first, ended, *trace.requests[1:]))
-    setting = traces.setting("on_demand", "100%")
     alone, both = (replay(t, setting, cache_reset="request") for t in (trace, batched))
     assert both.ledger.passes == alone.ledger.passes
 
@@ -151,9 +139,7 @@ def test_what_needs_the_future_is_refused_outside_a_replay(axis: dict[str, objec
         Engine(traces.GEOMETRY, setting)
 
 
-def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
-    trace = load_trace(str(path))
+def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(trace: Trace) -> None:
     plain = traces.setting("on_demand", "100%", prefetch="oracle")
     slow = replay(trace, plain, future=Future(trace))
     assert sum(p.late for p in slow.ledger.passes) > 0
@@ -222,14 +208,13 @@ def test_closeness_is_0_for_lru_and_1_for_belady() -> None:
 
 
 def test_the_command_prints_one_run_per_trace_and_capacity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, path: Path, moecache: Moecache
 ) -> None:
-    first, second = traces.record(tmp_path)[0], traces.record(tmp_path, seed=1)[0]
-    arguments = ["replay", str(first), str(second), "--capacity", "25%,50%", "--json"]
-    assert main([*arguments, "--eviction", "least_stale", "--eviction.order=fifo"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    other = traces.record(tmp_path, seed=1)[0]
+    options = ("--capacity", "25%,50%", "--eviction", "least_stale", "--eviction.order=fifo")
+    runs = json.loads(moecache("replay", path, other, *options, "--json"))["runs"]
     assert [(r["trace"], r["capacity"]) for r in runs] == [
-        (str(t), c) for t in (first, second) for c in ("25%", "50%")
+        (str(t), c) for t in (path, other) for c in ("25%", "50%")
     ]
     for run in runs:
         assert run["eviction"] == "least_stale"
@@ -241,65 +226,43 @@ def test_the_command_prints_one_run_per_trace_and_capacity(
 
 
 def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, path: Path, moecache: Moecache
 ) -> None:
-    path, _ = traces.record(tmp_path)
+    pytest.importorskip("matplotlib")
     plot = tmp_path / "sweep.svg"
-    arguments = ["replay", str(path), "--capacity", "25%,50%"]
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        plot_arguments = []
-    else:
-        plot_arguments = ["--plot", str(plot)]
-    assert main([*arguments, *plot_arguments]) == 0
-    assert "|Fewest|Decode miss|" in capsys.readouterr().out
-    if plot_arguments:
-        assert "<svg" in plot.read_text()
+    shown = moecache("replay", path, "--capacity", "25%,50%", "--plot", plot)
+    assert "|Fewest|Decode miss|" in shown
+    assert "<svg" in plot.read_text()
 
 
-def test_a_policy_that_changes_routing_is_marked_open_loop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, _ = traces.record(tmp_path)
-    assert main(["replay", str(path), "--routing", "pruning", "--routing.h=1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["open_loop"]
+def test_a_policy_that_changes_routing_is_marked_open_loop(path: Path, moecache: Moecache) -> None:
+    shown = moecache("replay", path, "--routing=pruning", "--routing.h=1", "--json")
+    assert json.loads(shown)["runs"][0]["open_loop"]
 
 
 def test_predictions_are_read_for_a_routing_that_looks_ahead(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, moecache: Moecache
 ) -> None:
-    path, _ = traces.record(tmp_path)
-    arguments = ["--routing", "pre_gated", "--prefetch", "none", "--json"]
-    assert main(["replay", str(path), *arguments]) == 0, capsys.readouterr().err
-    metrics = json.loads(capsys.readouterr().out)["runs"][0]["metrics"]
-    assert metrics["routing_fidelity"] < 1
+    shown = moecache("replay", path, "--routing=pre_gated", "--prefetch=none", "--json")
+    assert json.loads(shown)["runs"][0]["metrics"]["routing_fidelity"] < 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--eviction", "beladi"], "Did you mean 'belady'"),
-        (["--eviction", "least_stale", "--eviction.ordr=fifo"], "Did you mean 'order'"),
-        (["--capacity", "0%"], "capacity"),
-        (["--hardware", "h20"], "Did you mean 'h200'"),
-        (["--expert_bytes", "1MiB"], "says itself how large"),
         (["--plot", "x.gif"], r"plot='x.gif'"),
         (["--seed", "-1"], "seed='-1' must be"),
         (["--eviction", "fld", "--capacity", "25%,4/layer"], "chooses between layers"),
     ],
 )
 def test_what_the_command_cannot_do_is_said_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    path: Path, moecache: Moecache, arguments: list[str], message: str
 ) -> None:
-    path, _ = traces.record(tmp_path)
-    assert main(["replay", str(path), *arguments]) == 2
-    error = capsys.readouterr().err
+    error = moecache("replay", path, *arguments, code=2)
     assert message in error and error.count("\n") == 1
 
 
-def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(tmp_path: Path) -> None:
-    path, _ = traces.record(tmp_path)
+def test_a_replay_imports_neither_torch_nor_transformers_nor_lm_eval(path: Path) -> None:
     blocker = (
         "import sys, importlib.abc\n"
         "class Blocker(importlib.abc.MetaPathFinder):\n"

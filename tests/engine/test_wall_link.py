@@ -203,52 +203,39 @@ def make(transfer_s: float) -> tuple[Traffic, ScriptedLink]:
     return Traffic([cache] * 3, *scripted, 4), link
 
 
-def learn(traffic: Traffic, now: list[float], gap_s: float, stood_still_s: float = 0.0) -> None:
-    """Show the traffic how long after `executed` the next visit comes."""
+@pytest.mark.parametrize(
+    ("transfer_s", "gap_s", "stood_still_s", "busy_s", "awaited", "begin"),
+    [
+        (6.0, 4.0, 0.0, 0.0, False, [4]),  # at 0; the next would at 6, after the visit at 4
+        (1.5, 4.0, 0.0, 0.0, False, [4, 5, 6]),  # at 0, 1.5 and 3
+        (2.0, 4.0, 0.0, 0.0, False, [4, 5, 6]),  # at 0, 2 and, together with the visit, 4
+        # Time in which the compute waits is none between visits.
+        (2.0, 1.0, 50.0, 0.0, False, [4]),
+        # A busy link is given nothing more before its turn comes ...
+        (6.0, 4.0, 0.0, 4.5, False, []),
+        # ... but while the compute waits for it, the next visit begins right after.
+        (6.0, 4.0, 0.0, 4.5, True, [4]),
+    ],
+)
+def test_those_are_issued_that_begin_before_the_next_visit(
+    now: list[float],
+    transfer_s: float,
+    gap_s: float,
+    stood_still_s: float,
+    busy_s: float,
+    awaited: bool,
+    begin: list[int],
+) -> None:
+    traffic, link = make(transfer_s)
+    # How long after `executed` the next visit comes.
     traffic.drain(set(), 0, "executed")
     now[0] += gap_s + stood_still_s
     traffic.stood_still(stood_still_s)
     traffic.drain(set(), 0, "begun")
-
-
-@pytest.mark.parametrize(
-    ("transfer_s", "begin"),
-    [
-        (6.0, [4]),  # at 0; the next would at 6, after the visit at 4
-        (1.5, [4, 5, 6]),  # at 0, 1.5 and 3
-        (2.0, [4, 5, 6]),  # at 0, 2 and, together with the visit, 4
-    ],
-)
-def test_those_are_issued_that_begin_before_the_next_visit(
-    now: list[float], transfer_s: float, begin: list[int]
-) -> None:
-    traffic, link = make(transfer_s)
-    learn(traffic, now, gap_s=4.0)
-    link.busy_until_s = now[0]
+    link.busy_until_s = now[0] + busy_s
     link.submit([4, 5, 6, 7], 1, now[0])
-    traffic.drain(set(), 0, "executed")
+    traffic.drain(set(), 0, "executed", awaited=awaited)
     assert link.issued == begin
-
-
-def test_a_busy_link_is_given_nothing_more_before_its_turn_comes(now: list[float]) -> None:
-    traffic, link = make(6.0)
-    learn(traffic, now, gap_s=4.0)
-    link.submit([4, 5], 1, now[0])
-    link.busy_until_s = now[0] + 4.5
-    traffic.drain(set(), 0, "executed")
-    assert link.issued == []
-    # While the compute waits for it, nothing of that time is a visit's: one begins right after.
-    traffic.drain(set(), 0, "executed", awaited=True)
-    assert link.issued == [4]
-
-
-def test_time_in_which_the_compute_waits_is_none_between_visits(now: list[float]) -> None:
-    traffic, link = make(2.0)
-    learn(traffic, now, gap_s=1.0, stood_still_s=50.0)
-    link.busy_until_s = now[0]
-    link.submit([4, 5, 6], 1, now[0])
-    traffic.drain(set(), 0, "executed")
-    assert link.issued == [4]
 
 
 def test_an_unknown_gap_keeps_the_link_from_standing_idle(now: list[float]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -167,22 +167,6 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
     engine.close()
 
 
-def test_a_prefetch_that_arrives_in_time_is_a_hit_and_one_under_way_is_late() -> None:
-    engine, slots = wall_engine(prefetching({(0, 0): [4, 5]}), 12)
-    record = engine.begin_pass(DECODE, 1)
-    for layer, keys in enumerate([[0], [4]]):
-        engine.enter(layer, 1)
-        engine.run(Event(record.index, layer, DECODE, 1, keys))
-        finish(engine, execute(engine, slots, layer))
-        end = time.perf_counter() + 5
-        while not {4, 5} <= set(slots.slots) and time.perf_counter() < end:
-            time.sleep(0.001)
-        time.sleep(0.01)
-    engine.end_pass()
-    assert (record.misses, record.late, record.prefetch_hits) == (1, 0, 1)
-    engine.close()
-
-
 def test_a_pass_that_broke_off_does_not_harm_the_next() -> None:
     engine, slots = wall_engine(ScriptedPolicy(), 2, seed=1)
     for _ in range(5):
@@ -214,29 +198,50 @@ class Gated(Slots):
         return super().begin(transfer)
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool) -> None:
-    engine, slots = wall_engine(prefetching({(1, 0): [4]}), 12, mover=Gated)
+def gated_pass(
+    policy: ScriptedPolicy,
+    before: Callable[[Engine, Gated], None] | None = None,
+    after: bool = False,
+) -> tuple[PassRecord, list[int]]:
+    """Run a pass whose prefetch of key 4 waits at the gate, opened before or after layer 1's event.
+
+    Return its record and what it executed.
+    """
+    engine, slots = wall_engine(policy, 12, mover=Gated)
     assert isinstance(slots, Gated)
     slots.open.set()
     serve(engine, slots, [[[0], [5], [8]]])
     slots.open.clear()
     record = engine.begin_pass(DECODE, 1)
+    executed: list[int] = []
     for layer, keys in enumerate([[0], [4], [8]]):
         engine.enter(layer, 1)
-        if layer == 1 and in_time:
-            slots.open.set()
-            while not engine.link._worker._finished:  # type: ignore[attr-defined]
-                time.sleep(0.001)
+        if layer == 1 and before is not None:
+            before(engine, slots)
         engine.run(Event(record.index, layer, DECODE, 1, keys))
-        if layer == 1:
+        if layer == 1 and after:
             slots.open.set()
-        assert finish(engine, execute(engine, slots, layer))
+        run = execute(engine, slots, layer)
+        assert finish(engine, run)
+        executed += run.seen
+    slots.open.set()
     engine.end_pass()
-    assert (record.prefetch_hits, record.late, record.misses) == (
-        (1, 0, 0) if in_time else (0, 1, 0)
-    )
     engine.close()
+    return record, executed
+
+
+def arrive(engine: Engine, slots: Gated) -> None:
+    slots.open.set()
+    while not engine.link._worker._finished:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_prefetch_that_arrives_while_the_router_is_read_is_a_hit(in_time: bool) -> None:
+    policy = prefetching({(1, 0): [4]})
+    record, _ = gated_pass(policy, arrive if in_time else None, after=True)
+    found = (record.prefetch_hits, record.late, record.misses)
+    assert found == ((1, 0, 0) if in_time else (0, 1, 0))
 
 
 @pytest.mark.parametrize("late", ["replace", "await"])
@@ -244,27 +249,10 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     random = find_algorithm("miss", "substitute_random")
     policy = prefetching({(1, 0): [4]})
     policy.miss = Always(lambda geometry: random(geometry, late=late))
-    engine, slots = wall_engine(policy, 12, mover=Gated)
-    assert isinstance(slots, Gated)
-    slots.open.set()
-    serve(engine, slots, [[[0], [5], [8]]])
-    slots.open.clear()
-    record = engine.begin_pass(DECODE, 1)
-    executed = []
-    for layer, keys in enumerate([[0], [4], [8]]):
-        engine.enter(layer, 1)
-        engine.run(Event(record.index, layer, DECODE, 1, keys))
-        if late == "await" and layer == 1:
-            slots.open.set()
-        # Where it is replaced, nothing waits for the gate, which is still closed.
-        run = execute(engine, slots, layer)
-        assert finish(engine, run)
-        executed += run.seen
-    slots.open.set()
-    engine.end_pass()
+    # Where it is replaced, nothing waits for the gate, which is still closed.
+    record, executed = gated_pass(policy, after=late == "await")
     assert executed == ([0, 5, 8] if late == "replace" else [0, 4, 8])
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
-    engine.close()
 
 
 def test_nothing_is_compiled_while_a_run_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

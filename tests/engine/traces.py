@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import pytest
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.columns import Columns
+from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import Header
-from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.trace import Trace, build_trace
 from lm_eval_moecache.trace.writer import TraceWriter
 
 GEOMETRY = Geometry(
@@ -132,6 +135,67 @@ def record(folder: Path, run: Setting | None = None, seed: int = 0) -> tuple[Pat
     path = writer.close(None if engine is None else engine.ledger.requests)
     assert path is not None
     return path, engine
+
+
+def from_rows(
+    geometry: Geometry,
+    rows: Sequence[Sequence[int]],
+    experts: Any,
+    weights: Any = None,
+    **more: Any,
+) -> Trace:
+    """Make a trace of rows of request, pass, phase, token and layer, with their experts."""
+    table = np.ascontiguousarray(np.asarray(rows, dtype=np.int32).T)
+    names = ("request", "pass_index", "phase", "token", "layer")
+    columns = Columns(
+        **dict(zip(names, table, strict=True)),
+        experts=np.asarray(experts, dtype=np.int32),
+        weights=weights,
+    )
+    return build_trace("generated", geometry, columns, **more)
+
+
+def geometry_of(sizes: Sequence[int], num_experts: int, top_k: int) -> Geometry:
+    """Return a geometry by the bytes of an expert in each layer; nothing else has a size."""
+    return Geometry(
+        model="generated",
+        num_layers=len(sizes),
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_bytes=tuple((int(size),) for size in sizes),
+        dense_bytes=(0,) * len(sizes),
+    )
+
+
+def decode_trace(experts: Any, num_experts: int, phases: Sequence[str] = ()) -> Trace:
+    """Make a trace of single tokens and of equally large experts from ids [passes, layers, top_k].
+
+    Every pass is a decode step unless `phases` say otherwise.
+    """
+    num_passes, num_layers, top_k = np.shape(experts)
+    kinds = [PHASES.index(phase) for phase in phases or [DECODE] * num_passes]
+    rows = [(0, p, kinds[p], p, layer) for p in range(num_passes) for layer in range(num_layers)]
+    flat = np.reshape(experts, (-1, top_k))
+    return from_rows(geometry_of((1,) * num_layers, num_experts, top_k), rows, flat)
+
+
+def misses(
+    trace: Trace,
+    eviction: str,
+    capacity: object,
+    *,
+    decode: bool = False,
+    free_prefill: bool = False,
+    cache_reset: str = "never",
+    axes: Mapping[str, object] | None = None,
+    **rest: Any,
+) -> int:
+    """Replay a trace on demand and count its misses, or those of its decode steps."""
+    run = setting_for(trace, capacity, {"eviction": eviction, **(axes or {})}, **rest)
+    future = Future(trace, free_prefill=free_prefill)
+    engine = replay(trace, run, future=future, cache_reset=cache_reset)
+    engine.check_integrity()
+    return sum(p.misses for p in engine.ledger.passes if not decode or p.phase != PREFILL)
 
 
 def published(name: str) -> Path:

@@ -1,8 +1,9 @@
-"""One object asks a router: its arguments, its device, the number of its logits."""
+"""One object asks a router: its arguments, its device, the number of its logits, whose it is."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 import transformers
 from accelerate import dispatch_model
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
@@ -73,28 +77,26 @@ def test_a_scale_of_each_expert_is_found_without_weights_too() -> None:
     torch.testing.assert_close(found, torch.tensor([[2.0, 2 / 3]]))
 
 
-def test_a_routers_bias_comes_from_the_block_around_it() -> None:
-    layer = find_moe_layers(small_model("afmoe"))[0]
+def choice_of(family: str) -> tuple[Any, Any, Any]:
+    """Return a family's first gate, a hidden state of five tokens, and what they choose."""
+    gate = find_moe_layers(small_model(family))[0].gate
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    block = layer.gate._block
-    before = layer.gate.ask(hidden)
+    return gate, hidden, gate.ask(hidden)
+
+
+def test_a_routers_bias_comes_from_the_block_around_it() -> None:
+    gate, hidden, before = choice_of("afmoe")
     assert before.experts.shape == (5, 3)
     with torch.no_grad():
-        block.expert_bias[6] = 100.0
-    assert (layer.gate.ask(hidden).experts == 6).any(-1).all()
+        gate._block.expert_bias[6] = 100.0
+    assert (gate.ask(hidden).experts == 6).any(-1).all()
 
 
-def test_logits_of_a_skipping_class_are_no_experts() -> None:
-    layers = find_moe_layers(small_model("zaya"))
-    choice = layers[0].gate.ask(torch.randn(5, 32).bfloat16())
-    assert choice.logits.shape == (5, 8)
-
-
-def test_probabilities_become_logits() -> None:
-    layer = find_moe_layers(small_model("gemma4_text"))[0]
-    logits = layer.gate.probe(7).logits
+def test_logits_of_a_skipping_class_are_no_experts_and_probabilities_become_logits() -> None:
+    assert choice_of("zaya")[2].logits.shape == (5, 8)
+    logits = choice_of("gemma4_text")[2].logits
     assert float(logits.max()) <= 0
-    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(7), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(5), rtol=0.02, atol=0.02)
 
 
 def test_where_the_token_decides_its_experts_are_predicted() -> None:
@@ -105,32 +107,22 @@ def test_where_the_token_decides_its_experts_are_predicted() -> None:
     assert [set(row) for row in logits.topk(3).indices.tolist()] == [{5, 6, 7}, {6, 7, 0}]
 
 
-def folder_with(path: Path, **changes: Any) -> Path:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-    return path
-
-
-@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("fp8", FineGrainedFP8HfQuantizer), ("mxfp4", Mxfp4HfQuantizer)],
+)
 def test_experts_of_a_quantiser_are_refused_before_loading(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config_of("olmoe").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    settings = {"quant_method": method, "dequantize": False}
-    path = str(folder_with(tmp_path, quantization_config=settings))
-    # What the quantisers ask: as on a machine with their kernels.
-    for kind in (
-        transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer,
-        transformers.quantizers.quantizer_mxfp4.Mxfp4HfQuantizer,
-    ):
-        monkeypatch.setattr(kind, "validate_environment", lambda *args, **kwargs: None)
-    with pytest.raises(
-        ValueError, match=rf"quant_method='{method}'.*Allowed: a checkpoint in bf16"
-    ):
-        check_arguments(path, CPU)
-    folder_with(tmp_path, quantization_config={**settings, "dequantize": True})
-    check_arguments(path, CPU)
+    # What the quantiser asks: as on a machine with its kernels.
+    monkeypatch.setattr(kind, "validate_environment", lambda *args, **kwargs: None)
+    for dequantize in (False, True):
+        settings = {"quant_method": method, "dequantize": dequantize}
+        config_of("olmoe", quantization_config=settings).save_pretrained(tmp_path)
+        words = rf"quant_method='{method}'.*Allowed: a checkpoint in bf16"
+        with nullcontext() if dequantize else pytest.raises(ValueError, match=words):
+            check_arguments(str(tmp_path), CPU)
 
 
 def test_an_adapter_of_experts_is_refused_before_loading(
@@ -167,3 +159,16 @@ def test_an_unknown_rule_is_refused_before_loading(
     check_arguments(path, {**CPU, "policy": "specmd"})
     with pytest.raises(ValueError, match="OlmoeTopKRouter weighs its experts by a rule"):
         check_arguments(path, {**CPU, "policy": "pruning"})
+
+
+def test_a_digest_tells_models_apart_and_not_their_dtypes(checkpoint: Checkpoint) -> None:
+    def layers_of(dtype: torch.dtype) -> Any:
+        path = checkpoint("olmoe")
+        return find_moe_layers(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+
+    layers = layers_of(torch.float32)
+    digest = router_digest(layers)
+    assert digest == router_digest(layers_of(torch.bfloat16))
+    with torch.no_grad():
+        next(layers[-1].router.parameters())[0, 0] += 1
+    assert router_digest(layers) != digest

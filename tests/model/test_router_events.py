@@ -1,9 +1,10 @@
-"""Events that wait for the end of their pass are those of a pass that was served layer by layer."""
+"""Events that wait for the end of their pass are those of a pass served layer by layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lm_eval_moecache.engine import compiled
 from lm_eval_moecache.engine.compiled import PassLoop
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.router_events import RouterEvents
@@ -105,16 +107,12 @@ def test_a_pass_that_breaks_off_leaves_no_event_behind(monkeypatch: pytest.Monke
     assert [p.requests > 0 for p in engine.ledger.passes] == [True] * 3 + [False] + [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("family", "is_linear"),
-    [
-        *((family, family != "granitemoe") for family in FAMILIES),
-        ("gemma4_text", False),
-        ("zaya", False),
-        ("deepseek_v4", False),
-    ],
-)
-def test_a_prediction_is_the_routers_own_logits_bit_for_bit(family: str, is_linear: bool) -> None:
+BENT = ("gemma4_text", "zaya", "deepseek_v4")
+"""Families whose logits are no product of the hidden state."""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *BENT])
+def test_a_prediction_is_the_routers_own_logits_bit_for_bit(family: str) -> None:
     model = random_model(family) if family in FAMILIES else small_model(family)
     gate = find_moe_layers(model)[-1].gate
     gate.input_ids = torch.tensor([[5]])
@@ -125,7 +123,7 @@ def test_a_prediction_is_the_routers_own_logits_bit_for_bit(family: str, is_line
             found = gate.predict(hidden)
         logits = gate.ask(hidden).logits
         assert gate.by_token or torch.equal(found.reshape(logits.shape), logits)
-    assert bool(gate._linear_in) == is_linear
+    assert bool(gate._linear_in) == (family not in (*BENT, "granitemoe"))
 
 
 def test_logits_that_are_bounded_or_bent_are_no_product() -> None:
@@ -145,3 +143,42 @@ def test_logits_that_are_bounded_or_bent_are_no_product() -> None:
         hidden = torch.randn(1, 16)
         assert torch.equal(gate.predict(hidden), gate.ask(hidden).logits)
         assert bool(gate._linear_in) == is_linear
+
+
+class FromDevice(torch.Tensor):
+    """A tensor that says it lies on a device, and counts what is brought from there."""
+
+    brought = 0
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        type(self).brought += 1
+        return self.as_subclass(torch.Tensor)
+
+
+EXPERTS = torch.tensor([[[5, 16_777_215], [0, 1], [2, 3]]])
+LOGITS = torch.rand(3, 7).to(torch.float16).float()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "valid"),
+    [
+        ([EXPERTS, torch.rand(3, 2), LOGITS], None),
+        ([EXPERTS, torch.rand(3, 2), LOGITS], np.array([True, False, True])),
+        # They may differ in rows.
+        ([torch.arange(8).reshape(4, 2), torch.rand(3, 5)], None),
+    ],
+)
+def test_one_transfer_brings_all_that_a_layer_tells(tensors: list[Tensor], valid: Any) -> None:
+    """Whole numbers included."""
+    plain = copy_to_host(tensors, valid)
+    FromDevice.brought = 0
+    found = copy_to_host([t.as_subclass(FromDevice) for t in tensors], valid)
+    assert FromDevice.brought == 1
+    for ours, theirs, given in zip(found, plain, tensors, strict=True):
+        rows = given.reshape(-1, given.shape[-1]).numpy()
+        assert np.array_equal(ours, theirs)
+        assert np.array_equal(ours, rows if valid is None else rows[valid])

@@ -68,18 +68,11 @@ def test_a_file_that_is_no_text_or_too_long_is_refused(
         read_yaml(tmp_path / "x.yaml", "policy='x'")
 
 
-@pytest.mark.parametrize("name", ["none.yaml", "n" * 300 + ".yaml", "a\0b", "."])
-def test_a_name_that_no_file_has_is_a_value_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="policy="):
-        read_yaml(tmp_path / name, f"policy={name!r}")
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
-        ("[" * 200_000, "nested too deeply"),
-        ("", "Expecting value"),
+        *(("[" * 200_000, "nested too deeply"), ("", "Expecting value")),
         ("1" * 5000, "Exceeds the limit"),
     ],
 )
@@ -89,15 +82,11 @@ def test_json_that_lies_is_refused(text: str, said: str) -> None:
 
 
 def test_what_is_no_number_is_none_in_json_both_ways() -> None:
-    assert parse_json('{"a": NaN, "b": [Infinity, -Infinity, 1e999, 1e3]}', "x") == {
-        "a": None,
-        "b": [None, None, None, 1000.0],
-    }
+    text = '{"a": NaN, "b": [Infinity, -Infinity, 1e999, 1e3]}'
+    assert parse_json(text, "x") == {"a": None, "b": [None, None, None, 1000.0]}
     assert parse_json(f"[1{'0' * 400}, 1{'0' * 300}]", "x") == [None, 10**300]
-    assert finite({"a": math.nan, "b": (math.inf, 1, "x", None, True)}) == {
-        "a": None,
-        "b": [None, 1, "x", None, True],
-    }
+    data = {"a": math.nan, "b": (math.inf, 1, "x", None, True)}
+    assert finite(data) == {"a": None, "b": [None, 1, "x", None, True]}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.columns import Value, metric_column
 from lm_eval_moecache.report.render import brief
+from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
 
@@ -32,9 +32,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, tmp_path: Path) -> Any:
+def page(browser: Any, tmp_path: Path, moecache: Moecache) -> Any:
     (tmp_path / "sweep.yaml").write_text("title: Four runs\ntasks: quiz\n")
-    assert main(["table", str(leaderboard_of_four(tmp_path)), "--write", "--format=html"]) == 0
+    moecache("table", leaderboard_of_four(tmp_path), "--write", "--format=html")
     browser.set_window_size(1280, 900)
     browser.get((tmp_path / "table.html").as_uri())
     return browser
@@ -115,22 +115,21 @@ def test_the_page_fits_a_phone_and_can_be_sorted_there(page: Any) -> None:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_figures_are_rounded_for_readers() -> None:
-    def told(name: str, value: float) -> str:
-        column = metric_column(name)
-        assert column is not None
-        return brief(column, Value(value))
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        *(("ttft_ms", 3.19040144929715, "3.190"), ("tok_per_s", 456.757, "456.8")),
+        *(("bytes_moved", 1436516352, "1437 MB"), ("evictions", 19452, "19452")),
+        ("miss_rate", 0.43244891, "0.432"),
+    ],
+)
+def test_figures_are_rounded_for_readers(name: str, value: float, told: str) -> None:
+    assert brief(metric_column(name), Value(value)) == told
 
-    assert told("ttft_ms", 3.19040144929715) == "3.190"
-    assert told("tok_per_s", 456.757) == "456.8"
-    assert told("bytes_moved", 1436516352) == "1437 MB"
-    assert told("evictions", 19452) == "19452"
-    assert told("miss_rate", 0.43244891) == "0.432"
 
-
-def test_texts_are_escaped(tmp_path: Path) -> None:
+def test_texts_are_escaped(tmp_path: Path, moecache: Moecache) -> None:
     write(tmp_path, record("a", policy="<script>alert(1)</script>"), record("b"))
-    assert main(["table", str(tmp_path), "--write", "--format=html"]) == 0
+    moecache("table", tmp_path, "--write", "--format=html")
     text = (tmp_path / "table.html").read_text()
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert" in text

@@ -84,8 +84,8 @@ def test_a_requests_latencies(request_: RequestRecord, figures: dict[str, float]
 def test_a_task_of_scores_has_no_time_per_token() -> None:
     task = task_metrics([scoring(three_passes()[:1])], 0)
     assert "tpot_ms" not in task and "itl_ms" not in task
-    assert task["tok_per_s"] is None
-    assert task["prompt_tok_per_s"] == 1.25  # 5 tokens / 4 s
+    assert task["tok_per_s"] is task["output_throughput"] is None
+    assert task["prompt_tok_per_s"] == task["total_token_throughput"] == 5 / 4
 
 
 def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
@@ -93,118 +93,99 @@ def test_inter_token_latencies_are_pooled_over_tokens_not_requests() -> None:
     short = generation([make_pass(3, PREFILL, 18.0, 19.0), make_pass(4, DECODE, 19.0, 24.0)], 2, 1)
     itl = task_metrics([long, short], 0)["itl_ms"]
     # 1, 3 and 5 s.
-    assert itl["mean"] == 3000.0
-    assert itl["p50"] == 3000.0
+    assert (itl["mean"], itl["p50"]) == (3000.0, 3000.0)
 
 
-def test_percentiles_interpolate_between_requests() -> None:
+def test_a_summary_is_mean_standard_error_and_percentiles_between_requests() -> None:
     found = summary("x", [4.0, 1.0, 3.0, 2.0, 5.0])["x"]
     # Sorted 1..5: rank 0.9 x 4 = 3.6 -> 4.6; rank 0.99 x 4 = 3.96 -> 4.96.
-    assert found["mean"] == 3.0
-    assert found["p50"] == 3.0
-    assert found["p90"] == pytest.approx(4.6)
-    assert found["p99"] == pytest.approx(4.96)
-    assert summary("x", []) == {}
+    percentiles = {"p50": 3.0, "p90": 4.6, "p99": 4.96}
+    assert found == pytest.approx({"mean": 3.0, "stderr": (2.5 / 5) ** 0.5, **percentiles})
+    assert summary("x", []) == {} and summary("x", [1.0])["x"]["stderr"] is None
 
 
-def test_a_pass_that_requests_share_is_counted_once() -> None:
+def test_a_pass_that_requests_share_is_counted_once_in_order_of_execution() -> None:
     shared = [
         make_pass(0, PREFILL, 0.0, 4.0, num_tokens=10, requests=8, misses=4, bytes_moved=400),
         make_pass(1, DECODE, 4.0, 6.0, num_tokens=2, requests=2, misses=1, bytes_moved=100),
     ]
-    task = task_metrics([generation(shared, 2, 0), generation(shared, 2, 1)], 700)
-    assert task["requests"] == 2
-    assert task["bytes_moved"] == 500
-    assert task["miss_rate"] == 0.5
+    first, second = generation(shared, 2, 0), generation(shared, 2, 1)
+    task = task_metrics([first, second], 700)
+    figures = {"requests": 2, "bytes_moved": 500, "miss_rate": 0.5, "peak_cache_bytes": 700}
     # 4 tokens in 6 s, not in 12 s; 10 prompt tokens in 4 s.
-    assert task["tok_per_s"] == pytest.approx(4 / 6)
-    assert task["prompt_tok_per_s"] == 2.5
-    assert task["bytes_per_token"] == pytest.approx(500 / 12)
-    assert task["peak_cache_bytes"] == 700
+    figures |= {"tok_per_s": 4 / 6, "prompt_tok_per_s": 2.5, "bytes_per_token": 500 / 12}
+    assert {name: task[name] for name in figures} == pytest.approx(figures)
     # Each request waited for the whole batch.
     assert task["e2el_ms"]["mean"] == 6000.0
+    second.passes, first.passes = shared[1:], shared[:1]
+    assert unique_passes([second, first]) == shared
 
 
-def test_unique_passes_come_in_order_of_execution() -> None:
-    passes = three_passes()
-    first, second = generation(passes[1:], 2, 0), generation(passes[:2], 2, 1)
-    assert [p.index for p in unique_passes([first, second])] == [0, 1, 2]
-
-
-def test_rates_divide_by_unique_experts_and_by_phase() -> None:
-    passes = [
-        make_pass(0, PREFILL, 0, 1, requests=10, late=1, misses=4, collisions=2),
-        make_pass(1, DECODE, 1, 2, requests=4, late=1, misses=0),
-        make_pass(2, VERIFY, 2, 3, requests=6, late=0, misses=3, collisions=1),
-    ]
+@pytest.mark.parametrize(
+    ("passes", "figures"),
+    [
+        # 20 requests, 2 late, 7 misses, 3 of them collisions. A verify step of drafts belongs to
+        # decoding: 10 requests, 1 late, 3 misses.
+        (
+            [
+                make_pass(0, PREFILL, 0, 1, requests=10, late=1, misses=4, collisions=2),
+                make_pass(1, DECODE, 1, 2, requests=4, late=1, misses=0),
+                make_pass(2, VERIFY, 2, 3, requests=6, late=0, misses=3, collisions=1),
+            ],
+            {
+                **{"hit_rate": 0.55, "miss_rate": 0.45, "late_rate": 0.1},
+                **{"collision_miss_rate": 0.15, "prefill_miss_rate": 0.5},
+                **{"decode_miss_rate": 0.4, "decode_collision_miss_rate": 0.1},
+            },
+        ),
+        (
+            [
+                make_pass(0, DECODE, 0, 1, predicted=3, predicted_right=1, predictable=2),
+                make_pass(1, DECODE, 1, 2, predicted=5, predicted_right=3, predictable=4),
+            ],
+            {"prefetch_precision": 4 / 8, "prefetch_recall": 4 / 6},
+        ),
+        (
+            [
+                make_pass(0, PREFILL, 0, 8, num_tokens=3, stall_s=6, link_busy_s=6, bytes_moved=3),
+                make_pass(1, DECODE, 8, 10, num_tokens=1, stall_s=1, link_busy_s=1, bytes_moved=1),
+                make_pass(2, DECODE, 10, 10, num_tokens=0, evictions=4, lifetime_tokens=10),
+            ],
+            {
+                **{"stall_ms_per_token": 7000 / 4, "link_utilization": 0.7},
+                **{"bytes_per_token": 1.0, "expert_lifetime_tokens": 2.5},
+            },
+        ),
+        # 8 of 10 assignments were executed, 4 of them the router's own.
+        (
+            [
+                make_pass(
+                    *(0, DECODE, 0, 1),
+                    **{"token_requests": 10, "token_misses": 5, "dropped": 2, "unfaithful": 4},
+                    **{"substituted": 2, "low_precision": 1},
+                )
+            ],
+            {
+                **{"dropped_share": 0.2, "routing_fidelity": 0.4, "substituted_share": 0.2},
+                **{"low_precision_share": 1 / 8, "token_miss_rate": 0.5},
+            },
+        ),
+    ],
+    ids=["rates", "predictions", "time and traffic", "changed work"],
+)
+def test_a_caches_figures(passes: list[PassRecord], figures: dict[str, float]) -> None:
     found = cache_metrics(passes)
-    # All: 20 requests, 2 late, 7 misses.
-    assert found["hit_rate"] == pytest.approx(11 / 20)
-    assert found["miss_rate"] == pytest.approx(9 / 20)
-    assert found["late_rate"] == pytest.approx(2 / 20)
-    assert found["collision_miss_rate"] == pytest.approx(3 / 20)
-    assert found["prefill_miss_rate"] == pytest.approx(5 / 10)
-    # A verify step of drafts belongs to decoding: 10 requests, 1 late, 3 misses.
-    assert found["decode_miss_rate"] == pytest.approx(4 / 10)
-    assert found["decode_collision_miss_rate"] == pytest.approx(1 / 10)
-    assert found["hit_rate"] + found["miss_rate"] == pytest.approx(1)
+    assert {name: found[name] for name in figures} == pytest.approx(figures)
 
 
 def test_rates_of_nothing_are_none_and_never_zero() -> None:
     assert set(rates([]).values()) == {None}
     found = cache_metrics([make_pass(0, PREFILL, 0.0, 0.0, num_tokens=0)])
-    nothing = {name for name, value in found.items() if value is None}
-    assert nothing >= {
-        "hit_rate",
-        "decode_hit_rate",
-        "token_miss_rate",
-        "prefetch_precision",
-        "prefetch_recall",
-        "link_utilization",
-        "bytes_per_token",
-        "stall_ms_per_token",
-        "expert_lifetime_tokens",
-        "routing_fidelity",
-        "dropped_share",
-    }
+    rated = "hit_rate decode_hit_rate token_miss_rate prefetch_precision prefetch_recall"
+    rated += " link_utilization bytes_per_token stall_ms_per_token expert_lifetime_tokens"
+    rated += " routing_fidelity dropped_share"
+    assert {found[name] for name in rated.split()} == {None}
     assert (found["prefetch_hits"], found["bytes_moved"], found["evictions"]) == (0, 0, 0)
-
-
-def test_prefetch_precision_and_recall() -> None:
-    passes = [
-        make_pass(0, DECODE, 0, 1, predicted=3, predicted_right=1, predictable=2),
-        make_pass(1, DECODE, 1, 2, predicted=5, predicted_right=3, predictable=4),
-    ]
-    found = cache_metrics(passes)
-    assert found["prefetch_precision"] == 4 / 8
-    assert found["prefetch_recall"] == pytest.approx(4 / 6)
-
-
-def test_time_and_traffic_per_token_and_lifetime_per_evicted_expert() -> None:
-    life = {"evictions": 4, "lifetime_tokens": 10}
-    passes = [
-        make_pass(0, PREFILL, 0, 8, num_tokens=3, stall_s=6, link_busy_s=6, bytes_moved=300),
-        make_pass(
-            1, DECODE, 8, 10, num_tokens=1, stall_s=1, link_busy_s=1, bytes_moved=100, **life
-        ),
-    ]
-    found = cache_metrics(passes)
-    assert found["stall_ms_per_token"] == 7000 / 4
-    assert found["link_utilization"] == 0.7
-    assert found["bytes_per_token"] == 100.0
-    assert found["expert_lifetime_tokens"] == 2.5
-
-
-def test_shares_of_changed_work_divide_by_what_the_router_asked_for() -> None:
-    asked = {"token_requests": 10, "token_misses": 5}
-    changed = {"dropped": 2, "unfaithful": 4, "substituted": 2, "low_precision": 1}
-    found = cache_metrics([make_pass(0, DECODE, 0, 1, **asked, **changed)])
-    # 8 of 10 assignments were executed, 4 of them the router's own.
-    assert found["dropped_share"] == 2 / 10
-    assert found["routing_fidelity"] == 4 / 10
-    assert found["substituted_share"] == 2 / 10
-    assert found["low_precision_share"] == 1 / 8
-    assert found["token_miss_rate"] == 5 / 10
 
 
 def test_the_ledger_attributes_passes_to_the_open_requests_only() -> None:
@@ -233,22 +214,12 @@ def test_the_miss_rates_standard_error_is_that_of_a_ratio_over_requests() -> Non
     assert miss_rate_stderr([request(4, 1)]) is None
 
 
-def test_a_mean_has_its_standard_error() -> None:
-    found = summary("x", [1.0, 2.0, 3.0, 4.0, 5.0])["x"]
-    assert found["stderr"] == pytest.approx((2.5 / 5) ** 0.5)
-    assert summary("x", [1.0])["x"]["stderr"] is None
-
-
 def test_throughput_has_vllms_names() -> None:
-    passes = three_passes()
-    task = task_metrics([generation(passes, 3)], 0)
+    task = task_metrics([generation(three_passes(), 3)], 0)
     # One request, 5 tokens read and 3 given, in 8 s.
     assert task["request_throughput"] == 1 / 8
     assert task["output_throughput"] == task["tok_per_s"] == 3 / 8
     assert task["total_token_throughput"] == 8 / 8
-    scored = task_metrics([scoring(passes[:1])], 0)
-    assert scored["output_throughput"] is None
-    assert scored["total_token_throughput"] == 5 / 4
 
 
 def test_what_a_prefill_costs_is_told_by_the_passes_right_after_it() -> None:
@@ -286,13 +257,9 @@ def test_a_new_column_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         make_pass(1, DECODE, 0, 1, requests=4, evictions=2),
     ]
     assert "evictions_per_request" not in cache_metrics(passes)
-    monkeypatch.setitem(
-        METRICS,  # type: ignore[arg-type]
-        "evictions_per_request",
-        Metric(
-            "Evicted/req", 3, False, "evictions [per request]", per("evictions", "requests"), True
-        ),
-    )
+    share = per("evictions", "requests")
+    metric = Metric("Evicted/req", 3, False, "evictions [per request]", share, True)
+    monkeypatch.setitem(METRICS, "evictions_per_request", metric)  # type: ignore[arg-type]
     found = cache_metrics(passes)
     assert found["evictions_per_request"] == found["decode_evictions_per_request"] == 3 / 8
     assert found["prefill_evictions_per_request"] is None
@@ -323,8 +290,6 @@ def test_every_count_is_made_something_of() -> None:
         others = dict.fromkeys(("requests", "token_requests", "evictions", "predicted"), 4)
         others |= {"predictable": 4, "predicted_right": 2, "misses": 1, "token_misses": 1}
         others |= {"lifetime_tokens": 1, "unfaithful": 1, "weighed_tokens": 4, "lost_weight": 1}
-        before = cache_metrics([make_pass(0, DECODE, 0, 1, **others)])
-        after = cache_metrics(
-            [make_pass(0, DECODE, 0, 1, **(others | {name: others.get(name, 0) + 1}))]
-        )
+        more = others | {name: others.get(name, 0) + 1}
+        before, after = (cache_metrics([make_pass(0, DECODE, 0, 1, **c)]) for c in (others, more))
         assert before != after, name

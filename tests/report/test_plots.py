@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report import plots
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.mpl_style import COLOURS, look
+from lm_eval_moecache.report.mpl_style import COLOURS
 from lm_eval_moecache.report.results import load_runs
+from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
 pytest.importorskip("matplotlib")
-Captured = pytest.CaptureFixture[str]
 NAMES = (
     "accuracy_memory accuracy_miss_rate accuracy_tok_per_s "
     "capacity_accuracy capacity_miss_rate capacity_tok_per_s capacity_ttft_ms"
 ).split()
 
 
-def test_every_plot_is_written_twice_the_same(tmp_path: Path) -> None:
+def test_every_plot_and_a_sweep_files_own_are_written_twice_the_same(
+    tmp_path: Path, moecache: Moecache
+) -> None:
     folder = leaderboard_of_four(tmp_path / "four")
-    for output in ("one", "two"):
-        assert main(["plot", str(folder), f"--output={tmp_path / output}"]) == 0
-    written = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert written == sorted(f"{name}.{form}" for name in NAMES for form in ("png", "svg"))
-    for name in written:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    panels = [{"x": "capacity", "y": "miss_rate"}, {"x": "tok_per_s", "y": "quiz"}]
+    mine = {"name": "mine", "group": "policy", "line": True, "panels": panels}
+    for names, figures in ((NAMES, None), (["mine"], [mine])):
+        if figures:
+            (folder / "sweep.yaml").write_text(json.dumps({"tasks": "quiz", "figures": figures}))
+        one, two = tmp_path / names[0] / "one", tmp_path / names[0] / "two"
+        for output in (one, two):
+            moecache("plot", folder, f"--output={output}")
+        written = sorted(path.name for path in one.iterdir())
+        assert written == sorted(f"{name}.{form}" for name in names for form in ("png", "svg"))
+        assert all((one / name).read_bytes() == (two / name).read_bytes() for name in written)
+    text = (one / "mine.svg").read_text()
+    assert "on_demand" in text and "(less is better)" in text
 
 
 def test_what_cannot_be_drawn_is_refused_and_runs_are_chosen_by_settings(
-    tmp_path: Path, capsys: Captured
+    tmp_path: Path, moecache: Moecache
 ) -> None:
     folder = leaderboard_of_four(tmp_path / "four")
     for option, message in (
@@ -43,22 +51,21 @@ def test_what_cannot_be_drawn_is_refused_and_runs_are_chosen_by_settings(
         ("--where=policy=other", "no run has these settings"),
         ("--group=hardware", "group='hardware' has no effect: all runs have 'a100-5GBps'"),
     ):
-        assert main(["plot", str(folder), option]) == 2
-        assert message in capsys.readouterr().err
-    assert main(["plot", str(folder), f"--output={tmp_path}", "--where=policy=specmd"]) == 0
+        assert message in moecache("plot", folder, option, code=2)
+    moecache("plot", folder, f"--output={tmp_path}", "--where=policy=specmd")
     panels = "[{x: capacity, y: miss_rate}]"
     (folder / "sweep.yaml").write_text(f"tasks: quiz\nfigures: [{{name: x, panels: {panels}}}]\n")
-    assert main(["plot", str(folder), "--group=policy"]) == 2
-    assert "--group='policy' has no effect on the `figures`" in capsys.readouterr().err
-    assert main(["plot", str(write(tmp_path / "one", record("a")))]) == 2
+    said = moecache("plot", folder, "--group=policy", code=2)
+    assert "--group='policy' has no effect on the `figures`" in said
+    moecache("plot", write(tmp_path / "one", record("a")), code=2)
 
 
 def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["plot", str(leaderboard_of_four(tmp_path))]) == 2
-    assert "lm-eval-moecache[plots]" in capsys.readouterr().err
+    said = moecache("plot", leaderboard_of_four(tmp_path), code=2)
+    assert "lm-eval-moecache[plots]" in said
 
 
 def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "score")) -> Path:
@@ -75,11 +82,7 @@ def grid(folder: Path, prefetches: tuple[str, ...] = ("next_gate", "none", "scor
 def test_what_varies_becomes_panels_and_series_and_nothing_is_averaged(tmp_path: Path) -> None:
     runs = load_runs(grid(tmp_path))
     panels = plots.panels_of(runs, "policy", "capacity")
-    assert [panel.title for panel in panels] == [
-        "prefetch: next_gate",
-        "prefetch: none",
-        "prefetch: score",
-    ]
+    assert [p.title for p in panels] == [f"prefetch: {n}" for n in ("next_gate", "none", "score")]
     for panel in panels:
         assert list(panel.series) == [f"rule{i}" for i in range(7)]
         assert all(len(members) == 2 for members in panel.series.values())
@@ -107,10 +110,6 @@ def test_too_many_series_and_two_runs_in_one_place_are_refused(tmp_path: Path) -
     twins = write(tmp_path / "twins", record("a"), record("b"), record("c", capacity="50%"))
     with pytest.raises(ValueError, match="several runs at capacity"):
         plots.write_plots(load_runs(twins), tmp_path)
-
-
-def test_seventy_series_look_different() -> None:
-    assert len({(look(i)["color"], look(i)["marker"]) for i in range(70)}) == 70
 
 
 def test_axes_of_accuracy_end_at_one_and_the_front_is_ringed(tmp_path: Path) -> None:
@@ -147,13 +146,6 @@ def test_a_line_joins_runs_of_one_identity_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="would join runs that differ in batch_size"):
         plots.draw_figure(runs, figure)
     plots.draw_figure(runs, figure.model_copy(update={"group": ["batch_size"]}))
-
-
-def test_every_metric_has_words_and_a_unit() -> None:
-    for name, metric in METRICS.items():
-        assert metric.words[0].islower(), name
-        assert ("[MB]" in metric.words) == ("bytes" in name), name
-        assert ("[ms]" in metric.words) == ("_ms" in name), name
 
 
 def test_no_legend_or_title_is_cut_off(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records import files
 from lm_eval_moecache.report.results import (
     PACKED,
@@ -22,9 +21,9 @@ from lm_eval_moecache.report.results import (
     write_packed,
 )
 from lm_eval_moecache.sweep.files import finished, only_sweep
+from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
-Captured = pytest.CaptureFixture[str]
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(),
@@ -46,19 +45,14 @@ def test_any_record_comes_back_equal(records: dict[str, dict[str, object]]) -> N
 
 
 def test_tables_and_comparisons_are_the_same_from_both_forms(
-    tmp_path: Path, capsys: Captured
+    tmp_path: Path, moecache: Moecache
 ) -> None:
     loose, packed = (leaderboard_of_four(tmp_path / name) for name in ("loose", "packed"))
-    assert main(["pack", str(tmp_path / "packed")]) == 0
-    assert "4 runs" in capsys.readouterr().out
+    assert "4 runs" in moecache("pack", packed)
     assert sorted(p.name for p in packed.iterdir()) == [PACKED]
-    tables = []
-    for folder in (loose, packed):
-        assert main(["table", str(folder)]) == 0
-        tables.append(capsys.readouterr().out)
-    assert tables[0] == tables[1]
-    assert main(["compare", str(loose), str(packed), "--same_machine=yes"]) == 0
-    assert main(["compare", str(loose), str(packed / PACKED), "--same_machine=yes"]) == 0
+    assert moecache("table", loose) == moecache("table", packed)
+    for place in (packed, packed / PACKED):
+        moecache("compare", loose, place, "--same_machine=yes")
 
 
 def test_the_same_runs_give_the_same_bytes_and_pandas_reads_them(tmp_path: Path) -> None:
@@ -88,26 +82,27 @@ def test_a_sweep_goes_on_in_a_packed_folder(tmp_path: Path) -> None:
     assert len(list((folder / "runs").glob("*.json"))) == 5
 
 
-def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, capsys: Captured) -> None:
+def test_what_is_broken_is_named_and_nothing_is_lost(tmp_path: Path, moecache: Moecache) -> None:
     folder = write(tmp_path, record("a"), record("b"))
     (folder / "runs" / "c.json").write_text("{")
-    assert main(["pack", str(folder)]) == 2
-    assert "c.json" in capsys.readouterr().err
+    assert "c.json" in moecache("pack", folder, code=2)
     assert len(list((folder / "runs").glob("*.json"))) == 3
     (folder / "runs" / "c.json").unlink()
     pack(folder)
     data = (folder / PACKED).read_bytes()
-    (folder / PACKED).write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="is not readable: "):
-        load_runs(folder / PACKED)
-    (folder / PACKED).write_bytes(gzip.compress(json.dumps({"x": 1}).encode()))
-    with pytest.raises(ValueError, match="line 1 is no run"):
-        load_runs(folder / PACKED)
-    assert main(["pack", str(tmp_path / "runs")]) == 2
+    no_run = gzip.compress(json.dumps({"x": 1}).encode())
+    for broken, said in (
+        (data[: len(data) // 2], "is not readable: "),
+        (no_run, "line 1 is no run"),
+    ):
+        (folder / PACKED).write_bytes(broken)
+        with pytest.raises(ValueError, match=said):
+            load_runs(folder / PACKED)
+    moecache("pack", tmp_path / "runs", code=2)
 
 
 @pytest.mark.parametrize("fault", ["two of one id", "a broken file", "a folder", "another run"])
-def test_unpacking_never_loses_a_run(tmp_path: Path, fault: str, capsys: Captured) -> None:
+def test_unpacking_never_loses_a_run(tmp_path: Path, fault: str, moecache: Moecache) -> None:
     place, twice = tmp_path / "runs" / "a.json", fault == "two of one id"
     write_packed(tmp_path / PACKED, [record("a"), record("b"), *[record("a")] * twice])
     if fault == "a folder":
@@ -123,20 +118,20 @@ def test_unpacking_never_loses_a_run(tmp_path: Path, fault: str, capsys: Capture
         if not options:
             write(tmp_path, record("c"))
         before = files()
-        assert main(["pack", str(tmp_path), *options]) == 2
-        assert "a.json" in (said := capsys.readouterr().err) or "'a'" in said
+        said = moecache("pack", tmp_path, *options, code=2)
+        assert "a.json" in said or "'a'" in said
         assert before.items() <= files().items()
 
 
 @pytest.mark.parametrize("run_id", ["../../away", "/away", "a\\b", "a\0b"])
 def test_what_somebody_else_packed_writes_nowhere_else(
-    tmp_path: Path, run_id: str, capsys: Captured
+    tmp_path: Path, run_id: str, moecache: Moecache
 ) -> None:
     folder = tmp_path / "a" / "b"
     write_packed(folder / PACKED, [record("fine"), {**record("x"), "run_id": run_id}])
     before = sorted(tmp_path.rglob("*"))
-    assert main(["pack", str(folder), "--undo"]) == 2
-    assert f"run_id={run_id!r} is no name of a file" in capsys.readouterr().err
+    said = moecache("pack", folder, "--undo", code=2)
+    assert f"run_id={run_id!r} is no name of a file" in said
     assert sorted(tmp_path.rglob("*")) == before
 
 

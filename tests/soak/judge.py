@@ -54,21 +54,12 @@ from tests.trace.test_formats import FILES, FOLDER
 
 GUARD_S = 60
 OF_CELLS = {
-    "what": "x",
-    "cells": "cells.json.gz",
-    "where": {"eviction": "lru"},
-    "versus": {"eviction": "lfu"},
-    "expect": {"below": 1},
+    **{"what": "x", "cells": "cells.json.gz", "expect": {"below": 1}},
+    **{"where": {"eviction": "lru"}, "versus": {"eviction": "lfu"}},
 }
 OBJECTIVE = Objective(
-    pretrained="tiny",
-    tasks=("tiny_arc",),
-    limit=2,
-    capacity="25%",
-    hardware="h200",
-    bandwidth=None,
-    metric="ttft_ms",
-    budget=1.0,
+    **{"pretrained": "tiny", "tasks": ("tiny_arc",), "limit": 2, "capacity": "25%"},
+    **{"hardware": "h200", "bandwidth": None, "metric": "ttft_ms", "budget": 1.0},
 )
 CLEAR, ACCEPTED, UNCLEAR, TRACEBACK, HANG = "clear", "accepted", "unclear", "traceback", "hang"
 LEFT = "refused, but left a file"
@@ -138,12 +129,9 @@ def _use_cells(path: Path) -> object:
 
 def _use_trace(path: Path) -> object:
     trace = load_trace(str(path), logits=True, predicted=True)
-    run = Setting(
-        policy=load_policy("on_demand"),
-        capacity=parse_capacity("100%", trace.geometry),
-        hardware=load_hardware("h200"),
-    )
-    engine = replay(trace, run)
+    size = parse_capacity("100%", trace.geometry)
+    policy, hardware = load_policy("on_demand"), load_hardware("h200")
+    engine = replay(trace, Setting(policy=policy, capacity=size, hardware=hardware))
     engine.check_integrity()
     return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
 
@@ -276,9 +264,7 @@ def refused_model(given: dict[str, Any]) -> None:
             return str(error)
         return ""
 
-    cell = Cell(
-        model="moecache", model_args=given, tasks=("tiny_arc",), options={}, include_path=()
-    )
+    cell = Cell(model="moecache", model_args=given, tasks=("tiny_arc",))
     alone, in_sweep = told(lambda: MoECacheLM(**given)), told(lambda: check_cell(cell))
     assert alone == in_sweep, f"alone: {alone!r}, in a sweep: {in_sweep!r}"
     raise ValueError(alone)

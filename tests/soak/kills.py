@@ -3,9 +3,9 @@
     make kills TIMES=10
 
 SIGKILL goes to the command alone, whose workers have to end by themselves; SIGINT goes to its whole
-process group, as a terminal sends it. Each command then runs again to its end, as it says. Each
-runs in a process, and a process group, of its own, forked from a server that has imported torch and
-lm-eval before: so that kills meet the command's work and not Python's imports.
+process group, as a terminal sends it. Each command then runs again to its end, as it says. Each is
+forked from a server that has imported torch and lm-eval before: kills meet the command's work and
+not Python's imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,16 +36,13 @@ from lm_eval_moecache.trace.partial import SUFFIX
 LONGEST_S = 600
 LONGEST_LEFT_S = 20
 """In which workers notice that they are alone."""
-PLACE = "pretrained=tiny,capacity=25%"
-POLICIES = ["on_demand", "specmd", "pruning", "cumsum"]
-SPACE = {
-    "routing": {"standard": {}, "cumsum": {"p": [0.5, 0.8]}},
-    "prefetch": {"none": {}},
-    "eviction": {"lru": {}, "fifo": {}},
-    "miss": {"fetch": {}},
-}
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["tests.soak.warm"])
+WARM.set_forkserver_preload(
+    [
+        "lm_eval.__main__",
+        *(f"lm_eval_moecache.{m}" for m in ("harness.lm", "sweep.run", "tune.run")),
+    ]
+)
 
 
 class Fault(AssertionError):
@@ -59,25 +55,18 @@ def require(holds: bool, what: object) -> None:
 
 
 class Ended(NamedTuple):
-    """A command that was ended, or has ended: its exit code and what it said."""
+    """A command that was ended, or has ended: its exit code, what it said, and how long it took."""
 
     code: int
     out: str
     err: str
     was_killed: bool
     seconds: float
-    """From its start to its end."""
-    seconds_left: float
-    """Of these, those after the signal."""
 
 
-def play(argv: Sequence[str], folder: str, out: str, err: str, cold: bool) -> None:
+def play(argv: Sequence[str], folder: str, out: str, err: str) -> None:
     """Be the command, as an entry point is, in this forked process."""
-    from tests.soak.warm import warm_workers
-
     os.setpgrp()
-    if not cold:
-        warm_workers()
     os.chdir(folder)
     # The second tells that this group is there and may be killed.
     for descriptor, path in ((1, out), (2, err)):
@@ -105,49 +94,46 @@ def processes_of(group: int) -> list[int]:
     return found
 
 
-class Command(ABC):
+class Command:
     """One command in a folder of its own, and what has to be true after a kill and after a rerun.
 
-    `reference` is the folder of an undisturbed run, `seconds` what the fastest took so far.
+    `reference` is the folder of an undisturbed run, `seconds` what the fastest took so far,
+    `resumes` is of the line that an interrupt ends with.
     """
 
     name: str
     resumes: str
-    """Of the line that an interrupt ends with."""
     reference: Path
     seconds: float
-    cold: bool = False
-    """Workers of its pools begin with Python's imports, as a user's do."""
 
-    @abstractmethod
     def argv(self, folder: Path) -> list[str]:
         """Return the command, after what it needs is written."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check_killed(self, folder: Path, ended: Ended) -> Any:
         """Raise Fault where something is lost; return what the rerun has to keep."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
         """Raise Fault where something is lost or doubled once the command ran to its end."""
+        raise NotImplementedError
 
     def start(self, folder: Path, kill_after_s: float | None, number: int = 0) -> Ended:
         """Run the command, and send it a signal after this time if it still runs then."""
+        folder.mkdir(exist_ok=True)
         out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
         for said in (out, err):
             said.unlink(missing_ok=True)
-        places = str(folder), str(out), str(err)
-        child = WARM.Process(target=play, args=(self.argv(folder), *places, self.cold))
+        child = WARM.Process(target=play, args=(self.argv(folder), str(folder), str(out), str(err)))
         child.start()
         while not err.exists():
             time.sleep(0.001)
-        begin = killed = time.monotonic()
+        begin = time.monotonic()
         child.join(kill_after_s)
         was_killed = child.is_alive()
         assert child.pid is not None
         if was_killed:
             (os.kill if number == signal.SIGKILL else os.killpg)(child.pid, number)
-            killed = time.monotonic()
         child.join(LONGEST_S)
         end = time.monotonic()
         require(child.exitcode is not None, f"it still runs {LONGEST_S} s later")
@@ -155,26 +141,15 @@ class Command(ABC):
             time.sleep(0.02)
         require(not left, f"processes left after {LONGEST_LEFT_S} s: {left}")
         told = out.read_text(errors="replace"), err.read_text(errors="replace")
-        return Ended(child.exitcode or 0, *told, was_killed, end - begin, end - killed)
+        return Ended(child.exitcode or 0, *told, was_killed, end - begin)
 
-    def measure(self, folder: Path) -> None:
-        """Run it undisturbed."""
-        folder.mkdir()
-        ended = self.start(folder, None)
-        self.seconds, self.reference = ended.seconds, folder
-        require(ended.code == 0, ended.err[-2000:])
-
-    def kill(self, folder: Path, moment: float, number: int) -> float | None:
-        """Kill it at a share of its time and run it again.
-
-        Returns how long it went on after the signal; None where it was over before.
-        """
-        folder.mkdir()
+    def kill(self, folder: Path, moment: float, number: int) -> bool:
+        """Kill it at a share of its time and run it again; False where it was over before."""
         ended = self.start(folder, moment * self.seconds, number)
         if not ended.was_killed or ended.code == 0:
             # Slower before, on a machine that others use: no moment is to lie behind its end.
             self.seconds = min(self.seconds, ended.seconds)
-            return None
+            return False
         if number == signal.SIGINT:
             lines = [line for line in ended.err.splitlines() if "interrupted." in line]
             require(ended.code == 130, f"exit {ended.code}: {ended.err[-2000:]}")
@@ -184,29 +159,20 @@ class Command(ABC):
         again = self.start(folder, None)
         require(again.code == 0, again.err[-2000:])
         self.check_rerun(folder, again, kept)
-        return ended.seconds_left
+        return True
 
 
 def scores_of(folder: Path) -> Any:
     """Return the scores of the one results file of lm-eval; figures of speed are apart."""
     [path] = folder.rglob("results_*.json")
-    found = json.loads(path.read_text())["results"]
-    return {
-        task: {key: value for key, value in row.items() if key.startswith("acc")}
-        for task, row in found.items()
-    }
+    rows = json.loads(path.read_text())["results"].items()
+    return [(task, {k: v for k, v in row.items() if k.startswith("acc")}) for task, row in rows]
 
 
 def routed(path: Path) -> Sequence[Any]:
     """Return the experts of each row of each event of a trace."""
     trace = read_trace(path)
     return np.split(np.asarray(trace.columns.experts), trace.row_bounds[1:-1])
-
-
-def passes_of(path: Path, count: int) -> int:
-    """Return how many passes answer the first requests; choices of one token share a pass."""
-    each = sorted(sorted(request.passes) for request in read_trace(path).requests)
-    return len({number for passes in each[:count] for number in passes})
 
 
 class Eval(Command):
@@ -218,20 +184,19 @@ class Eval(Command):
         self.name, self.extra, self.limit = name, extra, limit
 
     def argv(self, folder: Path) -> list[str]:
-        arguments = f"{PLACE},{self.extra}"
         return (
-            f"eval --model_args {arguments} --tasks tiny_arc --limit {self.limit} "
-            f"--output_path {folder / 'out'} --device cpu"
+            f"eval --model_args pretrained=tiny,capacity=25%,{self.extra} --tasks tiny_arc "
+            f"--limit {self.limit} --output_path {folder / 'out'} --device cpu"
         ).split()
 
     def check_killed(self, folder: Path, ended: Ended) -> Any:
         """Every request that the progress bar has told finished is in the recording."""
         shown = [int(n) for n in re.findall(r"loglikelihood requests:.*?(\d+)/\d+", ended.err)]
         if "trace=" not in self.extra or not shown or not shown[-1]:
-            return None  # an interrupt before the first request is finished leaves no file
-        recordings = list((folder / "traces").glob("*"))
-        require(bool(recordings), f"{shown[-1]} requests were finished and no recording is there")
-        return {path.name: path.read_bytes() for path in recordings}, shown[-1]
+            return 0  # an interrupt before the first request is finished leaves no file
+        is_there = any((folder / "traces").glob("*"))
+        require(is_there, f"{shown[-1]} requests were finished and no recording is there")
+        return shown[-1]
 
     def check_rerun(self, folder: Path, ended: Ended, kept: Any) -> None:
         # What was killed while it wrote its last file may have finished that.
@@ -240,25 +205,25 @@ class Eval(Command):
             older.unlink()
         require(bool(results), "no results")
         require(scores_of(folder) == scores_of(self.reference), "other scores than undisturbed")
-        store = folder / "store"
-        litter = list(store.iterdir()) if store.exists() else []
+        litter = list((folder / "store").glob("*"))
         require(not litter, f"litter: {litter}")
         if "trace=" not in self.extra:
             return
         [whole] = (self.reference / "traces").iterdir()
-        expected = routed(whole)
-        traces = sorted((folder / "traces").iterdir())
+        expected, traces = routed(whole), sorted((folder / "traces").iterdir())
         require(all(path.suffix == ".parquet" for path in traces), f"litter: {traces}")
         for path in traces:
             found = routed(path)
             same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=False))
             require(same and len(found) <= len(expected), f"{path.name} is not what was routed")
         require(len(routed(traces[-1])) == len(expected), f"{traces[-1].name} is not whole")
-        if kept is not None and kept[1] > 0:
-            needed = passes_of(whole, kept[1])
-            require(len(traces) == 2, f"recordings: {traces}, where {kept[1]} were finished")
+        if kept:
+            require(len(traces) == 2, f"recordings: {traces}, where {kept} were finished")
+            # Choices of one token share a pass.
+            each = sorted(sorted(request.passes) for request in read_trace(whole).requests)
+            needed = len({number for passes in each[:kept] for number in passes})
             passes = read_trace(traces[0]).num_passes
-            require(passes >= needed, f"{passes} of {needed} passes of {kept[1]} requests kept")
+            require(passes >= needed, f"{passes} of {needed} passes of {kept} requests kept")
 
 
 class Kept(Command):
@@ -282,13 +247,11 @@ class Kept(Command):
         require(not changed, f"finished runs were lost or ran again: {changed}")
         litter = [p for p in (folder / self.out).rglob("*") if p.name.endswith((PART, SUFFIX))]
         require(not litter, f"litter: {litter}")
-        self.check_whole(folder, runs, kept, json.loads(ended.out))
+        self.check_whole(runs, kept, json.loads(ended.out))
 
-    @abstractmethod
-    def check_whole(
-        self, folder: Path, runs: dict[str, bytes], kept: dict[str, bytes], told: Any
-    ) -> None:
+    def check_whole(self, runs: dict[str, bytes], kept: dict[str, bytes], told: Any) -> None:
         """Compare what is there at the end with the undisturbed run, and with what was told."""
+        raise NotImplementedError
 
 
 class Sweep(Kept):
@@ -298,14 +261,12 @@ class Sweep(Kept):
         path = folder / self.out / "sweep.yaml"
         path.parent.mkdir(exist_ok=True)
         base = {"pretrained": "tiny", "hardware": "h200", "device": "cpu"}
-        grid = {"policy": POLICIES, "capacity": ["25%", "50%"]}
+        grid = {"policy": ["on_demand", "specmd", "pruning", "cumsum"], "capacity": ["25%", "50%"]}
         sweep = {"tasks": "tiny_arc", "limit": 4, "jobs": 2, "base": base, "grid": grid}
         path.write_text(yaml.safe_dump(sweep))
         return ["sweep", str(path), "--json"]
 
-    def check_whole(
-        self, folder: Path, runs: dict[str, bytes], kept: dict[str, bytes], told: Any
-    ) -> None:
+    def check_whole(self, runs: dict[str, bytes], kept: dict[str, bytes], told: Any) -> None:
         expected = self.runs(self.reference)
         require(runs.keys() == expected.keys(), f"runs: {sorted(runs)}")
         require(len(told["skipped"]) == len(kept), f"skipped {told['skipped']} of {sorted(kept)}")
@@ -321,7 +282,10 @@ class Tune(Kept):
     name, resumes, out = "tune", "goes on with the search", "found"
 
     def argv(self, folder: Path) -> list[str]:
-        (folder / "space.yaml").write_text(yaml.safe_dump(SPACE))
+        axes = {"routing": ("standard", "cumsum"), "prefetch": ("none",), "miss": ("fetch",)}
+        space = {axis: {name: {} for name in names} for axis, names in axes.items()}
+        space["eviction"] = {"lru": {}, "fifo": {}}
+        (folder / "space.yaml").write_text(yaml.safe_dump(space))
         model = folder.parent / "model"
         if not model.exists():
             # Imported late: only this command needs torch here.
@@ -334,13 +298,12 @@ class Tune(Kept):
             "--model_args device=cpu"
         ).split()
 
-    def check_whole(
-        self, folder: Path, runs: dict[str, bytes], kept: dict[str, bytes], told: Any
-    ) -> None:
+    def check_whole(self, runs: dict[str, bytes], kept: dict[str, bytes], told: Any) -> None:
         [whole] = self.reference.rglob("front.json")
-        expected = json.loads(whole.read_text())
-        shipped = {e["name"]: (e["accuracy"], e["speed"]) for e in expected["shipped"]}
-        found = {e["name"]: (e["accuracy"], e["speed"]) for e in told["shipped"]}
+        shipped, found = (
+            {each["name"]: (each["accuracy"], each["speed"]) for each in front["shipped"]}
+            for front in (json.loads(whole.read_text()), told)
+        )
         require(len(told["shipped"]) == len(found), "a composition is there twice")
         require(found == shipped, "other figures of the compositions than undisturbed")
         require(told["trials"].get("running", 0) == 0, f"open trials: {told['trials']}")
@@ -356,60 +319,35 @@ def commands() -> list[Command]:
     ]
 
 
-SIGNALS = (signal.SIGKILL, signal.SIGINT)
-
-
-def kills(
-    times: int,
-    seed: int,
-    only: str = "",
-    cold: bool = False,
-    signals: Sequence[signal.Signals] = SIGNALS,
-) -> int:
+def kills(times: int, seed: int, only: str = "") -> int:
     """Kill each command this often by each signal, print a table, return the exit code."""
-    begin, faults, chance = time.monotonic(), 0, random.Random(seed)
-    sys.stdout.write(
-        f"{'command':14s} {'signal':8s} killed fine  s undisturbed  s to its end, at most\n"
-    )
+    faults, chance = 0, random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
         for command in commands():
             if only not in command.name:
                 continue
             place = Path(scratch) / command.name.replace(" ", "-").replace(",", "")
             place.mkdir()
-            command.cold = cold
-            command.measure(place / "whole")
-            for number in signals:
-                killed, lasted = kill_often(command, place, number, times, chance)
-                faults += killed - len(lasted)
-                sys.stdout.write(
-                    f"{command.name:14s} {number.name:8s} {killed:6d} {len(lasted):4d} "
-                    f"{command.seconds:14.1f} {max(lasted, default=0):22.2f}\n"
+            command.reference = place / "whole"
+            whole = command.start(command.reference, None)
+            require(whole.code == 0, whole.err[-2000:])
+            command.seconds = whole.seconds
+            for number in (signal.SIGKILL, signal.SIGINT):
+                killed = wrong = 0
+                for each in range(3 * times):
+                    moment = chance.random()
+                    try:
+                        killed += command.kill(place / f"{number.name}-{each}", moment, number)
+                    except Fault as fault:
+                        killed, wrong = killed + 1, wrong + 1
+                        print(f"{command.name}, {number.name} at {moment:.3f}: {fault}")
+                    if killed == times:
+                        break
+                faults += wrong
+                print(
+                    f"{command.name:14} {number.name:8} {killed} killed, {wrong} faults", flush=True
                 )
-                sys.stdout.flush()
-    sys.stdout.write(f"{time.monotonic() - begin:.0f} s, seed {seed}, {faults} faults\n")
     return 1 if faults else 0
-
-
-def kill_often(
-    command: Command, place: Path, number: signal.Signals, times: int, chance: random.Random
-) -> tuple[int, list[float]]:
-    """Return how often it was killed, and how long each took to end that was without fault."""
-    killed, lasted = 0, []
-    for each in range(3 * times):
-        if killed == times:
-            break
-        moment = chance.random()
-        try:
-            seconds = command.kill(place / f"{number.name}-{each}", moment, number)
-        except Fault as fault:
-            killed += 1
-            sys.stderr.write(f"{command.name}, {number.name} at {moment:.3f}: {fault}\n")
-            continue
-        if seconds is not None:
-            killed += 1
-            lasted.append(seconds)
-    return killed, lasted
 
 
 if __name__ == "__main__":
@@ -417,8 +355,5 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a command's name")
-    parser.add_argument("--cold", action="store_true", help="workers import all by themselves")
-    parser.add_argument("--signal", choices=[n.name for n in SIGNALS], help="default: both")
     chosen = parser.parse_args()
-    signals = SIGNALS if chosen.signal is None else (signal.Signals[chosen.signal],)
-    raise SystemExit(kills(chosen.times, chosen.seed, chosen.only, chosen.cold, signals))
+    raise SystemExit(kills(chosen.times, chosen.seed, chosen.only))

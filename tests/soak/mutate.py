@@ -69,14 +69,9 @@ def sound_files(folder: Path) -> dict[str, bytes]:
     texts = {"policy": POLICY, "hardware": HARDWARE, "sweep": SWEEP, "space": SPACE, "board": BOARD}
     texts |= {"csv": CSV, "jsonl": JSONL, "results": json.dumps(record("a"))}
     texts |= {"claims": CLAIMS, "emulated": EMULATED}
-    files = {
-        "use": folder / "u.json",
-        "data_aware": folder / "d.safetensors",
-        "journal": folder / "j" / "study.journal",
-        "trace": trace,
-        "partial": partial,
-        "artifact": folder / "a.safetensors",
-    }
+    names = {"use": "u.json", "data_aware": "d.safetensors", "artifact": "a.safetensors"}
+    files = {kind: folder / name for kind, name in names.items()}
+    files |= {"journal": folder / "j/study.journal", "trace": trace, "partial": partial}
     sound = {
         **{kind: text.encode() for kind, text in texts.items()},
         **{kind: _dumped(kind, data) for kind, data in FOUND.items()},
@@ -95,25 +90,15 @@ COMPRESSED = ("cells", "packed")
 CHECKED = ("artifact", "data_aware")
 """Kinds with a checksum: whichever byte it is, it is seen."""
 ENTRY: dict[str, Any] = {
-    "name": "lru",
-    "policy": {axis: {"name": "x"} for axis in AXES},
-    "accuracy": 0.5,
-    "stderr": None,
-    "speed": 3.0,
-    "measured_by": "replay",
-    "within_budget": True,
+    **{"name": "lru", "policy": {axis: {"name": "x"} for axis in AXES}, "measured_by": "replay"},
+    **{"accuracy": 0.5, "stderr": None, "speed": 3.0, "within_budget": True},
 }
 FOUND: dict[str, Any] = {
     "sizes": {"experts_per_layer": [3, 2, 1], "capacity": 6},
     "rows": {"model": "tiny", "rows": [{"layer": n, "share": n / 7, "x": None} for n in range(3)]},
     "front": {
-        "question": {"metric": "ttft_ms"},
-        "verdict": "x",
-        "best": ENTRY,
-        "front": [ENTRY],
-        "shipped": [ENTRY],
-        "left_out": {"specmd": "x"},
-        "confirmation": None,
+        **{"question": {"metric": "ttft_ms"}, "verdict": "x", "best": ENTRY, "confirmation": None},
+        **{"front": [ENTRY], "shipped": [ENTRY], "left_out": {"specmd": "x"}},
     },
     "cells": [
         {"cell": {"trace": trace, "eviction": eviction}, "miss_rate": 0.1 + 0.2 * number}
@@ -139,15 +124,11 @@ def damage(kind: str, sound: bytes, rng: np.random.Generator) -> Damaged:
         case 1:
             how, data = f"cut at {place}", sound[:place]
         case 2:
-            how, data = (
-                f"{length} bytes at {place}",
-                sound[:place] + rng.bytes(length) + sound[place:],
-            )
+            how = f"{length} bytes at {place}"
+            data = sound[:place] + rng.bytes(length) + sound[place:]
         case _:
-            how, data = (
-                f"without {length} bytes at {place}",
-                sound[:place] + sound[place + length :],
-            )
+            how = f"without {length} bytes at {place}"
+            data = sound[:place] + sound[place + length :]
     # A trace says at its end that it is whole.
     must_be_refused = kind in CHECKED or (kind == "trace" and how.startswith("cut"))
     return Damaged(kind, how, data, must_be_refused and data != sound)

@@ -95,8 +95,8 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kills_ask_for_a_recording_once_a_request_was_finished(tmp_path: Path) -> None:
     traced = Eval("traced", "trace=traces", limit=1)
     told = "Running loglikelihood requests:   0%|     | {}/4 [00:00<?, ?it/s]"
-    ended = Ended(130, "", told.format(0), True, 1.0, 0.1)
-    assert traced.check_killed(tmp_path, ended) is None
+    ended = Ended(130, "", told.format(0), True, 1.0)
+    assert traced.check_killed(tmp_path, ended) == 0
     with pytest.raises(Fault, match="1 requests were finished and no recording is there"):
         traced.check_killed(tmp_path, ended._replace(err=told.format(1)))
 
@@ -106,7 +106,7 @@ def test_the_kills_see_what_is_lost_doubled_or_left(tmp_path: Path) -> None:
     sweep, runs = Sweep(), tmp_path / Sweep.out / "runs"
     runs.mkdir(parents=True)
     (runs / "a.json").write_text('{"configuration_hash": "1"}')
-    ended = Ended(0, "{}", "", True, 1.0, 0.1)
+    ended = Ended(0, "{}", "", True, 1.0)
     kept = sweep.check_killed(tmp_path, ended)
     (runs / "b.json").write_text('{"configuration_hash": "1"}')
     with pytest.raises(Fault, match="twice"):

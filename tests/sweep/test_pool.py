@@ -41,6 +41,7 @@ def work(number: int, folder: str) -> None:
 
 def start(folder: Path) -> subprocess.Popen[str]:
     """Start two workers in a process group of their own, and wait until both are at work."""
+    (folder / "begun").mkdir()
     script = folder / "script.py"
     script.write_text(SCRIPT.format(num=NUM_TASKS))
     process = subprocess.Popen(
@@ -65,11 +66,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for_the_end_of(pids: set[int]) -> set[int]:
+def assert_two_have_ended(folder: Path) -> None:
+    """Check that two workers have begun, and wait for their end."""
+    begun = {int(path.name.split("-")[1]) for path in (folder / "begun").iterdir()}
+    assert len(begun) == 2
     deadline = time.monotonic() + 20
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while any(map(alive, begun)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return {pid for pid in pids if alive(pid)}
+    assert not any(map(alive, begun))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -77,26 +81,17 @@ def wait_for_the_end_of(pids: set[int]) -> set[int]:
 def test_an_interrupt_ends_workers_at_once_and_begins_nothing_else(
     tmp_path: Path, to_all: bool
 ) -> None:
-    (tmp_path / "begun").mkdir()
     with start(tmp_path) as process:
-        if to_all:
-            os.killpg(process.pid, signal.SIGINT)
-        else:
-            process.send_signal(signal.SIGINT)
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    begun = [path.name.split("-") for path in (tmp_path / "begun").iterdir()]
     assert (process.returncode, out) == (130, "interrupted\n"), err
     assert "Traceback" not in err and "leaked" not in err
-    assert len(begun) == 2
-    assert wait_for_the_end_of({int(pid) for _, pid in begun}) == set()
+    assert_two_have_ended(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    (tmp_path / "begun").mkdir()
     with start(tmp_path) as process:
         process.kill()
         process.communicate(timeout=30)
-    begun = {int(path.name.split("-")[1]) for path in (tmp_path / "begun").iterdir()}
-    assert len(begun) == 2
-    assert wait_for_the_end_of(begun) == set()
+    assert_two_have_ended(tmp_path)

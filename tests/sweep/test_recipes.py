@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,19 @@ from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep.recipes import fit, recipe_names
 from lm_eval_moecache.sweep.spec import read_sweep
 from lm_eval_moecache.sweep.validation import check_cells
-from tests.conftest import Checkpoint
+from tests.conftest import Checkpoint, Moecache
 
 PAPERS = {"specmd", "sp_moe", "buddymoe", "commitmoe", "cache_conditional"}
 
 
 def test_each_paper_has_recipes_and_there_are_at_least_25(
-    capsys: pytest.CaptureFixture[str],
+    moecache: Moecache,
 ) -> None:
-    assert main(["reproduce", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)["figures"]
+    figures = moecache.json("reproduce")["figures"]
     assert len(figures) >= 25
     assert {f["name"].partition("/")[0] for f in figures} == PAPERS
-    assert main(["reproduce"]) == 0
-    assert f"{len(figures)} tables and figures" in capsys.readouterr().out
-    assert main(["reproduce", "specmd/figur_4"]) == 2
-    assert "Did you mean 'specmd/figure_4'" in capsys.readouterr().err
+    assert f"{len(figures)} tables and figures" in moecache("reproduce")
+    assert "Did you mean 'specmd/figure_4'" in moecache("reproduce", "specmd/figur_4", code=2)
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.records.emulation import emulated_names
 from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.sweep import worker
-from tests.sweep.toy import both_ways, made_by, records, write_sweep
+from tests.conftest import Moecache
+from tests.sweep.toy import both_ways, figures, frail, made_by, records, swept, write_sweep
 
 Captured = pytest.CaptureFixture[str]
 
@@ -126,28 +127,23 @@ def test_what_changes_outputs_or_is_measured_is_not_shared(
 ) -> None:
     alone = [{}, {"miss": "drop"}, {"routing": "pruning"}, {"precision": "int8"}, {"limit": 1}]
     runs = [{"policy": "on_demand", **change} for change in alone]
-    path = write_sweep(tmp_path / "x", base=base, runs=runs)
-    assert main(["sweep", str(path)]) == 0
+    path = swept(tmp_path / "x", base=base, runs=runs)
     assert made_by(records(path.parent)) == ["run"] * 5
     assert not (path.parent / "traces").exists()
 
 
 def test_cells_that_are_added_later_use_the_trace_that_is_there(
-    tmp_path: Path, base: dict[str, Any], capsys: Captured
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     grid = {"policy": ["on_demand"], "capacity": ["25%", "50%"]}
-    path = write_sweep(tmp_path / "x", base=base, grid=grid)
-    assert main(["sweep", str(path)]) == 0
+    path = swept(tmp_path / "x", base=base, grid=grid)
     before = set(records(path.parent))
     write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "50%", "75%"]})
-    capsys.readouterr()
-    assert main(["sweep", str(path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = moecache.json("sweep", path)
     assert (len(report["done"]), report["by_model"], report["by_replay"]) == (1, 0, 1)
     # A prefetcher that was not there to look on needs a run of its own.
     write_sweep(tmp_path / "x", base=base, grid={**grid, "policy": ["on_demand", "specmd"]})
-    assert main(["sweep", str(path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = moecache.json("sweep", str(path))
     assert (report["by_model"], report["by_replay"]) == (1, 1)
     assert before < set(records(path.parent))
 
@@ -155,8 +151,7 @@ def test_cells_that_are_added_later_use_the_trace_that_is_there(
 def test_a_trace_is_made_again_when_the_model_has_changed(
     tmp_path: Path, base: dict[str, Any], capsys: Captured
 ) -> None:
-    path = write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%"]})
-    assert main(["sweep", str(path)]) == 0
+    path = swept(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%"]})
     weights = next(Path(base["pretrained"]).glob("*.safetensors"))
     stat = weights.stat()
     try:
@@ -174,14 +169,7 @@ def test_a_failed_run_fails_its_replays_and_another_cell_is_tried_next(
     tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     path = write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%", "75%"]})
-    real = worker.evaluate
-
-    def frail(cell: Any, lm: Any) -> dict[str, Any]:
-        if cell.model_args["capacity"] == "25%":
-            raise RuntimeError("the disk is full")
-        return real(cell, lm)
-
-    monkeypatch.setattr(worker, "evaluate", frail)
+    monkeypatch.setattr(worker, "evaluate", frail("25%"))
     assert main(["sweep", str(path)]) == 1
     assert "has failed; the same command tries another one" in capsys.readouterr().out
     assert records(path.parent) == {}
@@ -191,28 +179,23 @@ def test_a_failed_run_fails_its_replays_and_another_cell_is_tried_next(
 
 
 def test_a_dry_run_counts_runs_and_replays(
-    tmp_path: Path, base: dict[str, Any], capsys: Captured
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     grid = {"capacity": ["25%", "50%", "75%"], "miss": ["fetch", "drop"]}
     path = write_sweep(tmp_path / "x", base=base, grid=grid)
-    assert main(["sweep", str(path), "--dry-run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json("sweep", str(path), "--dry-run")
     assert (found["model_runs"], found["replays"]) == (4, 2)
-    assert main(["sweep", str(path), "--dry-run", "--live", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model_runs"] == 6
+    assert moecache.json("sweep", str(path), "--dry-run", "--live")["model_runs"] == 6
     assert main(["sweep", str(path)]) == 0
-    capsys.readouterr()
     write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "60%", "70%"]})
-    assert main(["sweep", str(path), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    said = moecache("sweep", str(path), "--dry-run")
     assert "2 runs of the model" in said and "2 replays" in said and "about" in said
 
 
 def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str, Any]) -> None:
     grid = {"eviction": ["lru", "fifo"], "capacity": ["50%", "75%"], "miss": ["fetch", "drop"]}
     given = {**base, "policy": "on_demand"}
-    path = write_sweep(tmp_path / "x", base=given, grid=grid, bounds=["belady", "oracle"])
-    assert main(["sweep", str(path)]) == 0
+    path = swept(tmp_path / "x", base=given, grid=grid, bounds=["belady", "oracle"])
     found = list(records(path.parent).values())
     bounds = {
         (r["label"], r["config"]["moecache"]["capacity"]): r["config"]["moecache"]["totals"]
@@ -239,13 +222,12 @@ def test_bounds_stand_beside_the_cells_of_a_sweep(tmp_path: Path, base: dict[str
 
 @pytest.mark.parametrize("lost", ["common", "record", "half"])
 def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
-    tmp_path: Path, base: dict[str, Any], lost: str, capsys: Captured
+    tmp_path: Path, base: dict[str, Any], lost: str, moecache: Moecache
 ) -> None:
     """What a kill leaves: after the trace, after the results beside it, or while recording."""
     grid = {"capacity": ["25%", "50%", "75%"]}
-    path = write_sweep(tmp_path / "x", base=base, grid=grid)
-    assert main(["sweep", str(path)]) == 0
-    expected = {key: {**r, "environment": None} for key, r in records(path.parent).items()}
+    path = swept(tmp_path / "x", base=base, grid=grid)
+    expected = figures(path.parent)
     runs, traces = path.parent / "runs", path.parent / "traces"
     [recording] = [
         r["run_id"] for r in records(path.parent).values() if "run" in r["environment"]["made_by"]
@@ -259,10 +241,7 @@ def test_a_kill_at_any_step_leaves_a_trace_that_is_whole_or_made_again(
         next(traces.glob("*.parquet")).unlink()
         (traces / ".0123.part").mkdir()
         (traces / ".0123.part" / "run-000.partial").write_bytes(b"half a trace")
-    capsys.readouterr()
-    assert main(["sweep", str(path), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = moecache.json("sweep", path)
     assert report["by_model"] == (0 if lost == "record" else 1)
-    found = {key: {**r, "environment": None} for key, r in records(path.parent).items()}
-    assert json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    assert json.dumps(figures(path.parent), sort_keys=True) == json.dumps(expected, sort_keys=True)
     assert not list(traces.glob(".*"))

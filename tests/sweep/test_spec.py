@@ -1,7 +1,8 @@
-"""What a sweep file may say, and the cells it stands for."""
+"""What a sweep file may say, the cells it stands for, and what makes a finished run unfinished."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import re
@@ -11,10 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
+from lm_eval_moecache.algorithms.registry import (
+    AXES,
+    algorithm_names,
+    find_algorithm,
+    source_digest,
+)
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.sweep.identity import plan, resolve, slug
+from lm_eval_moecache.sweep import identity
+from lm_eval_moecache.sweep.files import finished, unedited, write_record
+from lm_eval_moecache.sweep.identity import ResolvedCell, plan, resolve, slug
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
-from lm_eval_moecache.sweep.validation import check_report
+from lm_eval_moecache.sweep.validation import check_cell, check_report
+from lm_eval_moecache.sweep.worker import head
+from tests.report.runs import record
 
 
 def sweep(folder: Path, **fields: Any) -> SweepFile:
@@ -34,6 +45,10 @@ def test_grid_is_every_combination_with_the_last_key_fastest(tmp_path: Path) -> 
     found = [(c.model_args["policy"], c.model_args["capacity"]) for c in cells]
     assert found == list(itertools.product(*grid.values()))
     assert {c.model_args["hardware"] for c in cells} == {"a100-5GBps"}
+    # Tasks and limits can be axes, too.
+    cells = sweep(tmp_path, grid={"tasks": ["toy", ["toy", "other"]], "limit": [1, 2]}).cells()
+    found = [(c.tasks, c.options["limit"]) for c in cells]
+    assert found == list(itertools.product([("toy",), ("toy", "other")], [1, 2]))
 
 
 def test_runs_are_crossed_with_the_grid_and_carry_their_labels(tmp_path: Path) -> None:
@@ -51,29 +66,23 @@ def test_several_grids_follow_each_other_and_excluded_cells_are_left_out(tmp_pat
     assert found == [("a", "5%"), ("a", "10%"), ("b", "5%"), ("c",)]
 
 
-def test_tasks_and_limits_can_be_axes(tmp_path: Path) -> None:
-    cells = sweep(tmp_path, grid={"tasks": ["toy", ["toy", "other"]], "limit": [1, 2]}).cells()
-    found = [(c.tasks, c.options["limit"]) for c in cells]
-    assert found == [(("toy",), 1), (("toy",), 2), (("toy", "other"), 1), (("toy", "other"), 2)]
-
-
 def cell(**model_args: Any) -> Cell:
     return Cell(model="moecache", model_args=model_args, tasks=("toy",))
 
 
-def test_a_written_default_is_the_same_run_and_a_changed_setting_another() -> None:
+def test_a_run_has_a_name_and_is_the_same_with_a_written_default_and_another_with_a_change() -> (
+    None
+):
     usual = {"policy": "specmd", "capacity": "5%"}
     plain = hash_of(cell(**usual))
     assert hash_of(cell(**usual, clock="virtual", seed=0)) == plain
     for name in ("a100-5GBps", "a100-5gbps"):
         assert hash_of(cell(**usual, hardware=name)) == plain
+    name = slug(cell(policy="specmd", capacity="5%"))
+    assert name == "specmd_5pct_toy", "readable and safe in a file system"
+    assert "/" not in slug(cell(policy="../mine.yaml", capacity="3/layer"))
     for change in ({"capacity": "6%"}, {"seed": 1}, {"eviction": "lru"}):
         assert hash_of(cell(**{**usual, **change})) != plain
-
-
-def test_a_run_of_a_renamed_profile_is_still_finished() -> None:
-    """The hash is that of the releases that called the default profile `a100-5gbps`."""
-    assert resolve(read_config({}))["hardware"]["name"] == "a100-5gbps"
 
 
 def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
@@ -88,18 +97,14 @@ def test_a_cell_is_named_by_what_it_emulates_and_by_its_link() -> None:
     assert emulated["expert_weights"] == 3 * 2048 * 1024 and "source" not in emulated
 
 
-def test_a_profile_that_says_nothing_of_its_host_is_the_cell_it_was() -> None:
-    """Cells of before these figures existed keep their names, and so their runs."""
+def test_cells_of_earlier_releases_keep_their_names_and_so_their_runs() -> None:
+    """Of those that called the default profile so, and that had no figures of the host."""
+    assert resolve(read_config({}))["hardware"]["name"] == "a100-5gbps"
     hardware = resolve(read_config({"hardware": "phone-12gb"}))["hardware"]
     later = {"pass_overhead_s", "wait_overhead_s", "host_flops", "host_memory_bytes_per_s"}
     assert not {"layer_overhead_s", *later} & set(hardware)
     slow = resolve(read_config({"hardware": "specmd-a100"}))["hardware"]
     assert slow["layer_overhead_s"] == 0.03
-
-
-def test_a_run_name_is_readable_and_safe_in_a_file_system() -> None:
-    assert slug(cell(policy="specmd", capacity="5%")) == "specmd_5pct_toy"
-    assert "/" not in slug(cell(policy="../mine.yaml", capacity="3/layer"))
 
 
 def test_editing_a_policy_file_makes_another_run(tmp_path: Path) -> None:
@@ -137,3 +142,63 @@ def test_settings_metrics_and_tasks_of_a_view_are_known(tmp_path: Path) -> None:
     grid = {"policy": ["on_demand"], "eviction.protect": [1]}
     found = sweep(tmp_path, tasks="tiny_arc", grid=grid, views=[view])
     check_report(found, found.cells())
+
+
+CODE = '''"""A module."""
+from lm_eval_moecache.algorithms.eviction.lru import LRU
+
+
+class Mine(LRU):
+    """An eviction."""
+
+    seen = 1  # a comment
+'''
+
+
+def planned(eviction: str) -> ResolvedCell:
+    arguments = {"policy": "on_demand", "eviction": eviction}
+    return check_cell(Cell(model="moecache", model_args=arguments, tasks=("tiny_arc",)))
+
+
+def rewrite(path: Path, text: str) -> None:
+    path.write_text(text)
+    importlib.invalidate_caches()
+
+
+def test_an_edited_class_of_a_user_makes_its_run_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "edited_eviction.py"
+    rewrite(module, CODE)
+    before = planned("edited_eviction.Mine")
+    write_record(tmp_path, {**record("a"), **head(before, "e")})
+
+    def is_finished() -> bool:
+        again = planned("edited_eviction.Mine")
+        assert again.run_id == before.run_id  # the new run takes the place of the old
+        return again.configuration_hash in unedited(finished(tmp_path), [again])
+
+    assert is_finished()
+    rewrite(module, CODE.replace("a comment", "other words").replace("An evic", "My evic"))
+    assert is_finished()
+    rewrite(module, CODE.replace("seen = 1", "seen = 2"))
+    assert not is_finished()
+
+
+def test_another_shipped_model_makes_its_runs_unfinished_and_a_record_without_sources_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = planned("lru")
+    own = head(before, "e")
+    write_record(tmp_path, {**record("a"), **own})
+    assert unedited(finished(tmp_path), [before])
+    monkeypatch.setattr(identity, "_shipped_weights", lambda: "others")
+    assert unedited(finished(tmp_path), [planned("lru")]) == {}
+    write_record(tmp_path, {**record("a"), **{k: v for k, v in own.items() if k != "sources"}})
+    assert unedited(finished(tmp_path), [planned("lru")])
+
+
+def test_every_algorithm_has_a_digest_of_its_own() -> None:
+    found = {source_digest(find_algorithm(a, n)) for a in AXES for n in algorithm_names(a)}
+    assert len(found) == sum(len(algorithm_names(axis)) for axis in AXES)

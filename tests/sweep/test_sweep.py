@@ -1,26 +1,29 @@
-"""Sweeps of a real, very small model: what they write, resume, refuse and report."""
+"""Sweeps of a very small model, and over traces: what they write, resume, refuse and report."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import worker
 from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
-from tests.sweep.toy import figures, records, write_sweep
+from tests.conftest import Moecache
+from tests.sweep.toy import figures, frail, records, swept, write_sweep
 
 GRID = {"policy": ["specmd", "on_demand"], "capacity": ["25%", "50%"]}
 
@@ -29,37 +32,39 @@ def run(path: Path, *options: str) -> int:
     return main(["sweep", str(path), *options])
 
 
+def written(path: Path) -> dict[Path, int]:
+    """Return when each finished run was written."""
+    return {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
+
+
 def test_a_sweep_writes_every_cell_and_a_second_one_runs_none(
-    tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     path = write_sweep(tmp_path / "one", base=base, grid=GRID)
-    assert run(path, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = moecache.json("sweep", path)
     assert (len(report["done"]), report["skipped"], report["failed"]) == (4, [], [])
     found = records(path.parent)
     assert {r["run_id"] for r in found.values()} == set(report["done"])
     for record in found.values():
-        assert record["config"]["moecache"]["tasks"]["toy_choice"]["requests"] == 12
-        assert set(record["scores"]["toy_choice"]["acc,none"]) == {"0", "1", "2", "3"}
-        moved = record["scores"]["toy_choice"]["request_bytes_moved,speed"]
-        total = record["config"]["moecache"]["totals"]["bytes_moved"]
-        assert 3 * sum(moved.values()) == pytest.approx(total, rel=1e-5)
+        report, scores = record["config"]["moecache"], record["scores"]["toy_choice"]
+        assert report["tasks"]["toy_choice"]["requests"] == 12
+        assert set(scores["acc,none"]) == {"0", "1", "2", "3"}
+        moved = 3 * sum(scores["request_bytes_moved,speed"].values())
+        assert moved == pytest.approx(report["totals"]["bytes_moved"], rel=1e-5)
         told = {"date", "seconds", "machine", "versions", "revision", "made_by"}
         assert told == set(record["environment"])
         assert "samples" not in record
-    before = {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
-    assert run(path, "--json") == 0
-    again = json.loads(capsys.readouterr().out)
+    before = written(path)
+    again = moecache.json("sweep", path)
     assert (len(again["skipped"]), again["done"]) == (4, [])
-    assert before == {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
+    assert before == written(path)
 
 
 def test_sharing_the_model_changes_no_figure_and_a_rerun_repeats_them(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
     cells = [{"policy": "specmd", "capacity": "25%"}, {"policy": "on_demand", "capacity": "50%"}]
-    together = write_sweep(tmp_path / "together", base=base, runs=cells, name="x")
-    assert run(together) == 0
+    together = swept(tmp_path / "together", base=base, runs=cells, name="x")
     assert worker._holder().lm is not None
     alone = write_sweep(tmp_path / "alone", base=base, runs=cells[1:], name="x")
     worker._holder.cache_clear()
@@ -70,70 +75,75 @@ def test_sharing_the_model_changes_no_figure_and_a_rerun_repeats_them(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"grid": {"policy": ["specmd", "specmdd"], "capacity": ["25%"]}},
+            ["1 of 2 runs cannot start", "Did you mean 'specmd'"],
+        ),
+        ({"tasks": "toy_choise"}, ["Did you mean 'toy_choice'"]),
+        ({"grid": {"capacity": ["99/layer"]}}, ["99/layer"]),
+    ],
+)
 def test_every_cell_is_checked_before_the_first_run(
-    tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    fields: Any, words: list[str], tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
-    grid = {"policy": ["specmd", "specmdd"], "capacity": ["25%"]}
-    path = write_sweep(tmp_path / "bad", base=base, grid=grid)
-    assert run(path) == 2
-    said = capsys.readouterr().err
-    assert "1 of 2 runs cannot start" in said
-    assert "Did you mean 'specmd'" in said
+    path = write_sweep(tmp_path / "bad", base=base, **fields)
+    said = moecache("sweep", path, code=2)
+    assert all(word in said for word in words)
     assert not (path.parent / "runs").exists()
-    assert run(write_sweep(tmp_path / "bad", base=base, tasks="toy_choise")) == 2
-    assert "Did you mean 'toy_choice'" in capsys.readouterr().err
-    assert run(write_sweep(tmp_path / "bad", base=base, grid={"capacity": ["99/layer"]})) == 2
-    assert "99/layer" in capsys.readouterr().err
 
 
 def test_a_failed_run_is_reported_with_exit_code_1_and_retried(
-    tmp_path: Path,
-    base: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     path = write_sweep(tmp_path / "frail", base=base, grid={"capacity": ["25%", "50%"]})
-    real = worker.evaluate
-
-    def frail(cell: Any, lm: Any) -> dict[str, Any]:
-        if cell.model_args["capacity"] == "50%":
-            raise RuntimeError("the disk is full")
-        return real(cell, lm)
-
-    monkeypatch.setattr(worker, "evaluate", frail)
-    # Live: the second cell would be replayed from the first, and not fail.
-    assert run(path, "--live") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "evaluate", frail("50%"))
+        # Live: the second cell would be replayed from the first, and not fail.
+        assert run(path, "--live") == 1
     assert "the disk is full" in capsys.readouterr().out
     assert len(records(path.parent)) == 1
     [trace] = (path.parent / "failed").glob("*.txt")
     assert "RuntimeError" in trace.read_text()
-    monkeypatch.setattr(worker, "evaluate", real)
     assert run(path, "--live") == 0
     assert len(records(path.parent)) == 2
     assert not (path.parent / "failed").exists()
 
 
 def test_equal_cells_run_once_and_a_new_label_is_written_into_the_finished_run(
-    tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     runs = [{"capacity": "25%"}, {"capacity": "25%", "policy": "specmd"}]
     path = write_sweep(tmp_path / "twice", base=base, runs=runs)
-    assert run(path) == 0
-    assert "1 cells equal another" in capsys.readouterr().out
+    assert "1 cells equal another" in moecache("sweep", path)
     write_sweep(tmp_path / "twice", base=base, runs=[{"capacity": "25%", "label": "mine"}])
-    assert run(path) == 0
+    moecache("sweep", path)
     [record] = records(path.parent).values()
     assert record["label"] == "mine"
 
 
+def test_the_gate_passes_a_rerun_and_names_a_task_that_is_no_longer_run(
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["toy_choice", "toy_answer"]
+    for name, tasks in (("old", both), ("again", both), ("fewer", both[:1])):
+        moecache("sweep", write_sweep(tmp_path / name, base=base, tasks=tasks, name="x"))
+    last = moecache("compare", tmp_path / "old", tmp_path / "again").splitlines()[-1]
+    assert re.fullmatch(r"pass: (\d+) figures: \1 same", last)
+    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "fewer")]) == 1
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line[0] == "missing"] == [["missing", "toy_answer"]]
+
+
 def test_a_second_sweep_in_the_same_folder_is_refused(
-    tmp_path: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
     path = write_sweep(tmp_path / "busy", base=base)
     with only_sweep(path.parent):
         assert (path.parent / LOCK).is_file()
-        assert run(path) == 2
-    assert "another sweep is at work" in capsys.readouterr().err
+        assert "another sweep is at work" in moecache("sweep", path, code=2)
     assert not (path.parent / LOCK).exists()
 
 
@@ -160,10 +170,8 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
         child.start()
         # From anywhere in the start to some runs later, whatever the speed of the machine.
         deadline = time.monotonic() + 60
-        target = len(list((path.parent / "runs").glob("*.json"))) + chance.choice((0, 1, 1))
-        while time.monotonic() < deadline and child.is_alive():
-            if len(list((path.parent / "runs").glob("*.json"))) >= target:
-                break
+        target = len(written(path)) + chance.choice((0, 1, 1))
+        while time.monotonic() < deadline and child.is_alive() and len(written(path)) < target:
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.2))
         child.kill()
@@ -173,51 +181,23 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     # Were most of them over before the kill, this would test nothing.
     assert num_killed >= 8
     assert counts == sorted(counts)
-    before = {p: p.stat().st_mtime_ns for p in (path.parent / "runs").glob("*.json")}
+    before = written(path)
     last = run_sweep(read_sweep(path), path.parent, live=True)
     assert len(records(path.parent)) == 20
     assert len(last.done) == 20 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert not list((path.parent / "runs").glob(".*.part"))
-    calm = write_sweep(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
-    assert run(calm) == 0
+    calm = swept(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
     assert figures(path.parent) == figures(calm.parent)
-
-
-@pytest.mark.slow
-def test_processes_share_the_work_and_die_with_a_killed_sweep(
-    tmp_path: Path, base: dict[str, Any]
-) -> None:
-    path = write_sweep(tmp_path / "parallel", base=base, grid=GRID, name="x")
-    command = [sys.executable, "-m", "lm_eval_moecache.cli.main", "sweep", str(path), "--jobs=2"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not list((path.parent / "runs").glob("*.json")):
-            time.sleep(0.05)
-        process.kill()
-    time.sleep(1)
-    # A worker that had survived would hold nothing back: it would go on writing.
-    count = len(records(path.parent))
-    time.sleep(2)
-    assert len(records(path.parent)) == count
-    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
-    alone = write_sweep(tmp_path / "alone", base=base, grid=GRID, name="x")
-    assert run(alone) == 0
-    assert figures(path.parent) == figures(alone.parent)
 
 
 @pytest.mark.parametrize("extra", ["ray", "submitit"])
 def test_a_missing_extra_is_named(
-    tmp_path: Path,
-    base: dict[str, Any],
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setitem(sys.modules, extra, None)
-    path = write_sweep(tmp_path / "extra", base=base)
-    assert run(path, f"--executor={extra}") == 2
-    assert f"lm-eval-moecache[{extra}]" in capsys.readouterr().err
+    said = moecache("sweep", write_sweep(tmp_path / "extra"), f"--executor={extra}", code=2)
+    assert f"lm-eval-moecache[{extra}]" in said
 
 
 @pytest.mark.slow
@@ -230,18 +210,83 @@ def test_other_executors_give_the_same_figures(
 ) -> None:
     given = {"base": base, "grid": {"capacity": ["25%", "50%"]}, "name": "x"}
     how = {"executor": executor, "executor_options": options}
-    far = write_sweep(tmp_path / "far", **given, **how)
-    assert run(far) == 0
-    near = write_sweep(tmp_path / "near", **given)
-    assert run(near) == 0
+    far = swept(tmp_path / "far", **given, **how)
+    near = swept(tmp_path / "near", **given)
     assert figures(far.parent) == figures(near.parent)
 
 
-def test_a_dry_run_reads_runs_that_are_packed(tmp_path: Path, capsys: Any) -> None:
+def test_a_dry_run_reads_runs_that_are_packed(tmp_path: Path, moecache: Moecache) -> None:
     """Nothing is unpacked for it: an estimate writes nothing."""
     baseline = Path(__file__).parents[2] / "results" / "baseline"
     for name in ("sweep.yaml", "runs.jsonl.gz"):
         shutil.copy(baseline / name, tmp_path)
-    assert main(["sweep", str(tmp_path / "sweep.yaml"), "--dry-run", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 4
+    assert len(moecache.json("sweep", tmp_path / "sweep.yaml", "--dry-run")["runs"]) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs.jsonl.gz", "sweep.yaml"]
+
+
+TRACE = Path(__file__).parents[2] / "traces" / "olmoe-1b-7b.parquet"
+
+
+def write_over_traces(folder: Path, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "sweep.yaml"
+    given = {"traces": [str(TRACE)], "base": {"policy": "on_demand", "capacity": "25%"}}
+    path.write_text(yaml.safe_dump({**given, **fields}))
+    return path
+
+
+def test_cells_are_the_replays_of_moecache_replay(tmp_path: Path, moecache: Moecache) -> None:
+    path = write_over_traces(
+        tmp_path / "x", grid={"eviction": ["lru", "belady"]}, bounds=["oracle"]
+    )
+    report = run_sweep(read_sweep(path), path.parent)
+    assert (len(report.done), report.by_model, report.failed) == (3, 0, ())
+    rows = moecache.json("replay", TRACE, "--eviction", "lru,belady")["runs"]
+    replayed = {row["eviction"]: row["metrics"] for row in rows}
+    runs = load_runs(path.parent)
+    assert {run.label for run in runs} == {None, "knows the future: oracle"}
+    for run in runs:
+        if run.label is None:
+            assert run.moecache["totals"] == replayed[run.moecache["policy"]["eviction"]["name"]]
+    again = run_sweep(read_sweep(path), path.parent)
+    assert (len(again.done), len(again.skipped)) == (0, 3)
+    assert "belady" in moecache("table", path.parent)
+
+
+@pytest.mark.slow
+def test_processes_write_what_one_does(tmp_path: Path) -> None:
+    found = []
+    for jobs in (1, 2):
+        grid = {"eviction": ["lru", "belady", "arc"], "capacity": ["10%", "8/layer"]}
+        path = write_over_traces(tmp_path / str(jobs), name="same", grid=grid, jobs=jobs)
+        assert len(run_sweep(read_sweep(path), path.parent).done) == 6
+        runs = load_runs(path.parent)
+        found.append({run.run_id: (run.moecache, run.model_args, run.label) for run in runs})
+    assert found[0] == found[1]
+
+
+def test_another_content_of_a_trace_is_another_configuration(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.parquet"
+    shutil.copy(TRACE, copy)
+    path = write_over_traces(tmp_path / "x", traces=[str(tmp_path / "*.parquet")])
+    assert len(run_sweep(read_sweep(path), path.parent).done) == 1
+    shutil.copy(TRACE.with_name("qwen3-30b-a3b.parquet"), copy)
+    assert len(run_sweep(read_sweep(path), path.parent).done) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"traces": ["no/such.parquet"]}, "no/such.parquet': there is no such file"),
+        ({"base": {"eviction": "lruu"}}, "lruu"),
+        ({"base": {"expert_bytes": "1MiB"}}, "says itself how large experts are"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused_before_the_first_replay(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    path = write_over_traces(tmp_path / "x", **fields)
+    with pytest.raises(ValueError, match=said):
+        run_sweep(read_sweep(path), path.parent)
+    assert not (path.parent / "runs").exists()

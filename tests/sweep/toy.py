@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.sweep import worker
 
 NUM_DOCS = 4
 _LOADER = """
@@ -91,20 +92,22 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 
 def figures(folder: Path) -> dict[str, dict[str, Any]]:
     """The same without what a rerun need not repeat."""
-    found = records(folder)
-    return {
-        key: {k: v for k, v in record.items() if k != "environment"}
-        for key, record in found.items()
-    }
+    return {key: {**record, "environment": None} for key, record in records(folder).items()}
+
+
+def swept(folder: Path, *options: str, **fields: Any) -> Path:
+    """Run a sweep over the toy tasks, and return its file."""
+    path = write_sweep(folder, **fields)
+    assert main(["sweep", str(path), *options]) == 0
+    return path
 
 
 def both_ways(folder: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run a sweep sharing its runs, and live; assert that records are equal to the byte."""
-    shared = write_sweep(folder / "shared", name="x", **fields)
-    assert main(["sweep", str(shared)]) == 0
-    live = write_sweep(folder / "live", name="x", **fields)
-    assert main(["sweep", str(live), "--live"]) == 0
-    found, expected = records(shared.parent), records(live.parent)
+    found, expected = (
+        records(swept(folder / name, *options, name="x", **fields).parent)
+        for name, options in (("shared", ()), ("live", ("--live",)))
+    )
     assert found.keys() == expected.keys()
     for key, record in expected.items():
         texts = [json.dumps({**r, "environment": None}) for r in (found[key], record)]
@@ -114,3 +117,15 @@ def both_ways(folder: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, An
 
 def made_by(found: dict[str, Any]) -> list[str]:
     return sorted(next(iter(r["environment"]["made_by"])) for r in found.values())
+
+
+def frail(capacity: str) -> Any:
+    """Return what evaluates a cell, and fails at this capacity."""
+    real = worker.evaluate
+
+    def evaluate(cell: Any, lm: Any) -> dict[str, Any]:
+        if cell.model_args["capacity"] == capacity:
+            raise RuntimeError("the disk is full")
+        return real(cell, lm)
+
+    return evaluate

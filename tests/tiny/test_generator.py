@@ -15,7 +15,6 @@ from tools.train_tiny.skills import world
 from tools.train_tiny.skills.generator import (
     ASKED,
     AUXILIARY,
-    BBH,
     GRADES,
     MAKERS,
     MISSPELT,
@@ -26,16 +25,7 @@ from tools.train_tiny.skills.problem import split_of
 
 NAMES = tuple(MAKERS | AUXILIARY | MISSPELT)
 
-DIGEST = """
-import hashlib
-from random import Random
-from tools.train_tiny.skills.generator import MAKERS, problems
-text = ""
-for name in MAKERS:
-    stream = problems(name, "train", Random(7))
-    text += "".join(repr(next(stream)) for _ in range(20))
-print(hashlib.sha256(text.encode()).hexdigest())
-"""
+DIGEST = "from tests.tiny.test_generator import digest; print(digest())"
 
 
 def draw(name: str, split: str, count: int, seed: int = 0) -> list:
@@ -43,36 +33,28 @@ def draw(name: str, split: str, count: int, seed: int = 0) -> list:
     return [next(stream) for _ in range(count)]
 
 
+def digest() -> str:
+    text = "".join(repr(problem) for name in MAKERS for problem in draw(name, "train", 20, seed=7))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def test_problems_do_not_depend_on_the_hash_seed() -> None:
-    digests = set()
+    digests = {digest()}
     for hash_seed in ("0", "1", "4242"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()}
         command = [sys.executable, "-c", DIGEST]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         digests.add(done.stdout.strip())
-    text = "".join(repr(problem) for name in MAKERS for problem in draw(name, "train", 20, seed=7))
-    assert digests == {hashlib.sha256(text.encode()).hexdigest()}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_same_seed_gives_the_same_problems_and_another_seed_others(name: str) -> None:
-    assert draw(name, "train", 30, seed=3) == draw(name, "train", 30, seed=3)
-    assert draw(name, "train", 30, seed=3) != draw(name, "train", 30, seed=4)
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_test_problem_is_ever_drawn_for_training(name: str) -> None:
-    train = {problem.key for problem in draw(name, "train", 400)}
-    test = {problem.key for problem in held_out((name,), 40, seed=0)}
-    assert not train & test
-    skill = draw(name, "test", 1)[0].skill
-    assert {split_of(f"{skill}/{key}") for key in test} == {"test"}
-
-
-def test_no_test_prompt_stands_in_a_training_prompt() -> None:
-    for name in set(NAMES) - {"pages"}:
-        train = {problem.prompt for problem in draw(name, "train", 400)}
-        assert not train & {problem.prompt for problem in held_out((name,), 40, seed=0)}
+    train, test = draw(name, "train", 400), held_out((name,), 40, seed=0)
+    assert not {problem.key for problem in train} & {problem.key for problem in test}
+    if name != "pages":
+        assert not {problem.prompt for problem in train} & {problem.prompt for problem in test}
+    assert {split_of(f"{problem.skill}/{problem.key}") for problem in test} == {"test"}
 
 
 @pytest.mark.slow
@@ -92,11 +74,6 @@ def fact_of(problem: object) -> tuple[str, ...]:
     subjects += [name for grade in GRADES for name in world.fixed_facts(grade)]
     subjects += [name for grade in world.ELEMENTS for name in world.elements(grade)]
     return tuple(subject for subject in subjects if subject.lower() in text)
-
-
-def test_more_test_problems_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match="have only"):
-        held_out(("bbh/boolean_expressions/1",), 100, seed=0)
 
 
 @pytest.mark.parametrize("name", [f"bbh/navigate/{grade}" for grade in GRADES])
@@ -121,11 +98,6 @@ def test_test_sets_hold_no_problem_twice() -> None:
     assert len(set(rows)) == 210
 
 
-def test_tasks_ask_what_there_are_makers_of_and_each_kind_of_bbh() -> None:
-    assert {name for names in ASKED.values() for name in names} <= set(MAKERS | MISSPELT)
-    assert {name.split("/")[1] for name in ASKED["bbh"]} == set(BBH)
-
-
 @pytest.mark.parametrize("grade", GRADES)
 def test_word_problem_calculations_are_right_and_lead_to_the_answer(grade: int) -> None:
     for problem in draw(f"gsm8k/{grade}", "train", 300):
@@ -148,11 +120,3 @@ def test_misspelt_questions_keep_their_letters_and_their_answer() -> None:
             question = problem.row["question"]
             assert sorted(question) == sorted(problem.key)
             assert question in problem.prompt
-
-
-def test_a_higher_grade_is_longer() -> None:
-    for skill in ("gsm8k", *(f"bbh/{kind}" for kind in BBH)):
-        easy, hard = (
-            sum(len(p.prompt) for p in draw(f"{skill}/{grade}", "train", 200)) for grade in (1, 3)
-        )
-        assert hard > easy, skill

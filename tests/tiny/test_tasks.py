@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ from tools.train_tiny.skills.generator import ASKED, BBH, held_out
 CONFIGS = Path(__file__).parents[2] / "task_configs"
 LM_EVAL = Path(lm_eval_tasks.__file__).parent
 NAMES = ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh", "wikitext")
+VERSIONS = {
+    "gsm8k": (2.0, "be3cb130"),
+    "mmlu": (2.0, "f4322ee4"),
+    "arc": (2.0, "cc53117f"),
+    "truthfulqa": (2.0, "352eb792"),
+    "bbh": (2.0, "b7a7cbc8"),
+    "wikitext": (2.0, "cb595aff"),
+}
+"""The version of each offline task, and a digest of the documents that it stands for."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,8 +52,13 @@ def loaded() -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tasks_load_with_their_number_of_documents(loaded: dict, name: str) -> None:
-    assert len(list(loaded[f"tiny_{name}"].test_docs())) == (150 if name == "wikitext" else 500)
+def test_documents_change_with_the_version_of_their_task_only(loaded: dict, name: str) -> None:
+    """Records pair answers by number: other documents under one version would be compared."""
+    task = loaded[f"tiny_{name}"]
+    rows = list(task.test_docs())
+    assert len(rows) == (150 if name == "wikitext" else 500)
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:8]
+    assert (task.VERSION, digest) == VERSIONS[name], "raise metadata.version, then this entry"
 
 
 @pytest.fixture(scope="module")

@@ -103,10 +103,8 @@ def test_requests_are_told_from_the_rows_where_the_file_does_not_list_them(
 def test_an_interrupted_recording_is_a_trace_of_its_finished_requests(tmp_path: Path) -> None:
     writer = half_a_recording(tmp_path, keep_until=2)
     path = writer.close_interrupted()
-    assert path is not None
-    trace = read_trace(path)
-    assert [r.passes for r in trace.requests] == [tuple(range(6)), tuple(range(6, 12))]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert [r.passes for r in read_trace(path).requests] == [tuple(range(6)), tuple(range(6, 12))]
     assert writer.close() is None and writer.close_interrupted() is None
 
 
@@ -156,11 +154,6 @@ def test_a_recording_of_any_name_without_passes_leaves_nothing(tmp_path: Path) -
     header = Header(geometry=traces.GEOMETRY, seed=0)
     assert TraceWriter(tmp_path, "n" * 300, header).close([]) is None
     assert not list(tmp_path.iterdir())
-
-
-def test_recordings_never_replace_one_another(tmp_path: Path) -> None:
-    first, second = traces.record(tmp_path)[0], traces.record(tmp_path)[0]
-    assert first.name == "run-000.parquet" and second.name == "run-001.parquet"
 
 
 def test_a_folder_that_is_a_file_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -222,33 +215,21 @@ def test_the_last_layer_may_serve_the_last_token_alone_and_no_other(
     refused(shorter, tmp_path, "layer has 3 rows in this pass, layer 0 has 4")
 
 
-@FAST
-@given(row=st.integers(0, 80), expert=st.one_of(st.integers(8, 32767), st.integers(-32768, -1)))
-def test_an_expert_the_model_does_not_have_is_refused(
-    good: Path, tmp_path: Path, row: int, expert: int
-) -> None:
-    experts = pq.read_table(good)["experts"].to_pylist()
-    experts[row] = [expert, experts[row][1]]
-    said = re.escape(f"row {row}: experts is [{expert}, ")
-    refused(rewritten(good, experts=experts), tmp_path, said)
-
-
-@FAST
-@given(row=st.integers(0, 80), column=st.sampled_from(["request", "pass", "token", "layer"]))
-def test_a_missing_value_is_refused(good: Path, tmp_path: Path, row: int, column: str) -> None:
-    values = pq.read_table(good)[column].to_pylist()
-    values[row] = None
-    refused(rewritten(good, **{column: values}), tmp_path, f"row {row}: {column} is null")
-
-
-@FAST
-@given(row=st.integers(0, 80), column=st.sampled_from(["experts", "weights"]))
-def test_a_row_of_another_length_is_refused(
-    good: Path, tmp_path: Path, row: int, column: str
+@pytest.mark.parametrize(
+    ("column", "change", "said"),
+    [
+        *((name, lambda _: None, "is null") for name in ("request", "pass", "token", "layer")),
+        *((name, lambda v: v[:1], "has 1 values, must have 2") for name in ("experts", "weights")),
+        *(("experts", lambda v, n=n: [n, v[1]], f"is [{n}, ") for n in (8, 32767, -1, -32768)),
+    ],
+)
+@pytest.mark.parametrize("row", [0, 41, 80])
+def test_a_value_that_is_missing_short_or_no_expert_of_the_model_is_refused(
+    good: Path, tmp_path: Path, row: int, column: str, change: Any, said: str
 ) -> None:
     values = pq.read_table(good)[column].to_pylist()
-    values[row] = values[row][:1]
-    said = f"row {row}: {column} has 1 values, must have 2"
+    values[row] = change(values[row])
+    said = re.escape(f"row {row}: {column} {said}")
     refused(rewritten(good, **{column: values}), tmp_path, said)
 
 
@@ -282,27 +263,24 @@ def test_weights_may_be_null_but_not_out_of_order(good: Path, tmp_path: Path) ->
 def test_a_flipped_bit_of_the_footer_is_refused_or_changes_nothing(
     good: Path, tmp_path: Path
 ) -> None:
+    def told(path: Path) -> list[object]:
+        trace, c = read_trace(path), read_trace(path).columns
+        rows = (c.request, c.token, c.layer, c.phase, c.experts)
+        return [trace.geometry, trace.seed, trace.requests, trace.scans, [r.tolist() for r in rows]]
+
     data, path = good.read_bytes(), tmp_path / "flipped.parquet"
     begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    told, chance = about(good), np.random.default_rng(0)
+    whole, chance = told(good), np.random.default_rng(0)
     refused = 0
     for place in chance.integers(begin, len(data), 120):
         flipped = bytearray(data)
         flipped[place] ^= 1 << int(chance.integers(8))
         path.write_bytes(flipped)
         try:
-            assert about(path) == told, place
+            assert told(path) == whole, place
         except ValueError:
             refused += 1
     assert refused > 40
-
-
-def about(path: Path) -> list[object]:
-    """Return what a trace says, rows and all."""
-    trace = read_trace(path)
-    columns = trace.columns
-    rows = (columns.request, columns.token, columns.layer, columns.phase, columns.experts)
-    return [trace.geometry, trace.seed, trace.requests, trace.scans, *(r.tolist() for r in rows)]
 
 
 def _record_many(folder: str, answers: Any) -> None:
@@ -348,26 +326,7 @@ turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
 """
 
 
-def test_a_route_trace_becomes_one_prefill_pass_and_one_pass_per_step(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(CSV)
-    trace = load_trace(str(tmp_path / "t.csv"))
-    assert trace.num_passes == 2 and trace.geometry.expert_bytes == ((100,), (80,))
-    found = [
-        trace.keys[a:b].tolist()
-        for a, b in zip(trace.key_bounds[:-1], trace.key_bounds[1:], strict=True)
-    ]
-    assert found == [[3, 1, 0], [6, 7], [0, 2], [5, 4]]
-
-
 JSONL = '{"tok": 1, "layers": [[0, 3], [1, 2]]}\n{"tok": 2, "layers": [[1, 3], [0, 2]]}\n'
-
-
-def test_json_lines_are_decode_steps_without_sizes(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(JSONL)
-    trace = load_trace(str(tmp_path / "t.jsonl"))
-    assert (trace.num_passes, trace.has_sizes, trace.geometry.num_experts) == (2, False, 4)
-    sized = load_trace(str(tmp_path / "t.jsonl"), expert_bytes=12)
-    assert sized.has_sizes and sized.geometry.expert_bytes == ((12,), (12,))
 
 
 def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> None:
@@ -382,14 +341,16 @@ def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path: Path) -> Non
 ROUTED = np.array([[[0, 3], [1, 2]], [[1, 3], [0, 2]]], dtype=np.uint8)
 
 
-def test_routed_experts_of_an_engine_are_decode_steps(tmp_path: Path) -> None:
-    path = tmp_path / "t.npz"
+def test_what_a_format_does_not_say_is_counted_or_given(tmp_path: Path) -> None:
+    """The number of experts and their sizes, in arrays and in lines of ids alike."""
+    path, lines = tmp_path / "t.npz", tmp_path / "t.jsonl"
     np.savez_compressed(path, routed_experts=ROUTED, other=np.zeros(3))
-    (tmp_path / "t.jsonl").write_text(JSONL)
-    trace, lines = load_trace(str(path)), load_trace(str(tmp_path / "t.jsonl"))
-    assert trace.geometry == lines.geometry and not trace.has_sizes
-    assert np.array_equal(trace.keys, lines.keys)
+    lines.write_text(JSONL)
+    trace, same = load_trace(str(path)), load_trace(str(lines))
+    assert (trace.num_passes, trace.has_sizes, trace.geometry.num_experts) == (2, False, 4)
+    assert trace.geometry == same.geometry and np.array_equal(trace.keys, same.keys)
     np.savez(path, routed_experts=ROUTED, num_experts=np.array(64))
     sized = load_trace(str(path), expert_bytes=12)
-    assert sized.has_sizes and sized.geometry.num_experts == 64
+    assert sized.has_sizes and sized.geometry.expert_bytes == ((12,), (12,))
+    assert sized.geometry.num_experts == 64
     assert sized.keys.tolist() == [0, 3, 65, 66, 1, 3, 64, 66]

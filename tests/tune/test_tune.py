@@ -1,12 +1,15 @@
-"""The search on a real, very small model: what it measures how, keeps, resumes and refuses."""
+"""The search on a real, very small model, the spaces it takes, and the policy that it names."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import optuna
 import pytest
 import yaml
 
@@ -15,10 +18,20 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep import evaluation, worker
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY
+from lm_eval_moecache.testing.streams import make_geometry
 from lm_eval_moecache.tune import search
 from lm_eval_moecache.tune.measure import CandidateRunner, Objective
+from lm_eval_moecache.tune.outcome import (
+    SEARCHED,
+    SHIPPED,
+    Entry,
+    Outcome,
+    front_table,
+    policy_yaml,
+)
+from lm_eval_moecache.tune.space import DEFAULT_SPACE, Space, read_space
 from lm_eval_moecache.tune.study import JOURNAL, open_study
-from tests.conftest import Checkpoint
+from tests.conftest import Checkpoint, Moecache
 from tests.soak.judge import OBJECTIVE
 from tests.sweep.toy import write_tasks
 
@@ -28,7 +41,7 @@ SPACE = {
     "eviction": {"lru": {}, "lfu": {}},
     "miss": {"fetch": {}, "drop": {"h": [1]}},
 }
-SHIPPED = ["on_demand", "mixtral_offloading", "mixture_cache"]
+COMPOSITIONS = ["on_demand", "mixtral_offloading", "mixture_cache"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +50,7 @@ def toy_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     folder = write_tasks(tmp_path / "tasks")
     evaluation._task_manager.cache_clear()
     monkeypatch.setattr(evaluation, "task_configs_dir", lambda: folder)
-    monkeypatch.setattr(search, "policy_names", lambda: SHIPPED)
+    monkeypatch.setattr(search, "policy_names", lambda: COMPOSITIONS)
     yield
     evaluation._task_manager.cache_clear()
     worker._holder.cache_clear()
@@ -45,40 +58,24 @@ def toy_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @pytest.fixture
 def command(tmp_path: Path, checkpoint: Checkpoint) -> list[str]:
-    space = tmp_path / "space.yaml"
-    space.write_text(yaml.safe_dump(SPACE))
-    return [
-        "tune",
-        f"--out={tmp_path / 'found'}",
-        f"--pretrained={checkpoint('olmoe')}",
-        f"--space={space}",
-        "--tasks=toy_answer",
-        "--model_args=device=cpu",
-        "--json",
-    ]
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
+    places = [f"--out={tmp_path / 'found'}", f"--space={tmp_path / 'space.yaml'}"]
+    model = [f"--pretrained={checkpoint('olmoe')}", "--model_args=device=cpu"]
+    return ["tune", *places, *model, "--tasks=toy_answer"]
 
 
 def asked(checkpoint: Checkpoint) -> Objective:
-    return Objective(
-        pretrained=str(checkpoint("olmoe")),
-        tasks=("toy_answer",),
-        limit=None,
-        capacity="25%",
-        hardware="a100-5GBps",
-        bandwidth=None,
-        metric="tok_per_s",
-        budget=1.0,
-        model_args={"device": "cpu"},
-    )
+    given = {"pretrained": str(checkpoint("olmoe")), "model_args": {"device": "cpu"}}
+    more = {"tasks": ("toy_answer",), "limit": None, "hardware": "a100-5GBps"}
+    return dataclasses.replace(OBJECTIVE, **given, **more, metric="tok_per_s")
 
 
 def test_a_search_measures_shipped_and_drawn_policies_and_writes_the_best(
-    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: list[str], moecache: Moecache
 ) -> None:
-    assert main([*command, "--trials=16", "--slack=0.05"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*command, "--trials=16", "--slack=0.05")
     by_name = {e["name"]: e for e in found["shipped"]}
-    assert sorted(by_name) == sorted(SHIPPED)
+    assert sorted(by_name) == sorted(COMPOSITIONS)
     assert by_name["on_demand"]["measured_by"] == BY_REPLAY
     assert by_name["mixture_cache"]["measured_by"] == BY_MODEL
     assert sum(found["trials"].values()) == 16
@@ -96,10 +93,9 @@ def test_a_search_measures_shipped_and_drawn_policies_and_writes_the_best(
 
 
 def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
-    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: list[str], moecache: Moecache
 ) -> None:
-    assert main([*command, "--trials=0", "--limit=1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*command, "--trials=0", "--limit=1")
     told = found["confirmation"]
     assert told["documents"] == {"toy_answer": 1}
     assert told["points_lost"] == 100 * (told["reference_accuracy"] - told["accuracy"])
@@ -110,22 +106,21 @@ def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
         # Document 0 was searched.
         assert list(run.samples["toy_answer"]["exact_match,none"]) == ["1"]
     assert "On 1 other documents" in (tmp_path / "found" / "front.md").read_text()
-    assert main([*command, "--trials=0", f"--out={tmp_path / 'all'}"]) == 0
-    assert json.loads(capsys.readouterr().out)["confirmation"] is None
+    assert (
+        moecache.json(*command, "--trials=0", f"--out={tmp_path / 'all'}")["confirmation"] is None
+    )
     assert "Not confirmed" in (tmp_path / "all" / "front.md").read_text()
 
 
 def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
-    tmp_path: Path, command: list[str], checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: list[str], checkpoint: Checkpoint, moecache: Moecache
 ) -> None:
-    assert main([*command, "--trials=3"]) == 0
-    first = json.loads(capsys.readouterr().out)
+    first = moecache.json(*command, "--trials=3")
     folder = tmp_path / "found"
     before = {p: p.stat().st_mtime_ns for p in (folder / "runs").glob("*.json")}
     # What a kill in the middle of a trial leaves behind.
     left = open_study(folder, asked(checkpoint), 0).ask()
-    assert main([*command, "--trials=3"]) == 0
-    second = json.loads(capsys.readouterr().out)
+    second = moecache.json(*command, "--trials=3")
     assert [e["name"] for e in second["shipped"]] == [e["name"] for e in first["shipped"]]
     assert sum(second["trials"].values()) == 7
     assert second["trials"]["fail"] == 1
@@ -150,18 +145,13 @@ def test_a_journal_whose_last_write_was_cut_short_goes_on(tmp_path: Path, torn: 
         again.tell(again.ask(), [0.25, 1.0])
 
 
-def test_a_journal_that_is_none_is_named(tmp_path: Path) -> None:
-    (tmp_path / JOURNAL).write_text('{"op_code": 2}\n')
-    with pytest.raises(ValueError, match=rf"{JOURNAL} is no readable journal of a search \(KeyErr"):
-        open_study(tmp_path, OBJECTIVE, 0)
-
-
 def test_a_folder_that_holds_another_question_is_refused(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], moecache: Moecache
 ) -> None:
     assert main([*command, "--trials=0"]) == 0
-    assert main([*command, "--trials=0", "--capacity=50%"]) == 2
-    assert "holds a search with capacity='25%', not '50%'" in capsys.readouterr().err
+    assert "holds a search with capacity='25%', not '50%'" in moecache(
+        *command, "--trials=0", "--capacity=50%", code=2
+    )
 
 
 def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
@@ -183,17 +173,16 @@ def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
 
 
 def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setattr(search, "policy_names", lambda: ["fate", "on_demand"])
-    assert main([*command, "--trials=0", "--capacity=2/layer"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*command, "--trials=0", "--capacity=2/layer")
     assert "chooses between layers" in found["left_out"]["fate"]
     assert [e["name"] for e in found["shipped"]] == ["on_demand"]
 
 
 def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     replay = CandidateRunner.replay
 
@@ -203,8 +192,7 @@ def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
         return replay(self, policy)
 
     monkeypatch.setattr(CandidateRunner, "replay", lacking)
-    assert main([*command, "--trials=0"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*command, "--trials=0")
     measured = {e["name"]: e["measured_by"] for e in found["shipped"]}
     assert measured["mixtral_offloading"] == BY_MODEL
     assert measured["on_demand"] == BY_REPLAY
@@ -225,32 +213,164 @@ def test_a_task_without_the_metric_is_refused_before_anything_runs(
     words: list[str],
     tmp_path: Path,
     command: list[str],
-    capsys: pytest.CaptureFixture[str],
+    moecache: Moecache,
 ) -> None:
-    assert main([*command, *options]) == 2
-    told = capsys.readouterr().err
+    told = moecache(*command, *options, code=2)
     assert all(word in told for word in words), told
     assert not (tmp_path / "found").exists()
 
 
 def test_no_shipped_composition_begins_when_the_time_is_up(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str], moecache: Moecache
 ) -> None:
-    assert main([*command, "--timeout=0.000001"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = moecache.json(*command, "--timeout=0.000001")
     assert [e["name"] for e in found["shipped"]] == ["on_demand"]
     assert sorted(found["left_out"]) == ["mixtral_offloading", "mixture_cache"]
     assert all("--timeout=1e-06 was over" in why for why in found["left_out"].values())
     assert found["trials"] == {}
-    assert main([*command, "--trials=0"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert sorted(e["name"] for e in again["shipped"]) == sorted(SHIPPED)
+    again = moecache.json(*command, "--trials=0")
+    assert sorted(e["name"] for e in again["shipped"]) == sorted(COMPOSITIONS)
     assert again["left_out"] == {}
 
 
 def test_a_missing_optuna_is_named(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert main(command) == 2
-    assert "lm-eval-moecache[tune]" in capsys.readouterr().err
+    assert "lm-eval-moecache[tune]" in moecache(*command, code=2)
+
+
+GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
+
+
+def write_space(folder: Path, **axes: Any) -> Path:
+    usual = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
+    plain = {axis: {name: {}} for axis, name in usual.items()}
+    path = folder / "space.yaml"
+    path.write_text(yaml.safe_dump({**plain, **axes}))
+    return path
+
+
+def test_the_shipped_space_names_algorithms_that_exist_and_draws_policies() -> None:
+    space = read_space(DEFAULT_SPACE).fit(GEOMETRY)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    drawn = set()
+    for _ in range(60):
+        overrides = space.suggest(study.ask())
+        try:
+            policy = load_policy("on_demand", overrides)
+        except ValueError as error:
+            assert "does not go with" in str(error)
+            continue
+        drawn.add((policy.routing.name, policy.miss.name))
+        for key, value in overrides.items():
+            axis, _, parameter = key.partition(".")
+            if parameter:
+                assert getattr(policy, axis).as_dict()[parameter] == value
+    assert len(drawn) > 6
+
+
+def test_sizes_of_the_model_stand_in_for_their_names(tmp_path: Path) -> None:
+    path = write_space(
+        tmp_path, routing={"max_rank": {"M": {"low": "top_k", "high": "num_experts"}}}
+    )
+    space = read_space(path)
+    assert space.fit(GEOMETRY).axes["routing"]["max_rank"]["M"] == {"low": 2, "high": 8}
+
+
+def test_whole_numbers_draw_whole_numbers_and_others_do_not(tmp_path: Path) -> None:
+    ranges = {"lambda": {"low": 0.5, "high": 1}, "top_j": {"low": 0, "high": 2}}
+    path = write_space(tmp_path, routing={"cache_prior": ranges})
+    overrides = read_space(path).suggest(optuna.create_study().ask())
+    assert isinstance(overrides["routing.top_j"], int)
+    assert isinstance(overrides["routing.lambda"], float)
+    assert overrides["routing"] == "cache_prior"
+
+
+@pytest.mark.parametrize(("depth", "reach"), [([1, 3, 2], 3), ({"low": 1, "high": 4}, 4)])
+def test_the_furthest_look_ahead_is_known(tmp_path: Path, depth: Any, reach: int) -> None:
+    path = write_space(tmp_path, prefetch={"none": {}, "next_gate": {"depth": depth}})
+    assert read_space(path).max_depth == reach
+    assert Space({"prefetch": {}}).max_depth == 1
+
+
+QUESTION = {**dataclasses.asdict(OBJECTIVE), "tasks": ["quiz"], "limit": None}
+
+
+def entry(name: str, accuracy: float, speed: float, kind: str = SEARCHED, **policy: Any) -> Entry:
+    return Entry(
+        name=name,
+        kind=kind,
+        policy=load_policy("on_demand", policy).as_dict(),
+        accuracy=accuracy,
+        stderr=0.01,
+        speed=speed,
+        measured_by="model",
+        within_budget=accuracy >= 0.89,
+    )
+
+
+def outcome(*entries: Entry, metric: str = "tok_per_s") -> Outcome:
+    return Outcome(
+        question={**QUESTION, "metric": metric},
+        floor=0.89,
+        entries=entries,
+        left_out={"commitmoe": "needs a predictor"},
+        counts={"complete": 2, "pruned": 5},
+    )
+
+
+def test_the_best_is_the_fastest_within_the_budget_and_not_the_fastest_of_all() -> None:
+    found = outcome(
+        entry("specmd", 0.90, 100.0, SHIPPED),
+        entry("trial 7", 0.89, 130.0),
+        entry("trial 8", 0.70, 500.0),
+    )
+    best = found.fastest()
+    assert best is not None and best.name == "trial 7"
+    assert found.verdict == (
+        "trial 7 (tok_per_s 130.0, accuracy 0.890) is faster than every shipped composition that "
+        "meets the budget: specmd (100.0)."
+    )
+    assert [e.name for e in found.front] == ["trial 8", "trial 7", "specmd"]
+
+
+def test_a_latency_is_better_where_it_is_lower() -> None:
+    entries = (entry("specmd", 0.90, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0))
+    found = outcome(*entries, metric="tpot_ms")
+    best = found.fastest()
+    assert best is not None and best.name == "specmd"
+    assert found.verdict.startswith("None was found faster than the shipped specmd")
+    assert [e.name for e in found.front] == ["specmd"]
+
+
+def test_nothing_within_the_budget_is_said() -> None:
+    assert outcome(entry("trial 1", 0.5, 1.0)).verdict == "No policy met the budget."
+    found = outcome(entry("specmd", 0.5, 9.0, SHIPPED), entry("trial 1", 0.9, 1.0))
+    assert found.verdict.endswith("meets the budget; no shipped composition does.")
+
+
+def test_equal_figures_are_one_entry_of_the_front_and_the_first_of_them() -> None:
+    found = outcome(entry("a", 0.9, 5.0, SHIPPED), entry("b", 0.9, 5.0), entry("c", 0.9, 4.0))
+    assert [e.name for e in found.front] == ["a"]
+    best = found.fastest()
+    assert best is not None and best.name == "a"
+
+
+def test_the_best_policys_file_is_that_policy(tmp_path: Any) -> None:
+    chosen = entry("trial 7", 0.9, 130.0, **{"miss": "drop", "miss.h": 1, "prefetch": "next_gate"})
+    path = tmp_path / "best.yaml"
+    path.write_text(policy_yaml(chosen, outcome(chosen)))
+    loaded = load_policy(str(path)).as_dict()
+    for part in ("phases", "routing", "prefetch", "eviction", "miss"):
+        assert loaded[part] == chosen.policy[part]
+    assert yaml.safe_load(path.read_text())["name"] == "tuned"
+
+
+def test_the_table_shows_front_shipped_verdict_and_what_was_left_out() -> None:
+    found = outcome(entry("specmd", 0.9, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0))
+    text = front_table(found.as_dict())
+    front, _, shipped = text.partition("## Shipped compositions")
+    assert "| trial 7 |" in front and "specmd" not in front
+    assert "| specmd |" in shipped
+    assert "Left out: commitmoe: needs a predictor" in text

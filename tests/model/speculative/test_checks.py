@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import transformers
-from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 
-from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.harness import lm as module
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.speculative.draft_model import measure
 from lm_eval_moecache.tiny import MODEL_DIR
-from tests.engine.traces import record
-from tests.test_config import says
-
-
-@pytest.fixture(autouse=True)
-def _loading_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*args: object, **kwargs: object) -> NoReturn:
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(HFLM, "_create_model", loaded)
-    monkeypatch.setattr(module, "make_draft", loaded)
+from tests.conftest import Moecache
+from tests.harness import assert_loads, says
+from tests.harness import refusal as refusal_of
 
 
 def refusal(kind: type[MoECacheLM] = MoECacheSpecLM, **arguments: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        kind(device="cpu", **{"policy": "sp_moe", **arguments})
-    return str(caught.value)
+    return refusal_of(kind, **{"policy": "sp_moe", **arguments})
 
 
 def shape_of(folder: Path, tokenizer: str | None = str(MODEL_DIR), **changes: Any) -> str:
@@ -49,8 +36,11 @@ def shape_of(folder: Path, tokenizer: str | None = str(MODEL_DIR), **changes: An
 def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
     drafts = (shape_of(tmp_path / "good"), shape_of(tmp_path / "bare", tokenizer=None), "tiny")
     for draft in drafts:
-        with pytest.raises(AssertionError, match="the weights were loaded"):
-            MoECacheSpecLM(device="cpu", policy="sp_moe", draft=draft)
+        assert_loads(MoECacheSpecLM, policy="sp_moe", draft=draft)
+
+
+ALONG: dict[str, Any] = {"kind": MoECacheLM, "policy": "on_demand", "prefetch": "draft"}
+"""A draft that reads along, without speculation."""
 
 
 @pytest.mark.parametrize(
@@ -63,6 +53,14 @@ def test_good_arguments_reach_the_loading(tmp_path: Path) -> None:
         ({"prefetch.cutoff": 9}, ["prefetch.cutoff=9", "between 0", "8 MoE layers"]),
         ({"prefetch.cutoff": "all"}, ["prefetch.cutoff='all'", "auto"]),
         ({"prefetch.critical": 65}, ["prefetch.critical=65", "64"]),
+        ({**ALONG, "draft_tokens": 2}, ["draft_tokens=2", "drafts no tokens"]),
+        ({**ALONG, "draft": "prompt_lookup"}, ["no attention outputs"]),
+        ({**ALONG, "batch_size": 2}, ["follows one request at a time"]),
+        ({**ALONG, "prefetch": "none", "draft": "tiny"}, ["is for --model moecache-spec"]),
+        (
+            {**ALONG, "scoring": "scan", "capacity": "8/layer"},
+            ["scoring='scan' does not go with"],
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -70,21 +68,20 @@ def test_a_bad_setting_is_refused(arguments: dict[str, Any], parts: list[str]) -
     says(refusal(**arguments), *parts)
 
 
-@pytest.mark.parametrize("draft", ["self:int4/g7", "self:hqq2/g256"])
-def test_a_codec_that_cannot_store_the_experts_is_refused(draft: str, tmp_path: Path) -> None:
+def test_a_codec_that_cannot_store_the_experts_is_refused(tmp_path: Path) -> None:
     folder = shape_of(tmp_path, hidden_size=36, intermediate_size=36)
-    says(refusal(pretrained=folder, draft=draft), f"draft={draft!r}", "group")
+    for draft in ("self:int4/g7", "self:hqq2/g256"):
+        says(refusal(pretrained=folder, draft=draft), f"draft={draft!r}", "group")
 
 
-@pytest.mark.parametrize("arguments", [{"draft": "tiny"}, {"draft_tokens": 2}])
-def test_without_a_draft_its_keys_are_refused(arguments: dict[str, Any]) -> None:
-    says(refusal(MoECacheLM, policy="on_demand", **arguments), *arguments, "--model moecache-spec")
+def test_without_a_draft_its_keys_are_refused() -> None:
+    plain = {"kind": MoECacheLM, "policy": "on_demand"}
+    says(refusal(**plain, draft="tiny"), "draft", "--model moecache-spec")
+    says(refusal(**plain, draft_tokens=2), "draft_tokens", "--model moecache-spec")
 
 
-def test_a_draft_that_reads_along_has_no_number_of_tokens(tmp_path: Path) -> None:
-    says(refusal(MoECacheLM, draft_tokens=2), "draft_tokens=2", "drafts no tokens")
-    with pytest.raises(AssertionError, match="the weights were loaded"):
-        MoECacheLM(device="cpu", policy="sp_moe", draft="tiny")
+def test_a_draft_that_reads_along_may_be_of_the_models_size_alone(tmp_path: Path) -> None:
+    assert_loads(policy="sp_moe", draft="tiny")
     bad = shape_of(tmp_path / "wide", hidden_size=64)
     says(refusal(MoECacheLM, draft=bad), "hidden_size=64", "prefetch='draft'")
 
@@ -99,20 +96,14 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     says(refusal(draft=draft, policy="on_demand"), "tokens are not the model's", "4096")
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"num_hidden_layers": 6}, ["num_hidden_layers=6", "8", "layers must be equal"]),
-        ({"hidden_size": 64}, ["hidden_size=64", "128", "hidden size must be equal"]),
-    ],
-)
-def test_other_layers_or_sizes_draft_but_cannot_be_prefetched_from(
-    tmp_path: Path, changes: dict[str, Any], parts: list[str]
-) -> None:
-    draft = shape_of(tmp_path / "other", **changes)
-    says(refusal(draft=draft), "prefetch='draft'", *parts)
-    with pytest.raises(AssertionError, match="the weights were loaded"):
-        MoECacheSpecLM(device="cpu", policy="mixtral_offloading", draft=draft)
+def test_other_layers_or_sizes_draft_but_cannot_be_prefetched_from(tmp_path: Path) -> None:
+    for changes, *parts in (
+        ({"num_hidden_layers": 6}, "num_hidden_layers=6", "8", "layers must be equal"),
+        ({"hidden_size": 64}, "hidden_size=64", "128", "hidden size must be equal"),
+    ):
+        draft = shape_of(tmp_path / "other", **changes)
+        says(refusal(draft=draft), "prefetch='draft'", *parts)
+        assert_loads(MoECacheSpecLM, policy="mixtral_offloading", draft=draft)
 
 
 def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> None:
@@ -125,23 +116,14 @@ def test_a_draft_without_blocks_that_can_be_told_is_refused(tmp_path: Path) -> N
     says(refusal(draft=str(draft), policy="on_demand"), "OPTForCausalLM", "cannot be timed")
 
 
-def test_a_replay_of_a_plain_run_has_no_draft(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace, _ = record(tmp_path)
-    assert main(["replay", str(trace), "--policy", "sp_moe"]) != 0
-    said = capsys.readouterr().err
+def test_a_replay_of_a_plain_run_has_no_draft(trace: Path, moecache: Moecache) -> None:
+    said = moecache("replay", trace, "--policy", "sp_moe", code=2)
     says(said, "prefetch='draft'", "a live run with draft=", "a replay of such a run")
 
 
 def test_a_dense_draft_is_one_expert_a_layer() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    config = transformers.LlamaConfig(vocab_size=300, num_attention_heads=4, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     blocks, geometry = measure(model, "dense")
     assert [block.decoder_layer for block in blocks] == [0, 1, 2]

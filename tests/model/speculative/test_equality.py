@@ -1,7 +1,9 @@
-"""Speculative decoding gives the tokens of plain greedy decoding, whatever drafts."""
+"""Speculative decoding: the tokens of plain greedy decoding, and whose time is whose."""
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
+from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
+from lm_eval_moecache.report.metrics import inter_token_ms, request_metrics, task_metrics
+from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.tiny import MODEL_DIR
+from tests.algorithms.test_parameters import alternatives, parameters_of
 from tests.harness import choices, make_instance, texts
-from tests.model.speculative.drafts import generated, prompts, requests
+from tests.model.speculative.drafts import STOP, generated, prompts, requests
 
 COUNT = 4
 
@@ -48,14 +56,12 @@ def test_the_tokens_are_those_of_greedy_decoding(
     spec.engine.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "policy", ["mixtral_offloading", "moe_infinity", "specmd", "sp_moe_vanilla", "on_demand"]
-)
 def test_lossless_policies_leave_the_tokens_alone(
-    spec: MoECacheSpecLM, expected: list[list[int]], policy: str
+    spec: MoECacheSpecLM, expected: list[list[int]]
 ) -> None:
-    install(spec, policy=policy, draft="tiny", draft_tokens=3)
-    assert generated(spec, requests(3)) == expected[:3]
+    for policy in ("mixtral_offloading", "moe_infinity", "specmd", "sp_moe_vanilla", "on_demand"):
+        install(spec, policy=policy, draft="tiny", draft_tokens=3)
+        assert generated(spec, requests(3)) == expected[:3], policy
 
 
 def test_a_stop_string_inside_accepted_drafts_ends_the_answer_there(
@@ -105,3 +111,151 @@ def test_in_bfloat16_every_divergence_is_a_tie_of_two_logits() -> None:
         step = 2 * 2.0 ** (torch.floor(torch.log2(rivals.abs().max())) - 7)
         assert rivals.max() >= logits.max() - step
         assert (rivals[0] - rivals[1]).abs() <= step
+
+
+def test_each_pass_is_the_models_own_and_their_times_add_up(spec: MoECacheSpecLM) -> None:
+    """The first one is a prefill, and each other gives what it has accepted and one more."""
+    install(spec, draft="tiny", draft_tokens=4)
+    spec.generate_until(requests(3), disable_tqdm=True)
+    ledger = spec.engine.ledger
+    # The draft's forwards are no passes of the model.
+    passes = [record for request in ledger.requests for record in request.passes]
+    assert sorted(passes, key=lambda record: record.index) == ledger.passes
+    assert len(ledger.requests[0].passes) < (ledger.requests[0].output_tokens or 0) / 2
+    assert all(a.end_s == b.start_s for a, b in pairwise(ledger.passes))
+    assert ledger.passes[-1].end_s == spec.engine.clock.now
+    for record in ledger.requests:
+        first, *rest = record.passes
+        assert (first.phase, first.num_tokens) == (PREFILL, record.prompt_tokens)
+        assert (first.drafted, first.draft_s) == (0, 0.0)
+        assert all(p.num_tokens == p.drafted + 1 for p in rest)
+        assert all(p.phase == (VERIFY if p.drafted else DECODE) for p in rest)
+        assert all(0 < p.draft_s < p.duration_s for p in rest if p.drafted)
+        assert all(p.drafted == 4 for p in rest[:-2])  # exact, but for the end of the answer
+        given = sum(p.output_tokens for p in record.passes)
+        assert record.output_tokens is not None
+        assert record.output_tokens <= given < record.output_tokens + 5
+
+
+def _pass(index: int, phase: str, start: float, end: float, **more: Any) -> PassRecord:
+    return PassRecord(index, phase, 1 + more.get("drafted", 0), start, end, **more)
+
+
+def test_tpot_itl_and_acceptance_by_hand() -> None:
+    passes = [
+        _pass(0, PREFILL, 0.0, 0.010),
+        _pass(1, VERIFY, 0.010, 0.018, drafted=3, accepted=3, draft_s=0.004),  # tokens 2 to 5
+        _pass(2, VERIFY, 0.018, 0.024, drafted=3, accepted=0, draft_s=0.003),  # token 6
+        _pass(3, VERIFY, 0.024, 0.034, drafted=2, accepted=2, draft_s=0.003),  # token 7
+    ]
+    # The last pass accepts two drafts more than the answer has room for.
+    request = RequestRecord(0, "t", "generate_until", 4, 7, passes)
+    figures = request_metrics(request)
+    assert figures["ttft_ms"] == pytest.approx(10)
+    assert figures["tpot_ms"] == pytest.approx(24 / 6)
+    assert inter_token_ms(request) == pytest.approx([8, 0, 0, 0, 6, 10])
+    assert sum(inter_token_ms(request)) == pytest.approx(figures["e2el_ms"] - figures["ttft_ms"])
+    totals = task_metrics([request], 0)
+    assert totals["draft_acceptance"] == 5 / 8
+    assert totals["accepted_per_verify"] == 5 / 3
+    assert totals["draft_time_share"] == pytest.approx(10 / 24)
+    assert totals["tok_per_s"] == pytest.approx(7 / 0.034)
+    assert totals["itl_ms"]["mean"] == pytest.approx(4)
+    passes = [_pass(0, PREFILL, 0.0, 0.01), _pass(1, DECODE, 0.01, 0.02)]
+    totals = task_metrics([RequestRecord(0, "t", "generate_until", 4, 2, passes)], 0)
+    assert not [key for key in totals if "draft" in key or "verify" in key]
+
+
+def test_the_report_tells_the_draft_its_memory_and_the_solvers_answer(
+    spec: MoECacheSpecLM, useless: Path
+) -> None:
+    install(spec, draft=str(useless), draft_tokens=2)
+    spec.generate_until(requests(1), disable_tqdm=True)
+    report = json.loads(json.dumps(spec.report(), allow_nan=False))
+    draft = report["draft"]
+    assert (draft["name"], draft["tokens"], draft["precision"]) == (str(useless), 2, "fp32")
+    assert draft["bytes"] == sum(p.numel() * 4 for p in spec.model.parameters())
+    assert draft["cutoff"]["used"] == draft["cutoff"]["answer"] <= 8
+    assert draft["cutoff"]["other_bytes"] > draft["bytes"]
+    assert "2 tokens" in speed_table(report)
+    install(spec, draft="prompt_lookup", policy="on_demand")
+    assert spec.report()["draft"] == {"name": "prompt_lookup", "tokens": 1, "bytes": 0}
+
+
+def test_drafting_from_the_prompt_takes_no_time(spec: MoECacheSpecLM) -> None:
+    install(spec, draft="prompt_lookup", policy="on_demand", draft_tokens=3)
+    # A text that repeats itself is where it finds anything.
+    text = prompts(1)[0]
+    asked = [make_instance("generate_until", "gen", 0, f"{text} {text}", STOP)]
+    spec.generate_until(asked, disable_tqdm=True)
+    passes = spec.engine.ledger.passes
+    assert sum(p.drafted for p in passes) > 0
+    assert sum(p.draft_s for p in passes) == 0
+    assert {p.phase for p in passes if p.drafted} == {VERIFY}
+
+
+def test_sampling_is_refused_by_name_and_value(spec: MoECacheSpecLM) -> None:
+    install(spec, draft="tiny")
+    for wrong in ({"do_sample": True}, {"temperature": 0.7}, {"num_beams": 2}):
+        asked = [make_instance("generate_until", "gen", 0, "Hello", {**STOP, **wrong})]
+        (key, value), *_ = wrong.items()
+        with pytest.raises(ValueError, match=f"{key}={value!r}.*Allowed: do_sample=False"):
+            spec.generate_until(asked, disable_tqdm=True)
+
+
+def test_nothing_is_left_on_the_models_after_a_run(spec: MoECacheSpecLM) -> None:
+    install(spec, draft="tiny")
+    assert spec._draft is not None
+    kept = spec._draft.model
+    install(spec, draft="tiny", draft_tokens=2)
+    assert spec._draft.model is kept, "the same draft was loaded again"
+    hooks = [h for m in kept.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
+    assert len(hooks) == 2 * len(spec._draft.blocks)
+    assert "_get_candidate_generator" not in vars(spec.model)
+
+
+def _passes(spec: MoECacheSpecLM, **ours: Any) -> list[PassRecord]:
+    install(spec, **{"draft": "tiny", "draft_tokens": 2, "bandwidth": "1GB/s", **ours})
+    spec.generate_until(requests(1), disable_tqdm=True)
+    return spec.engine.ledger.passes
+
+
+@pytest.mark.slow
+def test_each_parameter_of_drafting_moves_some_figure_on_tiny(
+    spec: MoECacheSpecLM, useless: Path
+) -> None:
+    usual = _passes(spec)
+    assert usual == _passes(spec)
+    for name, parameter in parameters_of(DraftPrefetch).items():
+        others = ({f"prefetch.{name}": other} for other in alternatives(parameter))
+        assert any(_passes(spec, **other) != usual for other in others), name
+    assert _passes(spec, draft_tokens=3) != usual
+    assert _passes(spec, draft=str(useless)) != usual
+
+
+def test_a_draft_of_the_models_own_weights_shares_all_but_its_experts(spec: MoECacheSpecLM) -> None:
+    install(spec, draft="self:int4", draft_tokens=3)
+    assert spec._draft is not None
+    own, target = (dict(m.named_parameters()) for m in (spec._draft.model, spec.model))
+    for name, parameter in own.items():
+        is_shared = parameter.data_ptr() == target[name].data_ptr()
+        assert is_shared == ("experts" not in name), name
+    draft = spec.report()["draft"]
+    # 4 bits a weight and a float32 for every 64: 4.5 bits; 512 experts of 3 x 128 x 48 weights.
+    assert draft["bytes"] == 512 * 3 * 128 * 48 * 4.5 / 8
+    assert (draft["name"], draft["precision"]) == ("self:int4", "int4")
+    spec.generate_until(requests(2), disable_tqdm=True)
+    assert 0.5 < spec.report()["totals"]["draft_acceptance"] <= 1
+
+
+def test_less_precision_is_less_memory_and_further_from_the_model(spec: MoECacheSpecLM) -> None:
+    tokens = torch.tensor([spec.tok_encode(prompts(1)[0])])
+    found = []
+    for precision in ("int8", "int4", "int2"):
+        install(spec, draft=f"self:{precision}")
+        assert spec._draft is not None
+        with torch.no_grad():
+            apart = spec._draft.model(tokens).logits - spec.model(tokens).logits
+        found.append((spec._draft.cost.nbytes, -float(apart.norm())))
+    assert found == sorted(found, reverse=True)
+    assert found[0][1] < 0, "the draft computes with the model's own weights"

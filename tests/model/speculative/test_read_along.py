@@ -70,21 +70,6 @@ def test_a_live_run_equals_the_replay_of_its_trace(lm: MoECacheLM, tmp_path: Pat
     assert task_metrics(engine.ledger.requests, 0) == live
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"draft_tokens": 2}, "drafts no tokens"),
-        ({"draft": "prompt_lookup"}, "no attention outputs"),
-        ({"batch_size": 2}, "follows one request at a time"),
-        ({"prefetch": "none", "draft": "tiny"}, "is for --model moecache-spec"),
-        ({"scoring": "scan", "capacity": "8/layer"}, "scoring='scan' does not go with"),
-    ],
-)
-def test_what_does_not_go_with_reading_along_is_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        check_arguments("tiny", {**GIVEN, **given})
-
-
 def test_beams_are_refused(lm: MoECacheLM) -> None:
     install(lm, **GIVEN)
     [request] = requests(1)

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
@@ -27,6 +26,7 @@ from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
+from tests.conftest import Moecache
 from tests.harness import make_instance
 from tests.model.speculative.drafts import narrow_draft, requests
 
@@ -98,7 +98,7 @@ def test_a_drafted_run_equals_the_replay_of_its_trace(
 
 
 def test_a_trace_holds_the_runs_draft_and_the_command_replays_it(
-    lm: MoECacheSpecLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lm: MoECacheSpecLM, tmp_path: Path, moecache: Moecache
 ) -> None:
     run(lm, policy="sp_moe")
     alone = lm.engine.ledger.passes
@@ -113,8 +113,7 @@ def test_a_trace_holds_the_runs_draft_and_the_command_replays_it(
     # The draft reads the prompt once, and then a token at a time.
     assert found.tokens is not None and int(np.max(found.tokens.values)) > 1
     words = ["--policy=sp_moe,on_demand", "--capacity=40%", "--json"]
-    assert main(["replay", str(path), *words]) == 0
-    drafted, plain = json.loads(capsys.readouterr().out)["runs"]
+    drafted, plain = moecache.json("replay", str(path), *words)["runs"]
     assert drafted["metrics"] == json.loads(json.dumps(lm.report()["totals"]))
     assert drafted["metrics"]["draft_acceptance"] == plain["metrics"]["draft_acceptance"]
     assert drafted["metrics"]["prefetch_precision"] is not None

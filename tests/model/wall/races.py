@@ -42,17 +42,13 @@ from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall.pools import (
-    DeviceMover,
-    LadderPools,
-    SlotPools,
-    expert_parameters,
-)
+from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools, expert_parameters
 from lm_eval_moecache.model.wall.store import WorkInGroups
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.artifacts import artifacts_of
 from tests.harness import make_instance
 from tests.model.precision.test_live import replaced
+from tests.model.speculative.drafts import generated
 from tests.models import FAMILIES, save_model
 
 REPETITIONS = 20
@@ -467,22 +463,8 @@ def drive(lm: MoECacheLM) -> list[list[int]]:
 
 def generate(lm: MoECacheLM) -> list[list[int]]:
     """One short answer; returns its tokens."""
-    rows: list[list[int]] = []
-    inner = lm._generate
-
-    def keep(context: Any, *args: Any, **kwargs: Any) -> Any:
-        output = inner(context, *args, **kwargs)
-        rows.append(output[0].tolist())
-        return output
-
-    lm._generate = keep  # type: ignore[method-assign]
-    try:
-        asked = {"until": ["\n\n"], "max_gen_toks": 5}
-        one = make_instance("generate_until", "gen", 0, "Hello number", asked)
-        lm.generate_until([one], disable_tqdm=True)
-    finally:
-        del lm._generate
-    return rows
+    asked = {"until": ["\n\n"], "max_gen_toks": 5}
+    return generated(lm, [make_instance("generate_until", "gen", 0, "Hello number", asked)])
 
 
 class Family:

@@ -1,27 +1,34 @@
-"""Lossless means identical under the wall clock, too: late transfers, waves, padding."""
+"""Lossless means identical under the wall clock, too; the rest does as under the virtual one."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.worker import TransferError
+from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall import store
-from tests.model.wall.models import BrokenPools, LatePools, assert_same, counts, wrap_wall
+from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.trace.importers import load_trace
+from tests.conftest import Checkpoint
+from tests.harness import answers
+from tests.model.precision.test_live import WIDE, wrap
+from tests.model.wall.models import HOST, BrokenPools, LatePools, assert_same, counts, wrap_wall
 from tests.models import FAMILIES, FAMILY_CASES, family_case, random_model
-from tests.test_equality import (
-    COMBINATIONS,
-    LOSSLESS,
-    logits_of,
-    traces_left_on,
-    wrap_virtual,
-)
+from tests.test_equality import COMBINATIONS, LOSSLESS, logits_of, traces_left_on, wrap_virtual
 
 # A trained predictor needs an artifact of its model, which random models have none of.
 TRAINED = [name for name in LOSSLESS if load_policy(name).prefetch.algorithm.artifact_kind]
@@ -45,15 +52,6 @@ def test_logits_are_identical_whatever_the_policy_and_the_capacity(
         assert_same(expected, logits_of(model, wrapped), f"{policy} at {capacity}")
         assert sum(p.misses for p in wrapped.engine.ledger.passes) > 0
         assert traces_left_on(model) == before
-
-
-@pytest.mark.parametrize("capacity", ["100%", "25%", "2"])
-def test_the_batched_kernel_runs_from_slots(capacity: str) -> None:
-    model = random_model("olmoe")
-    model.set_experts_implementation("batched_mm")
-    expected = logits_of(model)
-    wrapped = wrap_wall(model, "specmd", capacity, LatePools, longest_s=0.0005)
-    assert_same(expected, logits_of(model, wrapped))
 
 
 def test_a_whole_layer_in_slots_runs_as_one_grouped_product(
@@ -107,13 +105,19 @@ def test_answers_and_counts_are_the_virtual_clocks_where_nothing_depends_on_time
 
 @pytest.mark.parametrize("error", [OSError("I/O error"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", [0, 7])
-def test_a_failing_copy_ends_the_pass_with_an_error(error: BaseException, at: int) -> None:
+def test_a_failing_copy_ends_the_pass_or_the_scan_with_an_error(
+    error: BaseException, at: int
+) -> None:
     model = random_model("olmoe")
-    wrapped = wrap_wall(model, "specmd", "25%", BrokenPools, error=error, at=at)
-    with pytest.raises(TransferError, match=type(error).__name__):
-        logits_of(model)
-    wrapped.unwrap()
-    assert not [t for t in threading.enumerate() if t is wrapped.engine.link._worker._thread]
+    for work, policy, capacity in (
+        (lambda wrapped: logits_of(model), "specmd", "25%"),
+        (scanned, "on_demand", "2/layer"),
+    ):
+        wrapped = wrap_wall(model, policy, capacity, BrokenPools, error=error, at=at)
+        with pytest.raises(TransferError, match=type(error).__name__):
+            work(wrapped)
+        wrapped.unwrap()
+        assert not [t for t in threading.enumerate() if t is wrapped.engine.link._worker._thread]
 
 
 def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before() -> None:
@@ -134,3 +138,216 @@ def test_an_interrupted_pass_leaves_no_thread_and_the_model_answers_as_before() 
     del wrapped
     gc.collect()
     assert not [t for t in threading.enumerate() if t.name == "moecache-link"]
+
+
+LADDER = "int8:int4:int2"
+
+
+def wide(family: str) -> Any:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 64
+    return random_model(family, **sizes)
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+@pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
+def test_without_prefetching_answers_and_counts_are_the_virtual_clocks(
+    family: str, miss: str
+) -> None:
+    """Twelve repetitions of each family: three delays for each way of missing."""
+    model = wide(family)
+    virtual = wrap(model, LADDER, capacity="30%", miss=miss)
+    expected = logits_of(model)
+    virtual.unwrap()
+    told = counts(virtual.engine.ledger.passes)
+    assert sum(p.low_precision for p in virtual.engine.ledger.passes) > 0
+    for seed in range(3):
+        late = {"seed": seed, "longest_s": 0.0005}
+        changes = {"precision": LADDER, "miss": miss}
+        wrapped = wrap_wall(model, "on_demand", "30%", changes=changes, **late)
+        assert_same(expected, logits_of(model, wrapped), f"{miss}, {seed}")
+        assert counts(wrapped.engine.ledger.passes) == told
+
+
+@pytest.mark.parametrize(
+    "miss", ["fetch_priority", pytest.param("cascade", marks=pytest.mark.slow)]
+)
+def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
+    miss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
+    model, wait = random_model("olmoe", **WIDE), WallExecutor._wait
+    changes = {"precision": LADDER, "miss": miss}
+    wrapped = wrap_wall(model, "on_demand", "3", changes=changes, longest_s=0.01)
+    for place in range(14):
+        left = itertools.count(place, -1)
+
+        def interrupted(*args: Any, left: Iterator[int] = left) -> None:
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            wait(*args)
+
+        monkeypatch.setattr(WallExecutor, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(model)
+        monkeypatch.setattr(WallExecutor, "_wait", wait)
+        assert all(logits.isfinite().all() for logits in logits_of(model))
+    wrapped.unwrap()
+
+
+def test_the_resident_run_before_what_is_missing_is_there() -> None:
+    """A decode step whose second expert never comes: the first one has run all the same."""
+    model = random_model("olmoe")
+    wrapped = wrap_wall(model, "on_demand", "40%", changes={"miss": "fetch_cached_first"})
+    engine = wrapped.engine
+    engine.begin_pass(DECODE, 1)
+    engine.run(Event(0, 0, DECODE, 1, [0, 1]))
+    assert [dict(slot_of).keys() for slot_of, _ in engine.waves()] == [{0, 1}]
+    engine.run(Event(0, 0, DECODE, 1, [2, 0, 1]))
+    assert [list(slot_of) for slot_of, _ in engine.waves()] == [[0, 1], [2]]
+    wrapped.unwrap()
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "mixture_cache", "specmd"])
+def test_a_trace_holds_the_virtual_clocks_routing_and_replays_to_the_runs_counts(
+    policy: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path, given = str(checkpoint("olmoe")), {"capacity": "40%", "policy": policy}
+    traces = []
+    for clock in ("virtual", "wall"):
+        lm = MoECacheLM(path, clock=clock, trace=str(tmp_path / clock), **given, **HOST)
+        answers(lm)
+        traces.append(lm.finish_trace())
+        lm.wrapped.unwrap()
+    told, real = (pyarrow.parquet.read_table(trace) for trace in traces)
+    assert real.num_rows > 0 and real.equals(told)
+    if policy == "on_demand":
+        # What prefetches come in time is the machine's; a lossy policy's replay is open-loop.
+        again = replay(load_trace(str(traces[1])), lm.engine.setting)
+        assert counts(lm.engine.ledger.passes) == counts(again.ledger.passes)
+
+
+@pytest.fixture(scope="module")
+def trace(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("trace")
+    lm = MoECacheLM(str(checkpoint("olmoe")), policy="on_demand", trace=str(folder), **HOST)
+    answers(lm)
+    return str(lm.finish_trace())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"capacity": "4/layer"},
+        {"cache_reset": "request"},
+        {"capacity": "100%", "cache_reset": "request"},
+        {"precision": "int8:nf4", "miss": "fetch_priority"},
+        {"miss": "host"},
+        {"miss": "host", "miss.rule": "always"},
+    ],
+    ids=str,
+)
+def test_a_warmed_run_is_counted_and_answered_as_under_the_virtual_clock(
+    changes: dict[str, str], checkpoint: Checkpoint, trace: str
+) -> None:
+    """By real transfers before the first request, which no pass counts."""
+    given = {"policy": "on_demand", "warm": trace, "capacity": "40%", **changes}
+    path, found = str(checkpoint("olmoe")), []
+    for clock in ("virtual", "wall"):
+        lm = MoECacheLM(path, clock=clock, **given, **HOST)
+        assert lm.engine.link.bytes_moved == 0 and lm.engine.pools[0].resident
+        found.append((answers(lm), counts(lm.engine.ledger.passes)))
+        lm.engine.check_integrity()
+        lm.wrapped.unwrap()
+    # What the host executes, by how fast it is, is this machine's.
+    assert found[0][0] == found[1][0]
+    assert found[0] == found[1] or "miss" in changes
+    if changes.get("capacity") == "100%":
+        # All that the trace asked for is there: nothing is loaded again.
+        assert sum(passes[1] for passes in found[1][1]) == 0
+
+
+CASES: list[dict[str, str]] = [
+    {},
+    {"miss": "drop", "miss.h": "1"},
+    {"miss": "substitute_random"},
+    {"routing": "cache_prior"},
+]
+
+
+def texts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 300, (1, n), generator=generator) for n in (1, 7, 19)]
+
+
+def scanned(wrapped: WrappedModel) -> list[torch.Tensor]:
+    found = []
+    for text in texts():
+        wrapped.scan_scoring = True
+        with torch.no_grad():
+            found.append(wrapped.model(text, use_cache=False).logits)
+        wrapped.engine.check_integrity()
+    return found
+
+
+def told(model: Any, capacity: str, changes: dict[str, str]) -> tuple[list[torch.Tensor], Any]:
+    wrapped = wrap_virtual(model, "on_demand", capacity, **changes)
+    found = scanned(wrapped)
+    wrapped.unwrap()
+    return found, counts(wrapped.engine.ledger.passes)
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_scanned_texts_are_answered_and_counted_as_under_the_virtual_clock(family: str) -> None:
+    """Twenty delayed repetitions of each family, lossless and lossy, also with waves."""
+    model = random_model(family)
+    # At one expert a layer a token's experts come in waves.
+    for capacity, changes in zip(("2/layer", "1/layer", "5/layer", "3/layer"), CASES, strict=True):
+        expected, counted = told(model, capacity, changes)
+        for seed in range(5):
+            options = {"changes": changes, "seed": seed, "longest_s": 0.0001}
+            wrapped = wrap_wall(model, "on_demand", capacity, LatePools, **options)
+            found = scanned(wrapped)
+            wrapped.unwrap()
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), seed
+            assert counts(wrapped.engine.ledger.passes) == counted
+
+
+def test_a_tokens_time_is_its_own_transfers_and_its_share_of_the_rest() -> None:
+    model = random_model("olmoe")
+    # 3 kB an expert: at 1 MB/s a missed expert takes 3 ms, and the model itself next to nothing.
+    wrapped = wrap_wall(model, "on_demand", "2/layer", throttle_bytes_per_s=1e6)
+    scanned(wrapped)
+    passes = wrapped.engine.ledger.passes
+    size = wrapped.engine.geometry.expert_bytes[0][0]
+    for record in passes:
+        # The link is busy from when its thread has woken up, which a loaded machine lets wait.
+        assert 0 < record.link_busy_s <= record.duration_s
+        assert record.stall_s <= record.duration_s
+        assert record.duration_s >= record.misses * size / 1e6 * 0.99
+    text = passes[-19:]
+    whole = sum(record.duration_s for record in text)
+    assert whole < wrapped.engine.clock.now - text[0].start_s
+    wrapped.unwrap()
+
+
+def test_a_scan_that_breaks_off_does_not_harm_the_next() -> None:
+    """The caches have decided for the whole text: what did not move yet moves before the next."""
+    model = random_model("olmoe")
+    expected, _ = told(model, "2/layer", {})
+    wrapped = wrap_wall(model, "on_demand", "2/layer", LatePools, longest_s=0.0002)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place in range(2):
+        experts = find_moe_layers(model)[place].experts
+        handle = experts.register_forward_pre_hook(interrupt)
+        wrapped.scan_scoring = True
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(texts()[2], use_cache=False)
+        handle.remove()
+        found = scanned(wrapped)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    wrapped.unwrap()

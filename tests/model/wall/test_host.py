@@ -21,7 +21,7 @@ from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
 from tests.artifacts import use_profile
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import LatePools, assert_same, wrap_wall
+from tests.model.wall.models import HOST, LatePools, assert_same, wrap_wall
 from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
@@ -36,14 +36,9 @@ def executor_of(wrapped: WrappedModel) -> WallExecutor:
 
 def costs(host_fixed_s: float, host_each_s: float, load_s: float) -> HostCosts:
     """A device that takes no time, and no way to it."""
-    return HostCosts(
-        host_fixed_s=host_fixed_s,
-        host_each_s=host_each_s,
-        device_fixed_s=0.0,
-        device_each_s=0.0,
-        load_s=load_s,
-        way_s=0.0,
-    )
+    nothing = dict.fromkeys(("device_fixed_s", "device_each_s", "way_s"), 0.0)
+    given = {"host_fixed_s": host_fixed_s, "host_each_s": host_each_s, "load_s": load_s}
+    return HostCosts(**given, **nothing)
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
@@ -167,7 +162,7 @@ def test_the_hosts_thread_ends_with_its_wrapper() -> None:
 
 def test_a_model_runs_with_its_absent_experts_on_the_host(checkpoint: Checkpoint) -> None:
     path = str(checkpoint("olmoe"))
-    host: dict[str, Any] = {"device": "cpu", "max_length": 48, "capacity": "40%"}
+    host = {**HOST, "capacity": "40%"}
     plain = MoECacheLM(pretrained=path, policy="on_demand", **host)
     expected = answers(plain)
     warm = use_profile(plain.geometry.num_layers, plain.geometry.num_experts)
@@ -178,9 +173,3 @@ def test_a_model_runs_with_its_absent_experts_on_the_host(checkpoint: Checkpoint
         lm.install(read_config({**placed, "capacity": "25%"}))
         assert answers(lm) == expected
         lm.wrapped.unwrap()
-
-
-def test_scanning_does_not_go_with_it() -> None:
-    given = {"clock": "wall", "miss": "host", "policy": "on_demand", "scoring": "scan"}
-    with pytest.raises(ValueError, match="scoring='scan' does not go with miss='host'"):
-        read_config({**given, "capacity": "2/layer"})

@@ -15,20 +15,24 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lm_eval_moecache.harness import preflight
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import check_arguments
-from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.model import sources
+from lm_eval_moecache.model.checkpoint import skeleton, weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wall import assemble
-from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.tiers import DiskTier, tensors_in
+from lm_eval_moecache.model.wall.loading import find_in_place
+from lm_eval_moecache.model.wall.pools import SlotPools, expert_parameters
+from lm_eval_moecache.model.wall.tiers import DiskTier, joined, tensors_in
 from tests.conftest import Checkpoint
 from tests.harness import answers
-from tests.model.wall.models import HOST, on_disk
-from tests.models import FAMILY_CASES, save_model
+from tests.model.wall.models import HOST, on_disk, read_experts
+from tests.models import FAMILY_CASES, byte_tokenizer, random_model, save_model
 
 ROOT = Path(__file__).resolve().parents[3]
 WALL: dict[str, Any] = {"clock": "wall", "policy": "specmd", "capacity": "25%"}
@@ -93,15 +97,32 @@ def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
     lm.wrapped.unwrap()
 
 
-def test_a_capacity_beyond_the_devices_memory_is_refused_before_the_weights_are_loaded(
+def test_what_memory_cannot_hold_is_refused_before_the_weights_are_loaded(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a device the capacity; on the host what it locks, and on a CPU slots and the rest, too."""
+    path, given = str(checkpoint("olmoe")), {"clock": "wall", "policy": "on_demand"}
+    on_device = {**given, "device": "cuda:0"}
+
+    def refused(words: str, arguments: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=words):
+            check_arguments(path, arguments)
+
     monkeypatch.setattr(preflight, "devices", lambda: ["cpu", "cuda", "cuda:0"])
     monkeypatch.setattr(assemble, "total_memory", lambda device: 60_000)
-    path = str(checkpoint("olmoe"))
-    with pytest.raises(ValueError, match=r"capacity: \d+ bytes of experts.*60000 bytes of cuda"):
-        check_arguments(path, {**WALL, "capacity": "100%", "device": "cuda:0"})
-    check_arguments(path, {**WALL, "capacity": "100%", "device": "cpu"})
+    whole = {"capacity": "100%"}
+    refused(r"capacity: \d+ bytes of experts.*60000 bytes of cuda", {**on_device, **whole})
+    check_arguments(path, {**given, **whole, "device": "cpu"})
+    monkeypatch.setattr(assemble, "total_memory", lambda device: 2**40)
+    monkeypatch.setattr(assemble, "available_host_bytes", lambda: 60_000)
+    refused(r"store='ram': \d+ bytes.*has 60000 bytes.*store=disk", on_device)
+    check_arguments(path, {**on_device, "store": "disk"})
+    experts = r"store='ram': \d+ bytes of experts and \d+ bytes of slots and \d+ bytes of the model"
+    refused(experts, {**given, "device": "cpu"})
+    slots = r"store='disk': \d+ bytes of slots and .* has 60000 bytes.*a smaller capacity"
+    refused(slots, {**given, "device": "cpu", "store": "disk"})
+    monkeypatch.setattr(assemble, "available_host_bytes", lambda: None)
+    check_arguments(path, {**given, "device": "cpu"})
 
 
 def test_shapes_stay_behind_and_take_no_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -134,21 +155,6 @@ def test_a_file_that_is_no_safetensors_file_is_named(tmp_path: Path, content: by
     with pytest.raises(ValueError, match="not a sound") as caught:
         tensors_in(file)
     assert str(file) in str(caught.value)
-
-
-def test_a_tier_reads_what_was_stored(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    weights = torch.randn(5, 3, 4).to(torch.bfloat16)
-    save_file({"other": torch.ones(7), "w": weights}, tmp_path / "x.safetensors")
-    tier = DiskTier([{"w": tensors_in(tmp_path / "x.safetensors")["w"].by_expert}])
-    target = torch.zeros(3, 4, dtype=torch.bfloat16)
-    for expert in (4, 0, 2):
-        tier.fill(0, expert, {"w": target})
-        assert torch.equal(target, weights[expert])
-    os.truncate(tmp_path / "x.safetensors", (tmp_path / "x.safetensors").stat().st_size - 4)
-    with pytest.raises(OSError, match=r"MoE layer 0, expert 4: .* the file is truncated"):
-        tier.fill(0, 4, {"w": target})
 
 
 def script(begin: str, path: Path, folder: Path, end: str = "", dtype: str = "auto") -> Any:
@@ -200,15 +206,9 @@ def test_a_model_larger_than_the_memory_granted_runs_to_the_end(tmp_path: Path) 
 
     The map is private, so the limit counts it, although it takes no memory until it is written.
     """
-    path = save_model(
-        tmp_path / "model",
-        "olmoe",
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_experts=16,
-        num_attention_heads=8,
-    )
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    sizes |= {"num_experts": 16, "num_attention_heads": 8}
+    path = save_model(tmp_path / "model", "olmoe", **sizes)
     grant = (
         "import resource, re\n"
         "answers(MoECacheLM(device='cpu', clock='wall', store='disk', max_length=48))\n"
@@ -224,3 +224,103 @@ def test_a_model_larger_than_the_memory_granted_runs_to_the_end(tmp_path: Path) 
     )
     result = script(in_memory, path, tmp_path)
     assert "store='ram': the model cannot be loaded" in result.stdout, result.stderr[-2000:]
+
+
+def places(path: Path, **given: Any) -> Any:
+    return find_in_place(skeleton(str(path), given), weights_files(str(path), given))
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_every_family_is_read_where_it_lies(
+    family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(family)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16")
+    read = read_experts(monkeypatch)
+    lm = on_disk(path, tmp_path / "store")
+    assert read == []
+    assert not (tmp_path / "store").exists()
+    loader: Any = lm.loader._experts
+    for index, layer in enumerate(find_moe_layers(whole)):
+        for name, tensor in expert_parameters(layer.experts).items():
+            assert torch.equal(loader.copy_of(index)[name], tensor)
+    lm.wrapped.unwrap()
+
+
+def test_parts_of_an_expert_may_lie_in_several_files(tmp_path: Path) -> None:
+    path, model = tmp_path / "model", random_model("olmoe")
+    model.save_pretrained(path, max_shard_size="4KB")
+    byte_tokenizer().save_pretrained(path)
+    assert len(weights_files(str(path), {})) > 10
+    first = places(path)[0]["gate_up_proj"]
+    assert len({file for spans in first for file, _, _ in spans}) > 1
+    lm = on_disk(path, tmp_path / "store")
+    assert answers(lm) == answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
+    lm.wrapped.unwrap()
+
+
+def test_neighbours_are_read_as_one(tmp_path: Path) -> None:
+    parts = {f"{e}.{name}": torch.full((2, 3), float(e)) for e in range(2) for name in "ab"}
+    save_file({**parts, "0.c": torch.zeros(1)}, tmp_path / "x.safetensors")
+    found = tensors_in(tmp_path / "x.safetensors")
+    spans = [joined([found[f"{e}.a"], found[f"{e}.b"]]) for e in range(2)]
+    # 0.a and 0.b are neighbours in the file, and 1.a and 1.b, but for what lies between.
+    assert [len(each) for each in spans] == [1, 1]
+    assert len(joined([found["0.b"], found["0.a"]])) == 2
+    target = torch.empty(4, 3)
+    DiskTier([{"w": spans}]).fill(0, 1, {"w": target})
+    assert torch.equal(target, torch.ones(4, 3))
+
+
+def test_what_would_have_to_be_converted_is_not_read_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    random_model("olmoe").save_pretrained(path)
+    assert places(path) is not None
+    assert places(path, dtype="float32") is None
+    bare, files = skeleton(str(path), {}), weights_files(str(path), {})
+    assert find_in_place(bare, []) is None
+    bare.config.quantization_config = {"quant_method": "fp8"}
+    assert find_in_place(bare, files) is None
+    # What lacks an expert is left to transformers: it says so, or fills it, as ever.
+    whole = load_file(path / "model.safetensors")
+    for missing in ("experts.1.up_proj", "layers.2.mlp.experts.7.down_proj"):
+        tensors = {name: tensor for name, tensor in whole.items() if missing not in name}
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        assert places(path) is None
+
+
+def test_a_release_that_loads_in_another_way_converts(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("olmoe")
+    monkeypatch.setattr(sources, "can_leave_out", lambda: False)
+    monkeypatch.setattr("lm_eval_moecache.model.wall.loading.can_leave_out", lambda: False)
+    expected = answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
+    lm = on_disk(path, tmp_path / "store")
+    assert (tmp_path / "store").exists() and answers(lm) == expected
+    lm.wrapped.unwrap()
+
+
+def test_transformers_loads_as_ever_afterwards(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    usual = PreTrainedModel._load_pretrained_model
+    lm = on_disk(checkpoint("olmoe"), tmp_path)
+    assert PreTrainedModel._load_pretrained_model is usual
+    lm.wrapped.unwrap()
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint("olmoe"), broken)
+    (broken / "config.json").write_text("{}")
+    with pytest.raises((ValueError, OSError)):
+        on_disk(broken, tmp_path)
+    assert PreTrainedModel._load_pretrained_model is usual
+
+
+def test_the_checkpoint_may_go_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    random_model("olmoe").save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    lm = on_disk(path, tmp_path / "store", policy="on_demand", capacity="10%")
+    expected = answers(lm)
+    shutil.rmtree(path)
+    lm.reset()
+    assert answers(lm) == expected
+    lm.wrapped.unwrap()

@@ -15,13 +15,10 @@ import torch
 
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
-from lm_eval_moecache.harness import preflight
-from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model import device
-from lm_eval_moecache.model.wall import assemble, pools, store, tiers
+from lm_eval_moecache.model.wall import pools, store, tiers
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools
 from lm_eval_moecache.model.wall.tiers import RamTier
-from tests.conftest import Checkpoint
 from tests.model.wall.models import assert_same, wrap_wall
 from tests.model.wall.on_device import (
     SIZES,
@@ -308,24 +305,3 @@ def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.Monke
     Runtime.limit = 50
     with pytest.raises(OSError, match="store=disk"):
         RamTier([{"w": torch.randn(9, 9)}]).pin()
-
-
-def test_more_experts_than_the_host_can_lock_are_refused_before_loading(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "devices", lambda: ["cpu", "cuda", "cuda:0"])
-    monkeypatch.setattr(assemble, "total_memory", lambda device: 2**40)
-    monkeypatch.setattr(assemble, "available_host_bytes", lambda: 60_000)
-    path, given = str(checkpoint("olmoe")), {"clock": "wall", "policy": "on_demand"}
-    with pytest.raises(ValueError, match=r"store='ram': \d+ bytes.*has 60000 bytes.*store=disk"):
-        check_arguments(path, {**given, "device": "cuda:0"})
-    check_arguments(path, {**given, "device": "cuda:0", "store": "disk"})
-    # On a CPU the slots and the rest lie there, too.
-    words = r"store='ram': \d+ bytes of experts and \d+ bytes of slots and \d+ bytes of the model's"
-    with pytest.raises(ValueError, match=words):
-        check_arguments(path, {**given, "device": "cpu"})
-    words = r"store='disk': \d+ bytes of slots and .* has 60000 bytes.*a smaller capacity"
-    with pytest.raises(ValueError, match=words):
-        check_arguments(path, {**given, "device": "cpu", "store": "disk"})
-    monkeypatch.setattr(assemble, "available_host_bytes", lambda: None)
-    check_arguments(path, {**given, "device": "cpu"})

@@ -1,0 +1,305 @@
+"""Prefetchers by hand and against slow versions: expert maps, importance, score and oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_eval_moecache.algorithms.eviction.importance import Importance
+from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.algorithms.prefetch import score
+from lm_eval_moecache.algorithms.prefetch.score import Score
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.records.arrays import FloatArray, softmax
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.testing.streams import StreamFuture, make_geometry, run
+from tests.engine.traces import geometry_of
+
+LAYERS, EXPERTS, TOP_K = 4, 8, 2
+GEOMETRY = geometry_of((10,) * LAYERS, EXPERTS, TOP_K)
+
+
+def event(pass_index: int, layer: int, logits: FloatArray) -> Event:
+    experts = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_K]
+    keys = list(dict.fromkeys((experts + layer * EXPERTS).ravel().tolist()))
+    return Event(pass_index, layer, DECODE, len(logits), keys, experts=experts, logits=logits)
+
+
+class SlowMaps:
+    """Every map kept as a matrix, every cosine from nothing, nothing ever thrown out."""
+
+    def __init__(self, distance: int) -> None:
+        self.distance, self.past = distance, list[np.ndarray]()
+
+    def propose(self, now: np.ndarray, layer: int) -> list[int]:
+        if not self.past:
+            return []
+        seen = now[: layer + 1].ravel()
+        cosines = [
+            float(seen @ (p := old[: layer + 1].ravel()) / np.linalg.norm(seen) / np.linalg.norm(p))
+            for old in self.past
+        ]
+        best = int(np.argmax(cosines))
+        target = (layer + self.distance) % LAYERS
+        row, chosen, mass = self.past[best][target], list[int](), 0.0
+        for expert in sorted(range(EXPERTS), key=lambda e: (-round(row[e], 9), e)):
+            if len(chosen) >= TOP_K and mass >= 1 - cosines[best]:
+                break
+            chosen.append(target * EXPERTS + expert)
+            mass += row[expert]
+        return chosen
+
+
+@pytest.mark.parametrize("distance", [1, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_expert_maps_propose_what_the_slow_search_does(distance: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fast = find_algorithm("prefetch", "expert_map")(GEOMETRY, distance=distance)
+    slow = SlowMaps(distance)
+    proposals = 0
+    for index in range(25):
+        fast.on_pass(index)
+        now = np.zeros((LAYERS, EXPERTS))
+        for layer in range(LAYERS):
+            spread = 3.0 if layer % 2 == 0 else 0.3
+            logits = (rng.normal(size=(1 + index % 3, EXPERTS)) * spread).astype(np.float32)
+            now[layer] = softmax(logits).astype(np.float64).mean(axis=0)
+            found = fast.propose(event(index, layer, logits))
+            assert list(found) == slow.propose(now, layer)
+            proposals += len(found)
+        slow.past.append(now)
+    assert proposals > 24 * LAYERS * TOP_K, "no poor match ever fetched more than top_k"
+
+
+def test_a_full_store_gives_up_the_map_most_like_the_newcomer() -> None:
+    prefetch = find_algorithm("prefetch", "expert_map")(GEOMETRY, maps=2, distance=1)
+
+    def ask(index: int, layer: int, favourite: int) -> int | None:
+        logits = np.full((1, EXPERTS), -9, dtype=np.float32)
+        logits[0, favourite] = 9
+        return next(iter(prefetch.propose(event(index, layer, logits))), None)
+
+    for index, favourite in enumerate((0, 1, 1)):  # the third replaces the second, not the first
+        prefetch.on_pass(index)
+        for layer in range(LAYERS):
+            ask(index, layer, favourite)
+    prefetch.on_pass(3)
+    assert ask(3, 0, 0) == EXPERTS + 0
+
+
+def test_importance_is_the_decayed_sum_of_gate_scores() -> None:
+    prefetch = find_algorithm("prefetch", "importance")(GEOMETRY, experts=1, decay=0.5)
+    strong = np.log(np.array([[0.93, *[0.01] * 7]], dtype=np.float32))
+    weak = np.log(np.array([[0.16, 0.78, *[0.01] * 6]], dtype=np.float32))
+    # Expert 0 has 0.93 after one turn, then 0.465 + 0.16 = 0.625 against 0.005 + 0.78 = 0.785.
+    assert list(prefetch.propose(event(0, 2, strong))) == [2 * EXPERTS]
+    assert list(prefetch.propose(event(1, 2, weak))) == [2 * EXPERTS + 1]
+    # With all of the past kept it is 1.09 against 0.79.
+    keeps = find_algorithm("prefetch", "importance")(GEOMETRY, experts=1, decay=1.0)
+    keeps.propose(event(0, 2, strong))
+    assert list(keeps.propose(event(1, 2, weak))) == [2 * EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [
+        ("expert_map", {"maps": 0}, "maps=0"),
+        ("expert_map", {"distance": 5}, "distance=5"),
+        ("importance", {"experts": 9}, "experts=9"),
+        ("importance", {"decay": 1.5}, "decay=1.5"),
+    ],
+)
+def test_parameters_out_of_range_are_named(
+    name: str, parameters: dict[str, float], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        find_algorithm("prefetch", name)(GEOMETRY, **parameters)
+
+
+# --- importance as an eviction ---
+
+
+SMALL = make_geometry(num_layers=2, num_experts=4, top_k=1)
+
+
+def scored(index: int, layer: int, scores: list[float]) -> Event:
+    logits = np.log(np.asarray([scores], dtype=np.float32))
+    return Event(index, layer, DECODE, 1, [layer * 4], logits=logits)
+
+
+def test_the_least_important_leaves_and_layers_compare() -> None:
+    rule = Importance(SMALL, decay=0.5)
+    for key in (0, 1, 2, 4, 5):
+        rule.on_insert(key, key == 2)
+    rule.on_event(scored(0, 0, [0.5, 0.3, 0.1, 0.1]))
+    rule.on_event(scored(0, 1, [0.6, 0.2, 0.1, 0.1]))
+    # 0.1, 0.2, 0.3, 0.5, 0.6: keys 2, 5, 1, 0, 4.
+    assert [rule.victim(set(), 0), rule.victim({2}, 0), rule.victim({2, 5}, 0)] == [2, 5, 1]
+    rule.on_event(scored(1, 0, [0.1, 0.1, 0.7, 0.1]))
+    # Layer 0: 0.35, 0.25, 0.75; layer 1 as it was.
+    assert [rule.victim(set(), 0), rule.victim({5}, 0), rule.victim({5, 1}, 0)] == [5, 1, 0]
+
+
+def test_an_expert_is_as_important_when_it_comes_back() -> None:
+    rule = Importance(SMALL)
+    rule.on_event(scored(0, 0, [0.1, 0.2, 0.3, 0.4]))
+    for key in (3, 1, 2):
+        rule.on_insert(key, True)
+    assert rule.victim(set(), 1) == 1
+
+
+def test_what_swapmoe_prefetches_stays() -> None:
+    """With an eviction by uses every prefetched expert left before its turn: it has no use yet."""
+    geometry = make_geometry(num_layers=3, num_experts=16, top_k=2)
+
+    def hits(eviction: str) -> int:
+        policy = load_policy("swapmoe", {"eviction": eviction})
+        served = run(policy, geometry, "40%", num_requests=2, num_decodes=20).engine
+        return sum(p.prefetch_hits for p in served.ledger.passes)
+
+    assert hits("importance") > hits("lfu")
+
+
+# --- the running percentile of score, against sorting every score seen ---
+
+
+TWO_LAYERS = geometry_of((1, 1), 16, 2)
+
+
+def single(logits: FloatArray) -> Event:
+    return Event(0, 0, DECODE, len(logits), [0, 1], predicted={1: logits})
+
+
+def proposed(algorithm: Score, logits: FloatArray) -> set[int]:
+    return {key - 16 for key in algorithm.propose(single(logits))}
+
+
+@pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
+@pytest.mark.parametrize("spread", [0.1, 2.0, 40.0])
+def test_the_bar_is_the_bin_of_the_percentile_of_all_scores(
+    percentile: float, spread: float
+) -> None:
+    rng = np.random.default_rng(7)
+    algorithm = Score(TWO_LAYERS, percentile=percentile)
+    seen: list[float] = []
+    for step in range(200):
+        # The spread changes on the way, so that the percentile moves far, up and down.
+        scale = spread if step // 50 % 2 else 0.5
+        logits = rng.normal(0, scale, (1 + 3 * (step % 5 == 0), 16)).astype(np.float32)
+        scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+        seen = sorted([*seen, *np.minimum(np.floor(scores * 4096), 4095).ravel().tolist()])
+        rank = int(np.ceil(percentile / 100 * len(seen)))
+        bar = 0 if rank == 0 else seen[rank - 1] / 4096
+        assert proposed(algorithm, logits) == set(np.flatnonzero((scores > bar).any(0)).tolist())
+
+
+def test_where_most_scores_are_below_a_bin_all_experts_are_proposed() -> None:
+    logits = np.arange(16, 0, -1, dtype=np.float32)[None] * 3
+    assert proposed(Score(TWO_LAYERS), logits) == set(range(16))
+    assert len(proposed(Score(TWO_LAYERS, scope="token"), logits)) == 3
+
+
+@pytest.mark.parametrize("percentile", [0.0, 33.0, 80.0, 99.5, 100.0])
+@pytest.mark.parametrize("taker", [None, score.take_rows])
+def test_many_steps_at_once_move_the_bar_as_single_ones_do(
+    percentile: float, taker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "_compiled", lambda count: taker)
+    rng = np.random.default_rng(8)
+    at_once, alone = (
+        Score(TWO_LAYERS, percentile=percentile),
+        Score(TWO_LAYERS, percentile=percentile),
+    )
+    for size in (1, 2, 30, 7, 60, 5):
+        # A chunk of another spread moves the percentile beyond the bins that are looked at first.
+        logits = rng.normal(0, rng.choice([0.1, 1, 40]), (size, 16)).astype(np.float32)
+        told = at_once.propose_arrays([1] * size, logits)
+        assert told is not None
+        keys, counts = told
+        rows = np.split(keys, counts.cumsum()[:-1])
+        one_by_one = [alone.propose(single(row[None])) for row in logits]
+        assert [row.tolist() for row in rows] == one_by_one
+
+
+# --- oracle: a predictor of stated quality has that quality ---
+
+
+WIDE = make_geometry(num_layers=4, num_experts=32, top_k=4)
+NUM_PASSES = 150
+
+
+def make_passes() -> list[list[Event]]:
+    rng = np.random.default_rng(0)
+    return [
+        [
+            Event(p, layer, DECODE, 1, (32 * layer + rng.permutation(32)[:4]).tolist())
+            for layer in range(4)
+        ]
+        for p in range(NUM_PASSES)
+    ]
+
+
+PASSES = make_passes()
+EVENTS = [event for events in PASSES for event in events]
+
+
+def foretold(seed: int = 0, **parameters: Any) -> list[list[int]]:
+    """What is proposed at each event, in order."""
+    oracle = find_algorithm("prefetch", "oracle")(WIDE, seed=seed, **parameters)
+    oracle.prepare(StreamFuture(WIDE, PASSES))
+    return [list(oracle.propose(event)) for event in EVENTS]
+
+
+def test_by_default_it_names_exactly_what_the_next_event_needs() -> None:
+    assert foretold()[:-1] == [event.keys for event in EVENTS[1:]]
+    assert foretold()[-1] == []
+
+
+@pytest.mark.parametrize(
+    ("recall", "precision"), [(0.75, 1.0), (1.0, 0.5), (0.85, 0.85), (0.95, 0.6), (0.3, 0.2)]
+)
+def test_recall_and_precision_are_what_was_asked_for(recall: float, precision: float) -> None:
+    told = foretold(recall=recall, precision=precision)[:-1]
+    right = sum(len(set(t) & set(e.keys)) for t, e in zip(told, EVENTS[1:], strict=True))
+    needed = sum(len(event.keys) for event in EVENTS[1:])
+    # Four deviations of a binomial: a wrong formula is further off.
+    tolerance = 4 * np.sqrt(recall * (1 - recall) / needed)
+    assert abs(right / needed - recall) <= tolerance
+    assert right / sum(map(len, told)) == pytest.approx(precision, abs=0.02)
+    for proposed, event in zip(told, EVENTS[1:], strict=True):
+        assert len(set(proposed)) == len(proposed)
+        assert {key // 32 for key in proposed} <= {event.layer}
+
+
+def test_asked_from_further_away_it_says_the_same() -> None:
+    near = foretold(recall=0.7, precision=0.7)
+    far = foretold(recall=0.7, precision=0.7, horizon=3)
+    for place in range(len(EVENTS) - 3):
+        assert far[place] == near[place] + near[place + 1] + near[place + 2]
+
+
+def test_another_seed_overlooks_others_and_right_ones_keep_their_order() -> None:
+    one, same, other = (foretold(seed=s, recall=0.7, precision=0.7) for s in (1, 1, 2))
+    assert one == same != other
+    for proposed, event in zip(one, EVENTS[1:], strict=False):
+        right = [key for key in proposed if key in event.keys]
+        assert right == [key for key in event.keys if key in proposed]
+
+
+def test_wrong_ones_stand_at_every_place() -> None:
+    """Were they always last, a link that is short of time would never carry them."""
+    places = np.zeros(6)
+    for proposed, event in zip(foretold(precision=0.67), EVENTS[1:], strict=False):
+        for place, key in enumerate(proposed[:6]):
+            places[place] += key not in event.keys
+    assert places.min() > 0.5 * places.mean()
+
+
+@pytest.mark.parametrize("name", ["recall", "precision"])
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.1])
+def test_a_quality_outside_its_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"prefetch\.{name}={value}"):
+        find_algorithm("prefetch", "oracle")(WIDE, **{name: value})

@@ -1,0 +1,149 @@
+"""What stands in the report of a run: the table of speed, warnings, and the published schema."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lm_eval_moecache.records.event import DECODE, PREFILL
+from lm_eval_moecache.records.ledger import Ledger, RequestRecord
+from lm_eval_moecache.records.schemas.published import MoecacheRecord, published_schema
+from lm_eval_moecache.report.no_effect import settings_without_effect
+from lm_eval_moecache.report.speed_table import speed_table
+
+POLICY = {
+    "name": "mine",
+    "phases": "all",
+    "routing": {"name": "standard"},
+    "prefetch": {"class_path": "my_package.Mine", "depth": 2},
+    "eviction": {"name": "lru"},
+    "miss": {"name": "fetch"},
+}
+METRICS: dict[str, Any] = {
+    "requests": 3,
+    "ttft_ms": {"mean": 1.5, "p50": 1.0, "p90": 2.0, "p99": 2.0},
+    "tok_per_s": None,
+    "hit_rate": 0.25,
+    "bytes_moved": 1_500_000,
+}
+REPORT: dict[str, Any] = {
+    **{"policy": POLICY, "capacity": "5%", "capacity_bytes": 1234},
+    "hardware": {"name": "a100-5GBps", "link_bytes_per_s": 2.5e9},
+    **{"clock": "virtual", "scoring": "parallel", "cache_reset": "never", "warnings": []},
+    **{"totals": METRICS, "tasks": {"gsm8k": METRICS, "mmlu": METRICS}},
+}
+
+
+def test_each_task_has_its_row_and_warnings_stand_below() -> None:
+    text = speed_table({**REPORT, "warnings": ["a knob did nothing"]})
+    title, header, _, *rows, empty, last = text.split("\n")
+    assert "(mine: standard + my_package.Mine + lru + fetch)" in title
+    assert "capacity: 5% = 1234 bytes" in title
+    assert (empty, last) == ("", "Warning: a knob did nothing")
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["gsm8k", "mmlu", "**all**"]
+    first = dict(zip(names, cells[0], strict=True))
+    assert [float(first[name]) for name in ("TTFT ms", "Hit", "MB moved")] == [1.5, 0.25, 1.5]
+    assert first["tok/s"] == first["TPOT ms"] == ""
+
+
+def test_the_title_names_the_link_and_the_settings_that_are_not_the_default() -> None:
+    title = speed_table(REPORT).split("\n")[0]
+    assert "hardware: a100-5GBps at 2.5 GB/s" in title
+    assert not any(word in title for word in ("scoring", "phases", "cache_reset"))
+    changed = {"scoring": "scan", "cache_reset": "request"}
+    policy = {**POLICY, "phases": "decode"}
+    title = speed_table({**REPORT, **changed, "policy": policy}).split("\n")[0]
+    assert title.endswith("phases: decode, scoring: scan, cache_reset: request")
+
+
+# --- a setting that did nothing on a task is said, and only then ---
+
+
+def served(kind: str, *phases: str) -> list[RequestRecord]:
+    ledger = Ledger()
+    request = ledger.new_request("any", kind)
+    ledger.serve([request])
+    for phase in phases:
+        ledger.begin_pass(phase, 1, 0.0)
+    return [request]
+
+
+TASKS = {
+    "mmlu": served("loglikelihood", PREFILL),
+    "gsm8k": served("generate_until", PREFILL, DECODE),
+    "arc": served("loglikelihood", PREFILL, PREFILL),
+}
+
+
+@pytest.mark.parametrize(
+    ("phases", "scoring", "idle", "said", "unsaid"),
+    [
+        ("decode", "parallel", {}, ("phases=decode", "arc, mmlu"), "gsm8k"),
+        ("all", "scan", {}, ("scoring=scan", "gsm8k"), "mmlu"),
+        ("all", "parallel", {"idle_seed": 3}, ("seed=3",), "scan"),
+        ("all", "parallel", {"idle_levels": ("int8", "int4")}, ("precision=int8:int4",), "scan"),
+        ("all", "parallel", {"idle_cutoff": True}, ("prefetch.cutoff=auto",), "scan"),
+        ("all", "parallel", {"idle_link": True}, ("link=fifo",), "scan"),
+    ],
+)
+def test_what_did_nothing_is_said_with_its_tasks(
+    phases: str, scoring: str, idle: dict[str, Any], said: tuple[str, ...], unsaid: str
+) -> None:
+    (warning,) = settings_without_effect(TASKS, phases, scoring, **idle)
+    assert all(text in warning for text in said)
+    assert unsaid not in warning
+
+
+@pytest.mark.parametrize(
+    ("tasks", "phases", "scoring"),
+    [
+        (TASKS, "all", "parallel"),
+        ({"gsm8k": TASKS["gsm8k"]}, "decode", "parallel"),
+        # scan reads a text as if it were decoded.
+        ({"text": served("loglikelihood_rolling", DECODE, DECODE)}, "decode", "scan"),
+        ({}, "decode", "scan"),
+    ],
+)
+def test_settings_that_did_something_are_not_warned_of(
+    tasks: dict[str, list[RequestRecord]], phases: str, scoring: str
+) -> None:
+    assert settings_without_effect(tasks, phases, scoring) == []
+
+
+# --- the published schema of config.moecache ---
+
+
+RESULTS = Path(__file__).resolve().parent.parent.parent / "results"
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    data = path.read_bytes()
+    packed = path.suffix == ".gz"
+    for line in gzip.decompress(data).splitlines() if packed else [data]:
+        yield json.loads(line)["config"]["moecache"]
+
+
+FILES = [*sorted(RESULTS.rglob("runs.jsonl.gz")), RESULTS / "first_run/results.json"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.parent.relative_to(RESULTS)))
+def test_every_committed_record_fits(path: Path) -> None:
+    for record in records(path):
+        MoecacheRecord.model_validate_json(json.dumps(record), strict=True)
+
+
+def test_the_schema_is_versioned_and_names_what_a_record_has() -> None:
+    schema = published_schema()
+    assert schema["version"] >= 1 and schema["$schema"].startswith("https://json-schema.org")
+    (record,) = records(FILES[-1])
+    assert set(record) <= set(schema["properties"])
+    with pytest.raises(ValidationError):
+        MoecacheRecord.model_validate({**record, "clock": "sundial"})

@@ -1,0 +1,295 @@
+"""What `moecache profile` learns of a model: buddies, sensitivities, the range of its logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lm_eval_moecache.algorithms.registry import find_algorithm
+from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+from lm_eval_moecache.analysis.coactivation import observe
+from lm_eval_moecache.analysis.fisher import Fisher
+from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
+from lm_eval_moecache.profiling._texts import task_examples
+from lm_eval_moecache.profiling.logit_range import measure
+from lm_eval_moecache.records.artifact import (
+    ARTIFACT_DIR,
+    BUDDIES,
+    SENSITIVITY,
+    read_artifact,
+)
+from lm_eval_moecache.records.coactivation import PAIRS, BuddyProfile
+from lm_eval_moecache.records.event import DECODE, Event
+from lm_eval_moecache.records.sensitivity import LAYERS, THRESHOLDS, rises
+from lm_eval_moecache.sweep import evaluation
+from lm_eval_moecache.testing.streams import make_geometry
+from lm_eval_moecache.tiny import MODEL_DIR
+from lm_eval_moecache.tiny.documents import arc
+from tests.artifacts import profile_for
+from tests.conftest import Checkpoint, Moecache
+
+TEXT = "A snorf lives in the desert and eats stones . It fears fire , as nibbins do . " * 20
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "some.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def profile(*arguments: str) -> int:
+    return main(["profile", "buddies", *arguments])
+
+
+def test_it_writes_a_profile_of_this_model_that_the_policy_runs_with(
+    checkpoint: Checkpoint, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = str(checkpoint("olmoe")), str(tmp_path / "mine.safetensors")
+    assert profile("--pretrained", model, "--data", text, "--k_max=3", "--out", out, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    made = read_artifact(out, BUDDIES, "out")
+    assert printed["tokens"] == made.made_from["tokens"] > 100
+    assert made.made_from["data"] == ["some.txt"]
+    assert max(row["longest"] for row in printed["layers"]) <= 3
+    # Each token activates top_k experts in every layer, and pairs each with the others.
+    tokens, top_k = printed["tokens"], made.top_k
+    np.testing.assert_allclose(made.arrays["activations"].sum(axis=-1), tokens * top_k)
+    pairs = made.arrays[PAIRS].sum(axis=(1, 2))
+    np.testing.assert_allclose(pairs, tokens * top_k * (top_k - 1))
+    options: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "capacity": "50%"}
+    lm = MoECacheLM(model, **options, **{"miss.profile": out}, batch_size=1)
+    assert lm.engine.rules.miss.artifact.path == out
+
+
+def test_without_a_profile_the_error_says_how_to_make_one(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=r"miss\.profile must be given.*moecache profile buddies"):
+        MoECacheLM(str(checkpoint("olmoe")), policy="buddymoe", **{"miss.rho": 2})
+
+
+def test_a_profile_of_another_model_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    # Other layer counts before the weights are read, other weights of the same counts after.
+    shipped = str(ARTIFACT_DIR / "tiny" / "buddies.safetensors")
+    given: dict[str, Any] = {"policy": "buddymoe", "miss.rho": 2, "miss.profile": shipped}
+    with pytest.raises(ValueError, match=r"made from 'tiny' with num_layers=8, but .* has"):
+        MoECacheLM(str(checkpoint("olmoe")), **given)
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR))
+    with torch.no_grad():
+        find_moe_layers(model)[3].router.weight.mul_(1.1)
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL_DIR) / name, tmp_path)
+    with pytest.raises(ValueError, match=r"made from 'tiny', whose router weights.*are not those"):
+        MoECacheLM(str(tmp_path), **given)
+
+
+def test_the_shipped_profile_is_of_tiny_and_made_from_training_documents() -> None:
+    shipped = read_artifact(ARTIFACT_DIR / "tiny" / "buddies.safetensors", BUDDIES, "shipped")
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL_DIR))
+    assert shipped.router_digest == router_digest(find_moe_layers(model))
+    assert shipped.made_from["tasks"] == ["moecache_offline"] and not shipped.made_from["data"]
+    BuddyProfile(shipped)
+    tested = {row["question"] for row in arc()["test"]}
+    examples = task_examples(["tiny_arc"], 50)
+    assert len(examples) == 50 and examples[0].answer.startswith(" ")
+    assert not tested & {e.prompt.split("Question: ")[1].split("\n")[0] for e in examples}
+
+
+def test_warm_up_tokens_count_for_less() -> None:
+    analyzed = AnalyzedModel("tiny", [TEXT], 100)
+    plain = observe(analyzed, 16).counts
+    light = observe(analyzed, 16, lambda n: np.where(np.arange(n) < 60, 0.0, 1.0)).counts
+    np.testing.assert_allclose(plain.activations.sum(axis=-1), 101 * 8)
+    np.testing.assert_allclose(light.activations.sum(axis=-1), 41 * 8)
+
+
+def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None:
+    analyzed = AnalyzedModel("tiny", [TEXT], 40)
+    found = observe(analyzed, 5)
+    similarity = found.similarity()
+    np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1.0, atol=1e-2)
+    np.testing.assert_allclose(similarity, similarity.transpose(0, 2, 1), atol=1e-6)
+    # Two experts of layer 2, computed from their weights.
+    hidden = torch.cat(found._hidden[2]).float()
+    experts = analyzed.layers[2].experts
+    outputs = []
+    for expert in (3, 8):
+        gate, up = (hidden @ experts.gate_up_proj[expert].float().T).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        outputs.append(inner @ experts.down_proj[expert].float().T)
+    expected = torch.nn.functional.cosine_similarity(*outputs).mean().detach()
+    assert similarity[2, 3, 8] == pytest.approx(float(expected), abs=0.02)
+    assert len(hidden) == 6, "every eighth of 41 tokens"
+
+
+class FakeManager:
+    """lm-eval's index without its 10,000 tasks, and one task that has test documents only."""
+
+    task_index: ClassVar[dict[str, object]] = {"tiny_arc": None, "only_test": None}
+
+    def __init__(self, include_path: Sequence[str], defaults: bool) -> None:
+        pass
+
+    def load(self, names: list[str]) -> dict[str, Any]:
+        no, yes = (lambda: False), (lambda: True)
+        task = SimpleNamespace(has_training_docs=no, has_validation_docs=yes, has_test_docs=no)
+        return {"tasks": dict.fromkeys(names, task)}
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("tiny_ark", "tasks='tiny_ark' is not known.*mean 'tiny_arc'"),
+        ("only_test", "tasks='only_test' has no documents beside those it is"),
+    ],
+)
+def test_unknown_tasks_and_tasks_without_other_documents_are_refused(
+    task: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "_task_manager", FakeManager)
+    with pytest.raises(ValueError, match=words):
+        task_examples([task], 5)
+
+
+APPLES = "Alice has 3 apples. She buys 4 more apples. How many apples does Alice have?"
+
+
+def test_the_rise_is_the_square_of_the_lost_share_times_the_sensitivity() -> None:
+    weights = np.array([[0.6, 0.3, 0.1], [0.3, 0.3, 0.2]], dtype=np.float32)
+    # Lost from rank 1 on: 0.4 of 1.0 and 0.5 of 0.8; from rank 2 on: 0.1 and 0.2 of 0.8.
+    expected = [[np.inf, 0.16 * 5, 0.01 * 5], [np.inf, 0.625**2 * 5, 0.25**2 * 5]]
+    assert rises(weights, 5.0) == pytest.approx(np.array(expected), rel=1e-6)
+
+
+def test_the_lightest_go_first_and_the_heaviest_always_stays() -> None:
+    geometry = make_geometry(num_layers=2, num_experts=4, top_k=3)
+    profile = profile_for(SENSITIVITY, geometry)
+    layer_1 = float(read_artifact(profile, SENSITIVITY, "profile").arrays[LAYERS][1])
+    experts = np.array([[2, 0, 1], [3, 1, 0]])
+    weights = np.array([[0.6, 0.3, 0.1], [0.34, 0.33, 0.33]], dtype=np.float32)
+    event = Event(0, 1, DECODE, 2, [6, 4, 5, 7], experts=experts, weights=weights)
+
+    def kept(threshold: float) -> list[list[bool]]:
+        build = find_algorithm("routing", "sensitivity")
+        selection = build(geometry, profile=profile, threshold=threshold).select(event, ())
+        if selection is None:
+            return [[True] * 3] * 2
+        assert selection.renormalize
+        return selection.keep.tolist()
+
+    assert kept(0.005 * layer_1) == [[True, True, True], [True, True, True]]
+    assert kept(0.05 * layer_1) == [[True, True, False], [True, True, True]]
+    assert kept(0.17 * layer_1) == [[True, False, False], [True, True, False]]
+    assert kept(9.0 * layer_1) == [[True, False, False], [True, False, False]]
+
+
+@pytest.fixture(scope="module")
+def analyzed() -> AnalyzedModel:
+    return AnalyzedModel("tiny", [APPLES], max_tokens=24)
+
+
+def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
+    """One token's output is moved a little along its change: the loss must follow the gradient."""
+    analyzed.model.float()
+    seen = Fisher(analyzed)
+    layer, token, step = 3, 7, 1e-3
+    grabbed: dict[str, torch.Tensor] = {}
+
+    def loss_with(shift: float) -> float:
+        def move(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+            moved = output.clone()
+            moved[token] += shift * grabbed["change"].to(output.dtype)
+            return moved
+
+        handle = analyzed.layers[layer].experts.register_forward_hook(move)
+        try:
+            ids = analyzed.windows[0][None]
+            logits = analyzed.model(ids).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+            return float(loss.detach())
+        finally:
+            handle.remove()
+
+    original = seen._watch(layer)
+
+    def grab(module: object, inputs: object, output: torch.Tensor) -> None:
+        original(module, inputs, output)
+        kept, change = seen._change[layer]
+        grabbed["change"] = change[token]
+        kept.retain_grad()
+        grabbed["output"] = kept
+
+    handle = analyzed.layers[layer].experts.register_forward_hook(grab)
+    ids = analyzed.windows[0][None]
+    logits = analyzed.model(ids).logits[0, :-1].float()
+    torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
+    handle.remove()
+    slope = float(grabbed["output"].grad[token].double() @ grabbed["change"])
+    difference = (loss_with(step) - loss_with(-step)) / (2 * step)
+    assert slope == pytest.approx(difference, rel=0.05, abs=1e-3)
+
+
+def test_a_quarter_of_the_activations_lies_below_its_threshold(analyzed: AnalyzedModel) -> None:
+    fisher = Fisher(analyzed)
+    fisher.read()
+    assert (fisher.sensitivity > 0).all()
+    thresholds = fisher.thresholds()
+    assert np.isfinite(thresholds).all() and (np.diff(thresholds) >= 0).all()
+    found = np.concatenate(
+        [
+            rises(np.concatenate(kept), value).ravel()
+            for kept, value in zip(fisher._weights, fisher.sensitivity, strict=True)
+        ]
+    )
+    for share in (10, 25, 50):
+        assert np.mean(found <= thresholds[share]) == pytest.approx(share / 100, abs=0.02)
+
+
+def test_profile_sensitivity_writes_what_the_routing_takes(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "s.safetensors"
+    text.write_text(APPLES)
+    found = moecache.json("profile", "sensitivity", "--data", text, "--out", out)
+    assert len(found["sensitivity"]) == 8
+    arrays = read_artifact(out, SENSITIVITY, "profile").arrays
+    assert arrays[LAYERS].shape == (8,) and arrays[THRESHOLDS].shape == (101,)
+
+
+def test_it_is_the_mean_of_max_less_min_of_each_layers_logits(checkpoint: Checkpoint) -> None:
+    analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["some text " * 20], 60, window=16)
+    found = measure(analyzed)
+    assert all(not layer.router._forward_hooks for layer in analyzed.layers)
+    with torch.no_grad():
+        outputs = [
+            analyzed.model(window[None], output_router_logits=True).router_logits
+            for window in analyzed.windows
+        ]
+    for layer, value in enumerate(found):
+        logits = torch.cat([logits[layer] for logits in outputs]).float()
+        expected = (logits.max(-1).values - logits.min(-1).values).mean()
+        assert value == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_command_prints_what_routing_logit_range_takes(
+    tmp_path: Path, checkpoint: Checkpoint, moecache: Moecache
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some text " * 20)
+    model = f"--pretrained={checkpoint('olmoe')}"
+    out = tmp_path / "range.json"
+    command = ["profile", "logit_range", model, f"--data={text}", f"--out={out}"]
+    printed = json.loads(moecache(*command))
+    kept = json.loads(out.read_text())["logit_range"]
+    assert printed == pytest.approx(kept, abs=1e-4)
