@@ -4,20 +4,18 @@ A random model of OLMoE's layers, experts and top-k (16, 64, 8) with matrices to
 The CPU time of the thread that decodes, inside the router hooks and inside those around the pass,
 which other jobs on the machine change little.
 
-    python benchmarks/bookkeeping.py [--policies on_demand,specmd] [--clock virtual] [--profile]
+    python benchmarks/bookkeeping.py [--policies on_demand,specmd] [--clock virtual]
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import pstats
-import statistics
 import time
 from collections.abc import Callable
+from statistics import mean, median
 from typing import Any
 
 import torch
+from grid import arguments
 from setup import SHAPES, random_model, run, take, virtual, wall
 
 from lm_eval_moecache.algorithms import ranked
@@ -54,52 +52,36 @@ class Hooks:
         return timed
 
 
-def wrap(model: Any, clock: str, policy: str, capacity: str) -> WrappedModel:
-    if clock == "wall":
-        return wall(model, take(model, torch.device("cpu")), policy, capacity)
-    return virtual(model, policy, capacity)
-
-
 def microseconds(model: Any, clock: str, policy: str, capacity: str, tokens: int) -> list[float]:
     """Return the mean per layer and decode step, of each of a few runs."""
     found = []
-    prompt = torch.arange(2, 18)[None]
     for _ in range(5):
-        wrapped = wrap(model, clock, policy, capacity)
+        if clock == "wall":
+            wrapped = wall(model, take(model, torch.device("cpu")), policy, capacity)
+        else:
+            wrapped = virtual(model, policy, capacity)
         hooks = Hooks(wrapped)
-        run(model, prompt, tokens)
+        run(model, torch.arange(2, 18)[None], tokens)
         wrapped.unwrap()
         hooks.handle.remove()
-        found.append(1e6 * statistics.mean(hooks.seconds[1:]) / SHAPE["num_hidden_layers"])
+        found.append(1e6 * mean(hooks.seconds[1:]) / SHAPE["num_hidden_layers"])
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policies", default=",".join(TARGETS_US))
-    parser.add_argument("--capacity", default="25%")
-    parser.add_argument("--clock", default="virtual", choices=("virtual", "wall"))
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--profile", action="store_true", help="where the time of a run goes")
-    options = parser.parse_args()
+    own = {"policies": ",".join(TARGETS_US), "clock": ("virtual", "wall")}
+    options = arguments(__doc__, capacity="25%", tokens=64, **own)
     torch.set_num_threads(1)
     # As in a run of some hundred tokens: the victims of ranking rules are found by compiled code.
     ranked._PLAIN_VICTIMS = 1
     model = random_model(SHAPE)
     print(f"{options.clock} clock at {options.capacity}; CPU microseconds per layer and step")
     for policy in options.policies.split(","):
-        if options.profile:
-            profile = cProfile.Profile()
-            wrapped = wrap(model, options.clock, policy, options.capacity)
-            profile.runcall(run, model, torch.arange(2, 18)[None], options.tokens)
-            wrapped.unwrap()
-            pstats.Stats(profile).sort_stats("tottime").print_stats("lm_eval_moecache", 25)
         found = microseconds(model, options.clock, policy, options.capacity, options.tokens)
-        target = TARGETS_US.get(policy)
-        judged = ""
+        target, judged = TARGETS_US.get(policy), ""
         if target is not None:
             judged = f", target {target}: {'met' if min(found) <= target else 'missed'}"
-        print(f"{policy}: median {statistics.median(found):.0f} (best {min(found):.0f}){judged}")
+        print(f"{policy}: median {median(found):.0f} (best {min(found):.0f}){judged}")
 
 
 if __name__ == "__main__":

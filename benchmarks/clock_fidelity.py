@@ -11,12 +11,12 @@ times over, since machines change their speed; of each cell, the sweep whose rat
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from typing import Any, NamedTuple
 
 import torch
+from grid import arguments
 from setup import device_of, prompts, random_model, run, take, virtual, wall
 
 from lm_eval_moecache.profiling._wall import measure_on_wall
@@ -91,17 +91,9 @@ def row_of(cells: list[Cell], met: dict[str, int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="cpu")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--policies", default="on_demand,mixtral_offloading,specmd")
-    parser.add_argument("--capacities", default="25%,50%,75%")
-    parser.add_argument("--bandwidth", default="0.5GB/s")
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sweeps", type=int, default=3)
-    options = parser.parse_args()
+    of_cells = {"policies": "on_demand,mixtral_offloading,specmd", "capacities": "25%,50%,75%"}
+    asked = {"bandwidth": "0.5GB/s", "prompt": 32, "tokens": 12, "rounds": 3, "sweeps": 3}
+    options = arguments(__doc__, shape="cpu", device="auto", **of_cells, **asked)
     device = device_of(options.device)
     machine = measure("calibrated", str(device), "bfloat16", 2**28, 2048)
     print(dataclasses.replace(machine, source=""))

@@ -11,14 +11,13 @@ and is replayed on SpecMD's machine with OLMoE's sizes at 1.4 cycles of 4-bit ex
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-import numpy.typing as npt
-from grid import RESULTS
+from grid import RESULTS, arguments
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
@@ -26,6 +25,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save_as
 from lm_eval_moecache.report.replays import SweepSetting, one_replay
 
 EVICTIONS = ("fld", "score", "lru", "least_stale")
@@ -33,11 +33,10 @@ PREFETCHERS = {"score": "score prefetch", "next_gate": "top-k prefetch"}
 CAPACITY = "17.5%"
 
 
-def shares(trace: Path, prefetch: str, eviction: str) -> npt.NDArray[np.float64]:
+def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
     """Return by layer the share of requests that were evicted earlier in the same pass."""
-    policy = load_policy("specmd", {"prefetch": prefetch, "eviction": eviction})
     setting = SweepSetting(
-        policies=[policy],
+        policies=[load_policy("specmd", {"prefetch": prefetch, "eviction": eviction})],
         capacities=[CAPACITY],
         hardwares=[load_hardware("specmd-a100")],
         emulate=load_real_model("OLMoE-1B-7B"),
@@ -61,47 +60,34 @@ def shares(trace: Path, prefetch: str, eviction: str) -> npt.NDArray[np.float64]
 
     replay(found, built, future=future, on_engine=watch, compiled=False)
     collisions, requests = counts
-    return collisions / requests
+    return [round(float(share), 6) for share in collisions / requests]
 
 
-def draw(rows: list[dict[str, float]], path: Path) -> None:
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, len(PREFETCHERS), figsize=(9, 3.6), layout="constrained")
-    layers = [row["layer"] for row in rows]
-    for axis, (prefetch, title) in zip(axes, PREFETCHERS.items(), strict=True):
-        for marker, eviction in zip("osD^", EVICTIONS, strict=True):
+def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
+    figure, panels = new_figure(columns=len(PREFETCHERS))
+    lines = {}
+    for axes, (prefetch, title) in zip(panels, PREFETCHERS.items(), strict=True):
+        for index, eviction in enumerate(EVICTIONS):
             y = [100 * row[f"{prefetch}_{eviction}"] for row in rows]
-            axis.plot(layers, y, marker=marker, label=eviction)
+            [lines[eviction]] = axes.plot([row["layer"] for row in rows], y, **look(index))
         # Score-based eviction is beyond the others by so much that nothing else would be seen.
-        axis.set(title=title, xlabel="layer", yscale="symlog", ylim=(0, 100))
-        axis.set_ylabel("collision misses [% of requests]")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    fig.savefig(path, metadata={"Date": None})
-    fig.savefig(path.with_suffix(".png"), dpi=110)
+        axes.set(title=title, xlabel="layer", yscale="symlog", ylim=(0, 100))
+        axes.set_ylabel("collision misses [% of requests]")
+    legend(figure, lines)
+    save_as(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS / "specmd/figure_5")
-    given = parser.parse_args()
+    options = arguments(__doc__, "trace", out=RESULTS / "specmd/figure_5")
     columns = {
-        f"{prefetch}_{eviction}": shares(given.trace, prefetch, eviction)
-        for prefetch in PREFETCHERS
-        for eviction in EVICTIONS
+        f"{prefetch}_{eviction}": shares(options.trace, prefetch, eviction)
+        for prefetch, eviction in product(PREFETCHERS, EVICTIONS)
     }
-    number = len(next(iter(columns.values())))
-    rows = [
-        {"layer": layer, **{name: float(round(found[layer], 6)) for name, found in columns.items()}}
-        for layer in range(number)
-    ]
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "layers.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    draw(rows, given.out / "layers.svg")
-    for row in rows:
-        print({name: round(value, 4) for name, value in row.items()})
+    layers = zip(*columns.values(), strict=True)
+    rows = [{"layer": n, **dict(zip(columns, own, strict=True))} for n, own in enumerate(layers)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "layers.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    draw(rows, options.out / "layers")
 
 
 if __name__ == "__main__":

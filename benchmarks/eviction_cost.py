@@ -13,13 +13,10 @@ tokens; those with a state of their own are Python. A column says which, as the 
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Container
-from pathlib import Path
 from typing import Any
 
-from grid import sections, setting_of, shipped_traces, table
+from grid import RESULTS, arguments, sections, setting_of, shipped_traces
 from real_routing import EVICTIONS
 
 from lm_eval_moecache.algorithms import ranked
@@ -27,10 +24,10 @@ from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.replay_events import EventFields, events_of
+from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 
@@ -38,97 +35,69 @@ Call = tuple[str, tuple[Any, ...]]
 CAPACITY, ROUNDS = "25%", 3
 
 
-class Nothing(EvictionAlgorithm):
-    """Does nothing when it is called: what the loop takes without an algorithm."""
-
-    def on_insert(self, key: int, prefetched: bool) -> None:
-        return
-
-    def on_evict(self, key: int) -> None:
-        return
-
-    def victim(self, pinned: Container[int], layer: int) -> int | None:
-        return None
-
-
 class Written:
     """Stands in for an eviction algorithm and writes down what it is asked."""
 
-    def __init__(self, eviction: EvictionAlgorithm) -> None:
-        self._eviction = eviction
-        self.calls: list[Call] = []
+    def __init__(self, eviction: EvictionAlgorithm, calls: list[Call]) -> None:
+        self._eviction, self._calls = eviction, calls
 
     def __getattr__(self, name: str) -> Any:
         known = getattr(self._eviction, name)
         if not callable(known):
             return known
 
-        def call(*arguments: Any) -> Any:
-            self.calls.append((name, arguments))
-            return known(*arguments)
+        def call(*given: Any) -> Any:
+            self._calls.append((name, given))
+            return known(*given)
 
         return call
 
 
 def calls_of(trace: Trace, future: Future, setting: Setting) -> list[Call]:
     """Replay a trace and return the calls to its eviction algorithm."""
-    engine = Engine(trace.geometry, setting, future)
-    pool, num_layers = engine.pools[0], trace.geometry.num_layers
-    written = Written(pool.eviction)
-    pool.eviction = written  # type: ignore[assignment]
-    events = events_of(trace, EventFields(False, False, 0, ""), 0, trace.num_passes, False)
-    for _ in range(trace.num_passes):
-        for layer, event in zip(range(num_layers), events, strict=False):
-            if layer == 0:
-                engine.begin_pass(event.phase, event.num_tokens)
-            engine.enter(layer, event.num_tokens)
-            engine.run(event)
-        engine.end_pass()
-    return written.calls
+    calls: list[Call] = []
+
+    def watch(engine: Engine) -> None:
+        pool = engine.pools[0]
+        pool.eviction = Written(pool.eviction, calls)  # type: ignore[assignment]
+
+    replay(trace, setting, future=future, on_engine=watch, compiled=False)
+    return calls
 
 
-def seconds(calls: list[Call], eviction: EvictionAlgorithm) -> float:
-    """Make the calls to an algorithm that has not had any; return the CPU time."""
-    bound = [(getattr(eviction, name), arguments) for name, arguments in calls]
+def seconds(calls: list[Call], eviction: EvictionAlgorithm | None) -> float:
+    """Make the calls to an algorithm that has not had any, or to nobody; return the CPU time."""
+
+    def nobody(*_: Any) -> None:
+        return
+
+    bound = [(getattr(eviction, name) if eviction else nobody, given) for name, given in calls]
     start_s = time.process_time()
-    for call, arguments in bound:
-        call(*arguments)
+    for call, given in bound:
+        call(*given)
     return time.process_time() - start_s
 
 
 def cost(trace: Trace, future: Future, overrides: dict[str, Any]) -> tuple[float, float]:
     """Return microseconds a request, and victims a request."""
-    geometry = trace.geometry
-    setting = setting_of(geometry, CAPACITY, overrides)
-    calls = calls_of(trace, future, setting)
+    setting = setting_of(trace.geometry, CAPACITY, overrides)
+    calls, took = calls_of(trace, future, setting), []
     requests = sum(len(a[0].keys) for _, a in calls if a and isinstance(a[0], Event))
-    took = []
     for _ in range(ROUNDS):
-        eviction = fresh(setting.policy.eviction, geometry, future, setting.capacity.total_bytes)
-        took.append(seconds(calls, eviction) - seconds(calls, Nothing(geometry)))
+        fresh = Engine(trace.geometry, setting, future).pools[0].eviction
+        took.append(seconds(calls, fresh) - seconds(calls, None))
     victims = sum(name == "victim" for name, _ in calls)
     return 1e6 * min(took) / requests, victims / requests
 
 
-def fresh(choice: Any, geometry: Geometry, future: Future, nbytes: int) -> EvictionAlgorithm:
-    eviction: EvictionAlgorithm = choice.build(geometry, 0)
-    eviction.capacity_bytes = nbytes
-    eviction.num_slots = nbytes * geometry.num_layers // sum(e[0] for e in geometry.expert_bytes)
-    eviction.prepare(future)
-    return eviction
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/real_routing"))
-    out = parser.parse_args().out
+    out = arguments(__doc__, out=RESULTS / "real_routing").out
     # From the first one on, so that no rule is timed as Python here and as machine code there.
     ranked._PLAIN_VICTIMS = 0
-    traces = dict(shipped_traces())
-    futures = {name: Future(trace) for name, trace in traces.items()}
+    traces = {name: (trace, Future(trace)) for name, trace in shipped_traces()}
     rows: list[tuple[float, list[str]]] = []
     for eviction, overrides in EVICTIONS.items():
-        found = [cost(traces[name], futures[name], overrides) for name in traces]
+        found = [cost(trace, future, overrides) for trace, future in traces.values()]
         costs = [f"{microseconds:.2f} ({victims:.2f})" for microseconds, victims in found]
         mean = sum(own for own, _ in found) / len(found)
         algorithm = load_policy("on_demand", overrides).eviction.algorithm
@@ -136,8 +105,8 @@ def main() -> None:
         rows.append((mean, [eviction, victims_by, *costs, f"{mean:.2f}"]))
     headers = ["Eviction", "victims by", *traces, "mean"]
     title = f"Bookkeeping at {CAPACITY}, microseconds a request (victims a request)"
-    costs_by_rule = table(headers, [row for _, row in sorted(rows)])
-    (out / "cost.md").write_text(sections([(title, costs_by_rule)]))
+    told = sections({title: padded(headers, [row for _, row in sorted(rows)])})
+    (out / "cost.md").write_text(told)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grid import RESULTS
+from grid import RESULTS, arguments
 
 from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.results import Run, load_runs
@@ -104,49 +103,39 @@ def worse(run: Run, tasks: Sequence[str], points: float, random: np.random.Gener
     return scored(run, samples)
 
 
-def rates(arguments: argparse.Namespace, documents: int) -> tuple[int, int, int, int]:
-    """Return false alarms, losses found in all tasks, in one task, and the number of figures."""
-    random = np.random.default_rng(arguments.seed)
-    loaded = load_runs(Path(arguments.baseline))
+def rates(options: argparse.Namespace, documents: int) -> list[int]:
+    """Return the number of figures, false alarms, losses found in all tasks, and in one task."""
+    random, rules = np.random.default_rng(options.seed), Rules(alpha=options.alpha)
+    loaded = load_runs(options.baseline)
     # A mistake in one policy: the run with the most documents, the others stay as they are.
     loaded.sort(key=lambda run: -max(len(d) for m in run.samples.values() for d in m.values()))
-    rules = Rules(alpha=arguments.alpha)
-    counts = np.zeros(3, dtype=int)
-    figures = 0
-    for _ in range(arguments.reruns):
-        base = [resized(run, documents, arguments.accuracy, random) for run in loaded]
+    alarms, figures = np.zeros(3, dtype=int), 0
+    for _ in range(options.reruns):
+        base = [resized(run, documents, options.accuracy, random) for run in loaded]
         new = [rerun(run, random) for run in base]
         judged = compare(base, new, rules)
         figures = len(judged.rows)
         tasks = [t for t in base[0].tasks if (s := base[0].score(t)) and s.higher_is_better]
         hits = [judged.is_regression]
         for chosen in (tasks, tasks[:1]):
-            planted = [worse(new[0], chosen, arguments.points, random), *new[1:]]
+            planted = [worse(new[0], chosen, options.points, random), *new[1:]]
             hits.append(compare(base, planted, rules).is_regression)
-        counts += hits
-    alarms, found_all, found_one = counts
-    return int(alarms), int(found_all), int(found_one), figures
+        alarms += hits
+    return [figures, *map(int, alarms)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--baseline", default=str(RESULTS / "baseline"))
-    parser.add_argument("--documents", type=int, nargs="+", default=[0, 8, 25, 50, 100, 200, 500])
-    parser.add_argument("--accuracy", type=float, default=0.8)
-    parser.add_argument("--points", type=float, default=2.0)
-    parser.add_argument("--alpha", type=float, default=0.01)
-    parser.add_argument("--reruns", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    counts = {"documents": [0, 8, 25, 50, 100, 200, 500], "reruns": 100, "seed": 0}
+    sizes = {"accuracy": 0.8, "points": 2.0, "alpha": 0.01}
+    options = arguments(__doc__, baseline=RESULTS / "baseline", **counts, **sizes)
     print(
-        f"alpha {arguments.alpha:g} for the whole comparison, {arguments.reruns} reruns, "
-        f"a loss of {arguments.points:g} points planted in one run, accuracy {arguments.accuracy:g}"
+        f"alpha {options.alpha:g} for the whole comparison, {options.reruns} reruns, "
+        f"a loss of {options.points:g} points planted in one run, accuracy {options.accuracy:g}"
     )
     print("| Documents | Figures | False alarms | Found, all tasks | Found, one task |")
     print("| --: | --: | --: | --: | --: |")
-    for documents in arguments.documents:
-        alarms, found_all, found_one, figures = rates(arguments, documents)
-        print(f"| {documents} | {figures} | {alarms} | {found_all} | {found_one} |", flush=True)
+    for documents in options.documents:
+        print(f"| {' | '.join(map(str, [documents, *rates(options, documents)]))} |", flush=True)
 
 
 if __name__ == "__main__":

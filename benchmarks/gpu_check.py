@@ -15,7 +15,6 @@ the store of a CPU, to show that the script itself works: its figures say nothin
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,11 +22,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from grid import arguments
 
 from lm_eval_moecache.model.device import best_device, devices, name_of
 
@@ -39,62 +40,30 @@ NEEDS_A_DEVICE = {
 }
 """What a CPU leaves out of each check."""
 RUNS = ("virtual", "wall")
-CHECKS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]] = {
-    "link": (
-        "link.py",
-        ("--rounds", "5"),
-        {
-            "link, share of one large copy": r"link as it is: share .* median ([\d.]+)",
-            "link at 1GB/s, share of it": r"link throttled to .*: share .* median ([\d.]+)",
-        },
-    ),
-    "vs_hf": (
-        "vs_hf.py",
-        ("--rounds", "11"),
-        {
-            "prefill / transformers at 100%": r"plain, prefill: +median ([\d.]+)",
-            "decode / transformers at 100%": r"plain, decode: +median ([\d.]+)",
-        },
-    ),
-    "vs_accelerate": (
-        "vs_accelerate.py",
-        ("--rounds", "3", "--policy", "on_demand"),
-        {
-            "prefill / accelerate at 25%": r"accelerate, prefill: +median ([\d.]+)",
-            "decode / accelerate at 25%": r"accelerate, decode: +median ([\d.]+)",
-            "bytes a step, accelerate / ours": r"by moecache: ([\d.]+) times fewer",
-        },
-    ),
-    "clock": (
-        "clock_fidelity.py",
-        ("--sweeps", "1"),
-        {
-            "TTFT virtual / wall": r"TTFT [\d.]+ / [\d.]+ = ([\d.]+)",
-            "TPOT virtual / wall": r"TPOT [\d.]+ / [\d.]+ = ([\d.]+)",
-        },
-    ),
+ONCE = "--rounds 1 --tokens 2 --prompt 8"
+CHECKS: Mapping[str, tuple[str, str, str]] = {
+    "link": ("link.py", "--rounds 5", "--rounds 1 --tokens 2"),
+    "vs_hf": ("vs_hf.py", "--rounds 11", ONCE),
+    "vs_accelerate": ("vs_accelerate.py", "--rounds 3 --policy on_demand", ONCE),
+    "clock": ("clock_fidelity.py", "--sweeps 1", f"{ONCE} --policies on_demand --capacities 25%"),
 }
-"""Name -> script, its arguments, and what its output says: words -> where the figure stands."""
-QUICK: Mapping[str, tuple[str, ...]] = {
-    "link": ("--rounds", "1", "--tokens", "2"),
-    "vs_hf": ("--rounds", "1", "--tokens", "2", "--prompt", "8"),
-    "vs_accelerate": ("--rounds", "1", "--tokens", "2", "--prompt", "8"),
-    "clock": (
-        *("--sweeps", "1", "--rounds", "1", "--tokens", "2", "--prompt", "8"),
-        *("--policies", "on_demand", "--capacities", "25%"),
-    ),
+"""Name -> script, its arguments, and those with which it is tried in a minute."""
+MEDIAN, RATIO = r" +median ([\d.]+)", r"[\d.]+ / [\d.]+ = ([\d.]+)"
+FIGURES: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
+    "link, share of one large copy": ("link", f"as it is: share .*{MEDIAN}", (0.9, inf)),
+    "link at 1GB/s, share of it": ("link", f"throttled to .*: share .*{MEDIAN}", (0.9, inf)),
+    "prefill / transformers at 100%": ("vs_hf", f"plain, prefill:{MEDIAN}", (0.97, inf)),
+    "decode / transformers at 100%": ("vs_hf", f"plain, decode:{MEDIAN}", (1.0, inf)),
+    "prefill / accelerate at 25%": ("vs_accelerate", f"accelerate, prefill:{MEDIAN}", None),
+    "decode / accelerate at 25%": ("vs_accelerate", f"accelerate, decode:{MEDIAN}", (3.0, inf)),
+    "bytes a step, accelerate / ours": ("vs_accelerate", r": ([\d.]+) times fewer", None),
+    "TTFT virtual / wall": ("clock", f"TTFT {RATIO}", (0.85, 1.15)),
+    "TPOT virtual / wall": ("clock", f"TPOT {RATIO}", (0.85, 1.15)),
 }
-"""Arguments with which the figures say nothing, and the script is tried in a minute."""
-TARGETS: Mapping[str, tuple[float, float]] = {
-    "link, share of one large copy": (0.9, 9e9),
-    "link at 1GB/s, share of it": (0.9, 9e9),
-    "prefill / transformers at 100%": (0.97, 9e9),
-    "decode / transformers at 100%": (1.0, 9e9),
-    "decode / accelerate at 25%": (3.0, 9e9),
-    "TTFT virtual / wall": (0.85, 1.15),
-    "TPOT virtual / wall": (0.85, 1.15),
-}
-"""Words -> the least and the most; of several figures, all have to be there."""
+"""Words -> the check whose output has it, where it stands, and the least and the most.
+
+Of several figures, all have to be within.
+"""
 
 
 def run_tests(device: str, limit_s: float) -> dict[str, Any]:
@@ -111,10 +80,15 @@ def run_tests(device: str, limit_s: float) -> dict[str, Any]:
 
 def run_script(name: str, device: str, shape: str, limit_s: float, quick: bool) -> dict[str, Any]:
     """Run one benchmark and read its figures."""
-    script, given, patterns = CHECKS[name]
-    arguments = [sys.executable, str(ROOT / "benchmarks" / script), "--device", device]
-    result = _run([*arguments, "--shape", shape, *given, *(QUICK[name] if quick else ())], limit_s)
-    found = {w: [float(x) for x in re.findall(p, result["output"])] for w, p in patterns.items()}
+    script, given, once = CHECKS[name]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--device", device]
+    given = f"{given} {once}" if quick else given
+    result = _run([*command, "--shape", shape, *given.split()], limit_s)
+    found = {
+        words: [float(x) for x in re.findall(pattern, result["output"])]
+        for words, (check, pattern, _) in FIGURES.items()
+        if check == name
+    }
     passed = result["code"] == 0 and all(found.values())
     return {**result, "found": found, "said": "", "passed": passed}
 
@@ -139,16 +113,10 @@ def run_tiny(device: str, limit_s: float, folder: Path, quick: bool) -> dict[str
 def _run(
     command: list[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    start = time.perf_counter()
+    start, both = time.perf_counter(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         done = subprocess.run(
-            command,
-            cwd=ROOT,
-            text=True,
-            timeout=limit_s,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
+            command, cwd=ROOT, text=True, timeout=limit_s, env=environment, **both
         )
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
@@ -194,9 +162,9 @@ def table(report: Mapping[str, Any]) -> str:
         for words, values in result["found"].items():
             shown = ", ".join(f"{value:.3g}" for value in values) or "not said"
             bound, met = "", ""
-            if words in TARGETS:
-                least, most = TARGETS[words]
-                bound = f"at least {least}" if most > 1e9 else f"{least} to {most}"
+            if (target := FIGURES[words][2]) is not None:
+                least, most = target
+                bound = f"at least {least}" if most == inf else f"{least} to {most}"
                 right = bool(values) and all(least <= value <= most for value in values)
                 met = "met" if right else "missed"
             lines.append(f"| {words} | {shown} | {bound} | {met} |")
@@ -204,19 +172,15 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto", help="auto, or one that torch has here")
-    parser.add_argument("--shape", help="of benchmarks/setup.py (default: olmoe4, on a CPU cpu)")
-    parser.add_argument("--checks", default=",".join(("tests", *CHECKS, "runs")))
-    parser.add_argument("--limit_s", type=float, default=240, help="for each check")
-    parser.add_argument("--quick", action="store_true", help="to try the script, not the device")
-    parser.add_argument("--out", default="gpu_check", help="folder")
-    options = parser.parse_args()
+    every = {"checks": ",".join(("tests", *CHECKS, "runs")), "quick": False}
+    options = arguments(
+        __doc__, device="auto", shape=None, limit_s=240.0, out=Path("gpu_check"), **every
+    )
     device = best_device() if options.device == "auto" else options.device
     if str(torch.device(device)) not in devices():
-        parser.error(f"--device {device}: allowed here: {', '.join(devices())}")
+        raise SystemExit(f"--device {device}: allowed here: {', '.join(devices())}")
     shape = options.shape or ("cpu" if device == "cpu" else "olmoe4")
-    folder = Path(options.out)
+    folder = options.out
     folder.mkdir(parents=True, exist_ok=True)
     checks = options.checks.split(",")
     report = check(device, shape, checks, options.limit_s, options.quick, folder)

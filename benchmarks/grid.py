@@ -1,25 +1,30 @@
-"""What the scripts share: cells that are kept between runs, and Markdown tables."""
+"""What the scripts share: their options, settings and traces, cells that are kept, and tables."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pytablewriter import MarkdownTableWriter
+from pandas import DataFrame
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
+from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -28,9 +33,70 @@ Run = dict[str, Any]
 """What was measured, with the setting under `cell`."""
 
 
+def arguments(doc: str, *files: str, **defaults: Any) -> argparse.Namespace:
+    """Read the command line: `files` by place, and an option for each default, of its type.
+
+    A tuple is what is allowed, the default first; a list takes several values.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in files:
+        parser.add_argument(name, type=Path)
+    for name, default in defaults.items():
+        option: dict[str, Any]
+        if isinstance(default, bool):
+            option = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            option = {"choices": default, "default": default[0]}
+        elif isinstance(default, list):
+            option = {"nargs": "+", "type": type(default[0]), "default": default}
+        else:
+            option = {"type": str if default is None else type(default), "default": default}
+        parser.add_argument(f"--{name}", **option)
+    return parser.parse_args()
+
+
 def shipped_traces() -> Iterator[tuple[str, Trace]]:
     for path in sorted(TRACES.glob("*.parquet")):
         yield path.stem, load_trace(str(path))
+
+
+def decode_trace(
+    experts_TLK: Any,
+    weights_TLK: Any,
+    num_experts: int,
+    *,
+    expert_bytes: int = 1,
+    dense_bytes: int = 1,
+    predicted: Predicted | None = None,
+) -> Trace:
+    """Return a trace of one token after another, each layer's best expert first."""
+    num_tokens, num_layers, top_k = experts_TLK.shape
+    passes = np.repeat(np.arange(num_tokens, dtype=np.int32), num_layers)
+    geometry = Geometry(
+        model="generated",
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_bytes=((expert_bytes,),) * num_layers,
+        dense_bytes=(dense_bytes,) * num_layers,
+    )
+    columns = Columns(
+        request=np.zeros_like(passes),
+        pass_index=passes,
+        phase=np.full_like(passes, PHASES.index(DECODE)),
+        token=passes,
+        layer=np.tile(np.arange(num_layers, dtype=np.int32), num_tokens),
+        experts=experts_TLK.reshape(-1, top_k).astype(np.int32),
+        weights=weights_TLK.reshape(-1, top_k),
+    )
+    return build_trace("generated", geometry, columns, predicted=predicted)
+
+
+def blocks(passes: Sequence[PassRecord]) -> list[Sequence[PassRecord]]:
+    """Divide the passes of one text into what the intervals draw: sixteen in a row."""
+    return [passes[start : start + 16] for start in range(0, len(passes), 16)]
 
 
 def setting_of(
@@ -72,22 +138,29 @@ def fill(
     return runs
 
 
+def frame(runs: Iterable[Run]) -> DataFrame:
+    """Return a row a run: its settings and what was measured."""
+    return DataFrame([{**run["cell"], **run} for run in runs])
+
+
 def _save(file: Path, runs: list[Run]) -> None:
     text = "[\n" + ",\n".join(json.dumps(run, sort_keys=True) for run in runs) + "\n]\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
+@cache
+def draws(num_units: int) -> npt.NDArray[np.int64]:
+    """Return how often each unit is in a sample: each once, then in each of 2000 draws."""
+    drawn = np.random.default_rng(0).integers(0, num_units, (2000, num_units))
+    counts = [np.bincount(own, minlength=num_units) for own in drawn]
+    return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
+
+
 def interval(values: Floats, form: str = "{:.1f}") -> str:
     """Write a figure and the 95% interval of its draws, which follow it."""
     low, high = np.nanpercentile(values[1:], [2.5, 97.5])
     return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    writer = MarkdownTableWriter()
-    writer.headers, writer.value_matrix = [*headers], [list(row) for row in rows]
-    return str(writer.dumps())
 
 
 def text_table(
@@ -98,5 +171,5 @@ def text_table(
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def sections(parts: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"## {title}\n\n{text}" for title, text in parts)
+def sections(parts: Mapping[str, str]) -> str:
+    return "\n".join(f"## {title}\n\n{text}" for title, text in parts.items())

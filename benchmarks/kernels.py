@@ -7,11 +7,11 @@ Every operator that reaches the dispatcher counts, less those that only change a
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from typing import Any
 
 import torch
+from grid import arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -37,9 +37,7 @@ class Counting(TorchDispatchMode):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pretrained", default=str(MODEL_DIR))
-    options = parser.parse_args()
+    options = arguments(__doc__, pretrained=MODEL_DIR)
     model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=torch.bfloat16).eval()
     layers = find_moe_layers(model)
     counting = Counting()

@@ -8,18 +8,17 @@ Misses are LRU's with a cache per layer, empty at the start of each half.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from grid import TRACES, table
+from grid import RESULTS, arguments, shipped_traces
+from pandas import DataFrame
 
 from lm_eval_moecache.profiling.layer_sizes import best_sizes, equal_sizes, miss_curves
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
@@ -33,22 +32,14 @@ def half_curves(trace: Trace) -> list[Any]:
     Halves are of passes; a prefill that all of a trace begins with is left out, as one event that
     asks for nearly everything says little of sizes.
     """
-    geometry = trace.geometry
+    layers, curves = trace.geometry.num_layers, []
     first = 1 if trace.num_passes > 1 and trace.requests and len(trace.requests) == 1 else 0
     middle = (first + trace.num_passes) // 2
-    curves = []
     for start, stop in pairwise((first, middle, trace.num_passes)):
-        curves.append(miss_curves(part_of(trace, start, stop)))
-    assert curves[0].shape == (geometry.num_layers, geometry.num_experts + 1)
+        bounds = trace.key_bounds[start * layers : stop * layers + 1]
+        keys = trace.keys[bounds[0] : bounds[-1]]
+        curves.append(miss_curves(replace(trace, keys=keys, key_bounds=bounds - bounds[0])))
     return curves
-
-
-def part_of(trace: Trace, start: int, stop: int) -> Any:
-    """Return what `miss_curves` reads of some passes: geometry, keys and their bounds."""
-    layers = trace.geometry.num_layers
-    bounds = trace.key_bounds[start * layers : stop * layers + 1]
-    keys = trace.keys[bounds[0] : bounds[-1]]
-    return SimpleNamespace(geometry=trace.geometry, keys=keys, key_bounds=bounds - bounds[0])
 
 
 def rows_of(name: str, trace: Trace) -> Iterator[Row]:
@@ -86,43 +77,27 @@ def render(rows: Sequence[Row]) -> str:
         *("Trace", "Capacity", "Equal sizes miss", "Solved and measured on the same half"),
         *("Solved on one half, measured on the other", "Smallest to largest layer"),
     ]
-    groups: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["trace"], row["share"]), []).append(row)
-    cells = [
-        [
-            name,
-            f"{share}%",
-            f"{100 * np.mean([r['equal'] for r in own]):.1f}%",
-            change([r for r in own if r["solved_on"] == r["measured_on"]]),
-            change([r for r in own if r["solved_on"] != r["measured_on"]]),
-            f"{min(r['smallest'] for r in own)} to {max(r['largest'] for r in own)}",
+    cells = []
+    for (name, share), own in DataFrame(rows).groupby(["trace", "share"], sort=False):
+        points, is_same = 100 * (own.adapted - own.equal), own.solved_on == own.measured_on
+        told = [
+            f"{part.mean():+.2f} ({', '.join(map('{:+.2f}'.format, part))})"
+            for part in (points[is_same], points[~is_same])
         ]
-        for (name, share), own in groups.items()
-    ]
-    return table(headers, cells)
-
-
-def change(rows: Sequence[Row]) -> str:
-    """Return the mean change and both of its parts, in points of the miss rate."""
-    found = [100 * (row["adapted"] - row["equal"]) for row in rows]
-    return f"{np.mean(found):+.2f} ({', '.join(f'{value:+.2f}' for value in found)})"
+        sizes = f"{own.smallest.min()} to {own.largest.max()}"
+        cells.append([name, f"{share}%", f"{own.equal.mean():.1%}", *told, sizes])
+    return padded(headers, cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/layer_sizes"))
-    parser.add_argument("--tiny", type=Path, help="a trace of `tiny`, beside the shipped ones")
-    arguments = parser.parse_args()
-    files = [*sorted(TRACES.glob("*.parquet")), *([arguments.tiny] if arguments.tiny else [])]
-    rows = []
-    for file in files:
-        name = "tiny" if file == arguments.tiny else file.stem
-        rows += list(rows_of(name, load_trace(str(file))))
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    options = arguments(__doc__, out=RESULTS / "layer_sizes", tiny=None)
+    traces = dict(shipped_traces())
+    if options.tiny:
+        traces["tiny"] = load_trace(options.tiny)
+    rows = [row for name, trace in traces.items() for row in rows_of(name, trace)]
     text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
-    (arguments.out / "layer_sizes.json").write_text(text)
-    (arguments.out / "table.md").write_text(render(rows))
+    (options.out / "layer_sizes.json").write_text(text)
+    (options.out / "table.md").write_text(render(rows))
 
 
 if __name__ == "__main__":

@@ -9,128 +9,81 @@ one document.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grid import RESULTS
+from grid import RESULTS, arguments
 
 from lm_eval_moecache.report.columns import selected
 from lm_eval_moecache.report.render import rows_as_markdown
 from lm_eval_moecache.report.results import Run, load_runs
 
-METRIC = "tpot_ms"
-TASK = "tiny_gsm8k"
 Rows = list[dict[str, Any]]
+Found = tuple[str, Callable[[list[Run]], Rows]]
+"""A folder of results, and what is told of the runs there."""
+DRAFTED = "sp_moe/figure_13", "draft_tokens", (1, 2, 4, 8), "sp_moe"
+COMMITTED = "commitmoe/figure_5", "bandwidth", ("32GB/s", "16GB/s", "5GB/s"), "commitmoe_deepseek"
+DEPTH = {"policy": "mixtral_offloading", "capacity": "6/layer"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lead:
-    """What `new` saves of the time of `old`, at each value of an axis."""
+def lead(runs: list[Run], axis: str, values: tuple[Any, ...], policy: str, old: str) -> Rows:
+    """Return what a policy saves of the time of an older one, at each value of an axis."""
 
-    folder: str
-    axis: str
-    values: tuple[Any, ...]
-    new: Mapping[str, Any]
-    old: Mapping[str, Any]
+    def times(name: str) -> list[Mapping[str, float]]:
+        return [_times(runs, {"policy": name, axis: value}) for value in values]
 
-    def rows(self, root: Path) -> Rows:
-        runs = load_runs(root / self.folder)
-        columns = {
-            str(value): (
-                _times(runs, {**self.new, self.axis: value}),
-                _times(runs, {**self.old, self.axis: value}),
-            )
-            for value in self.values
+    rows: dict[str, dict[str, Any]] = {}
+    for value, new, base in zip(values, times(policy), times(old), strict=True):
+        for document in new:
+            row = rows.setdefault(document, {"document": int(document)})
+            row[f"at {value}"] = 1 - new[document] / base[document]
+    return list(rows.values())
+
+
+def slope(runs: list[Run], emulate: str) -> Rows:
+    """Return what a layer of depth costs on average, from one to three and from there to five."""
+    where = DEPTH | {"emulate": emulate}
+    one, three, five = (_times(runs, {**where, "prefetch.depth": depth}) for depth in (1, 3, 5))
+    return [
+        {
+            "document": int(document),
+            "up_to": (three[document] / one[document] - 1) / 2,
+            "beyond": (five[document] / three[document] - 1) / 2,
         }
-        documents = list(next(iter(columns.values()))[0])
-        return [
-            {
-                "document": int(document),
-                **{
-                    f"at {at}": 1 - new[document] / old[document]
-                    for at, (new, old) in columns.items()
-                },
-            }
-            for document in documents
-        ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slope:
-    """What a step of an axis costs on average, from its first value to a point and from there."""
-
-    folder: str
-    axis: str
-    points: tuple[int, int, int]
-    where: Mapping[str, Any] = field(default_factory=dict)
-
-    def rows(self, root: Path) -> Rows:
-        runs = load_runs(root / self.folder)
-        first, middle, last = self.points
-        at = {value: _times(runs, {**self.where, self.axis: value}) for value in self.points}
-        return [
-            {
-                "document": int(document),
-                "up_to": (at[middle][document] / at[first][document] - 1) / (middle - first),
-                "beyond": (at[last][document] / at[middle][document] - 1) / (last - middle),
-            }
-            for document in at[first]
-        ]
-
-
-def _drafted(old: str) -> Lead:
-    return Lead(
-        folder="sp_moe/figure_13",
-        axis="draft_tokens",
-        values=(1, 2, 4, 8),
-        new={"policy": "sp_moe"},
-        old={"policy": old},
-    )
-
-
-def _committed(old: str) -> Lead:
-    return Lead(
-        folder="commitmoe/figure_5",
-        axis="bandwidth",
-        values=("32GB/s", "16GB/s", "5GB/s"),
-        new={"policy": "commitmoe_deepseek"},
-        old={"policy": old},
-    )
-
-
-def _by_depth(emulate: str) -> Slope:
-    where = {"policy": "mixtral_offloading", "emulate": emulate, "capacity": "6/layer"}
-    return Slope(folder="sp_moe/figure_3", axis="prefetch.depth", points=(1, 3, 5), where=where)
-
-
-FOUND: Mapping[str, Lead | Slope] = {
-    "lead_adapmoe": _drafted("adapmoe"),
-    "lead_lru": _drafted("on_demand"),
-    "lead_on_demand": _committed("on_demand"),
-    "lead_prefetch": _committed("commitmoe_prefetch"),
-    "slope_large": _by_depth("Mixtral-8x7B"),
-    "slope_small": _by_depth("DeepSeek-V2-Lite"),
-}
-"""Name of the file -> what it tells; the file lies beside its runs."""
+        for document in one
+    ]
 
 
 def _times(runs: list[Run], where: Mapping[str, Any]) -> Mapping[str, float]:
     [run] = [run for run in runs if selected(run, where)]
-    times: Mapping[str, float] = run.speed[TASK][METRIC]
+    times: Mapping[str, float] = run.speed["tiny_gsm8k"]["tpot_ms"]
     return times
 
 
+def _lead(of: tuple[str, str, tuple[Any, ...], str], old: str) -> Found:
+    folder, axis, values, policy = of
+    return folder, partial(lead, axis=axis, values=values, policy=policy, old=old)
+
+
+FOUND: Mapping[str, Found] = {
+    "lead_adapmoe": _lead(DRAFTED, "adapmoe"),
+    "lead_lru": _lead(DRAFTED, "on_demand"),
+    "lead_on_demand": _lead(COMMITTED, "on_demand"),
+    "lead_prefetch": _lead(COMMITTED, "commitmoe_prefetch"),
+    "slope_large": ("sp_moe/figure_3", partial(slope, emulate="Mixtral-8x7B")),
+    "slope_small": ("sp_moe/figure_3", partial(slope, emulate="DeepSeek-V2-Lite")),
+}
+"""By the file's name."""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of results")
-    root = parser.parse_args().out
-    for name, found in FOUND.items():
-        rows = found.rows(root)
-        path = root / found.folder / f"{name}.json"
+    root = arguments(__doc__, out=RESULTS).out
+    for name, (folder, rows_of) in FOUND.items():
+        rows = rows_of(load_runs(root / folder))
+        path: Path = root / folder / f"{name}.json"
         path.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
         path.with_suffix(".md").write_text(rows_as_markdown(rows))
 

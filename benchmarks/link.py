@@ -10,12 +10,12 @@ memory (pinned, to a device) that nothing of ours takes part in, or the rate of 
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 import torch
-from setup import device_of, prompts, random_model, run, spread, take, wall
+from grid import arguments
+from setup import COMMON, device_of, prompts, random_model, run, spread, take, wall
 
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.wall.worker import Transfer
@@ -79,15 +79,8 @@ def achieved(wrapped: Any, texts: list[torch.Tensor], tokens: int) -> tuple[list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="cpu")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--policy", default="on_demand")
-    parser.add_argument("--capacity", default="15%")
-    parser.add_argument("--bandwidth", default="1GB/s")
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    own = {"capacity": "15%", "bandwidth": "1GB/s", "rounds": 7}
+    options = arguments(__doc__, **COMMON | own)
     device = device_of(options.device)
     model = random_model(options.shape)
     loader = take(model, device)

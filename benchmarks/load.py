@@ -10,15 +10,14 @@ is what counts. `--cold` has the system forget the file's pages before each load
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
+from grid import arguments
 from memory_limit import forget_cached
 from setup import load_whole, random_model
 from vs_accelerate import ours
@@ -37,36 +36,22 @@ def load(way: str, folder: str, capacity: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--capacity", default="50%")
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.way:
-        print(load(options.way, options.folder, options.capacity))
-        return
+    options = arguments(__doc__, shape="cpu", rounds=5, capacity="50%", cold=False)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         random_model(options.shape).save_pretrained(folder)
         nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         print(f"{options.shape}, {nbytes / 1e6:.0f} MB, {'cold' if options.cold else 'warm'} cache")
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        for _ in range(options.rounds):
-            for way in WAYS:
-                if options.cold:
-                    forget_cached(folder)
-                command = [sys.executable, __file__, "--way", way, "--folder", folder]
-                command += ["--capacity", options.capacity]
-                told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-                seconds[way].append(float(told.split()[-1]))
-    for way in WAYS:
-        ratios = [a / b for a, b in zip(seconds[way], seconds["plain"], strict=True)]
-        low, high = min(ratios), max(ratios)
+        for way in WAYS * options.rounds:
+            if options.cold:
+                forget_cached(folder)
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:
+                seconds[way].append(fresh.apply(load, (way, folder, options.capacity)))
+    for way, own in seconds.items():
+        ratios = [a / b for a, b in zip(own, seconds["plain"], strict=True)]
         print(
-            f"{way}: median {statistics.median(seconds[way]):.2f} s, "
-            f"of plain's {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
+            f"{way}: median {median(own):.2f} s, of plain's {median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
         )
 
 

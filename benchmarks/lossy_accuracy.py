@@ -12,7 +12,6 @@ first ten questions until so large a share of the loads is saved, and all are re
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,19 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from grid import RESULTS, Floats, Run, fill, interval, sections, table
+from grid import RESULTS, Floats, Run, arguments, draws, fill, interval, sections
 
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.divergence import Reading, compare, read_window
 from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.sweep.evaluation import leaf_tasks
 
 DOCUMENTS, TRIED = 200, 10
 SLOTS = 16
 SAVED = 1 / 3
 """The share of the loads to save."""
-DRAWS = 2000
 FETCH = "fetch"
 # Rule -> what is fixed, the parameter, and its range from nothing saved to most saved.
 RULES: Mapping[str, tuple[Mapping[str, Any], str, tuple[float, float]]] = {
@@ -116,11 +115,9 @@ def cells(asked: Questions) -> list[tuple[Run, Questions]]:
 
 def figures(run: Run, base: Run) -> dict[str, Floats]:
     """Return each figure: of all documents first, then of each draw of documents."""
-    drawn = np.random.default_rng(0).integers(0, DOCUMENTS, (DRAWS, DOCUMENTS))
-    picks = np.vstack([np.arange(DOCUMENTS), drawn])
 
     def sums(values: Sequence[float]) -> Floats:
-        found: Floats = np.asarray(values, dtype=np.float64)[picks].sum(axis=1)
+        found: Floats = draws(DOCUMENTS) @ np.asarray(values, dtype=np.float64)
         return found
 
     tokens = sums(run["tokens"])
@@ -138,24 +135,19 @@ def render(runs: Sequence[Run]) -> str:
     base, rows = runs[0], []
     for run in runs[1:]:
         own = figures(run, base)
-        rows.append(
-            [
-                f"`{run['cell']['rule']}`",
-                f"{run['parameter'].split('.')[-1]} = {run['value']:g}",
-                interval(own["saved"], "{:.0f}"),
-                f"{own['lost'][0]:.1f}",
-                f"{100 * sum(run['right']) / DOCUMENTS:.1f}",
-                interval(own["points"], "{:+.1f}"),
-                interval(own["kl"], "{:.3f}"),
-                f"{own['same_top'][0]:.1f}",
-                f"{own['routes'][0]:.1f}",
-            ]
-        )
+        lost, same_top, routes = (f"{own[k][0]:.1f}" for k in ("lost", "same_top", "routes"))
+        told = [interval(own["saved"], "{:.0f}"), lost, f"{100 * np.mean(run['right']):.1f}"]
+        told += [interval(own["points"], "{:+.1f}"), interval(own["kl"], "{:.3f}")]
+        rows.append([f"`{run['cell']['rule']}`", parameter_of(run), *told, same_top, routes])
     headers = ["Rule", "setting", "loads saved %", "weight lost %", "accuracy %", "points"]
     headers += ["KL, nats a token", "same likeliest token %", "same routes %"]
-    plain = 100 * sum(base["right"]) / DOCUMENTS
+    plain = 100 * np.mean(base["right"])
     title = f"{DOCUMENTS} letter questions; unmodified {plain:.1f}% right, chance 25%"
-    return sections([(title, table(headers, rows))])
+    return sections({title: padded(headers, rows)})
+
+
+def parameter_of(run: Run) -> str:
+    return f"{run['parameter'].split('.')[-1]} = {run['value']:g}"
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
@@ -164,7 +156,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     series = {}
     for index, run in enumerate(runs[1:]):
         own = figures(run, runs[0])
-        name = f"{run['cell']['rule']} {run['parameter'].split('.')[-1]} = {run['value']:g}"
+        name = f"{run['cell']['rule']} {parameter_of(run)}"
         for axes, key in zip(panels, ("points", "kl"), strict=True):
             (x, x_errors), (y, y_errors) = _bars(own["saved"]), _bars(own[key])
             series[name] = axes.errorbar(
@@ -189,9 +181,7 @@ def _bars(values: Floats) -> tuple[float, list[list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "lossy_answers" / "accuracy")
-    out = parser.parse_args().out
+    out = arguments(__doc__, out=RESULTS / "lossy_answers" / "accuracy").out
     torch.set_num_threads(1)
     runs = fill(out / "cells.json.gz", cells(Questions()), measure, save_each=1)
     (out / "table.md").write_text(render(runs))

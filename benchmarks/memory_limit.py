@@ -11,7 +11,6 @@ import os
 import re
 import resource
 from pathlib import Path
-from types import TracebackType
 
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -21,23 +20,21 @@ class Limit:
 
     def __init__(self) -> None:
         self.kind = "RLIMIT_DATA"
-        self._group: Path | None = None
-        self._file = ""
+        self._file: Path | None = None
 
     def __enter__(self) -> Limit:
-        for parent, file in _places():
-            group = parent / f"moecache-{os.getpid()}"
+        for file in _limits_of(os.getpid()):
             try:
-                group.mkdir()
+                file.parent.mkdir()
             except OSError:
                 continue
             try:
-                assert (group / file).exists()
-                (group / "cgroup.procs").write_text(str(os.getpid()))
+                assert file.exists()
+                (file.parent / "cgroup.procs").write_text(str(os.getpid()))
             except (OSError, AssertionError):
-                group.rmdir()
+                file.parent.rmdir()
                 continue
-            self._group, self._file, self.kind = group, file, "control group"
+            self._file, self.kind = file, "control group"
             break
         return self
 
@@ -46,64 +43,58 @@ class Limit:
 
         Raises OSError where more is held and cannot be taken back.
         """
-        if self._group is not None:
-            (self._group / self._file).write_text(str(status("RssAnon") + nbytes))
+        if self._file is not None:
+            self._file.write_text(str(status("RssAnon") + nbytes))
         else:
             most = status("VmData") + nbytes + mapped
             resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._group is not None:
-            (self._group.parent / "cgroup.procs").write_text(str(os.getpid()))
-            self._group.rmdir()
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            (self._file.parent.parent / "cgroup.procs").write_text(str(os.getpid()))
+            self._file.parent.rmdir()
 
 
-def _places() -> list[tuple[Path, str]]:
-    """Return where a group may be made, with the file of its limit: this process' own group."""
+def _limits_of(pid: int) -> list[Path]:
+    """Return the files that would limit a process, in groups below this process' own."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
+        group = Path(path.lstrip("/"), f"moecache-{pid}")
         if controllers == "":
-            found.append((GROUPS / path.lstrip("/"), "memory.max"))
+            found.append(GROUPS / group / "memory.max")
         elif "memory" in controllers.split(","):
-            found.append((GROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes"))
+            found.append(GROUPS / "memory" / group / "memory.limit_in_bytes")
     return found
 
 
 def remove_group_of(pid: int) -> None:
     """Remove the group of a process that was killed and could not."""
-    for parent, _ in _places():
-        group = parent / f"moecache-{pid}"
-        if group.exists():
-            group.rmdir()
+    for file in _limits_of(pid):
+        if file.parent.exists():
+            file.parent.rmdir()
+
+
+def _figure(pattern: str, file: str) -> int:
+    found = re.search(pattern, Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    assert found is not None, pattern
+    return int(found[1])
 
 
 def status(field: str) -> int:
     """Return a figure of this process in bytes: RssAnon is memory of its own, no map of a file."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, field
-    return int(found[1]) * 1024
+    return 1024 * _figure(rf"{field}:\s+(\d+) kB", "status")
 
 
 def bytes_read() -> int:
     """Return what this process had read from the disk so far: not what the page cache had."""
-    found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
+    return _figure(r"^read_bytes: (\d+)", "io")
 
 
 def forget_cached(folder: Path | str) -> None:
     """Let the page cache drop the files of a folder, so that everybody begins with a cold one."""
-    for file in Path(folder).rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

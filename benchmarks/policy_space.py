@@ -9,34 +9,41 @@ Lossy compositions are replayed open loop: each is given the text that the unmod
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from grid import RESULTS, Run, fill, sections, table
+import numpy as np
+from grid import RESULTS, Run, arguments, fill, frame, sections
+from pandas import DataFrame
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting, check_host
+from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.mpl_style import look, new_figure, save
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.sweep.evaluation import evaluate
+from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.trace.detail import Detail
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import placement, use_of
 
-TASKS = {"tiny_gsm8k": 2, "tiny_mmlu": 2}
-"""Task -> documents that are recorded."""
+TASKS = Cell(
+    model="moecache", model_args={}, tasks=("tiny_gsm8k", "tiny_mmlu"), options={"limit": 2}
+)
 LADDER = "bf16:int8:int4"
 DEVICES = {
     "a100-5GBps": "Qwen3-30B-A3B",
@@ -72,64 +79,43 @@ HOST_FLOP_PER_BYTE = 20
 """A host's arithmetic beside its memory, as the shipped profiles' processors have it (10 to 23)."""
 HOST_GB = 100
 """Where all answers are drawn over the link."""
-Best = dict[tuple[float, float], tuple[str, float]]
-"""(link, host) -> the fastest lossless answer, and its gain over fetching."""
 
 
 def record(folder: Path) -> dict[str, Trace]:
-    """Record what is not there yet, and load all."""
-    prefetchers = [load_policy(name).prefetch for name in policy_names()]
-    shadows = {str(p.as_dict()): (p, 0) for p in prefetchers if can_propose(p.algorithm)}
+    """Run the tasks, where that is not recorded yet, and load all that replays have to see."""
+    shadows = {}
+    for choice in (load_policy(name).prefetch for name in policy_names()):
+        rule = choice.algorithm
+        if rule.is_active and not (rule.needs_draft or rule.is_offline):
+            shadows[str(choice.as_dict())] = choice, 0
     wanted: dict[str, tuple[dict[str, Any], Detail]] = {
         "plain": ({"policy": BASE}, Detail(onlookers=tuple(shadows.values()))),
         "predictor": ({"policy": "commitmoe_prefetch"}, Detail()),
         "ladder": ({"policy": BASE, "precision": LADDER}, Detail()),
     }
     traces = {}
-    for name, (arguments, detail) in wanted.items():
+    for name, (given, detail) in wanted.items():
         own = folder / name
         if not any(own.glob("*.parquet")):
-            run_live(arguments, detail, own)
+            own.mkdir(parents=True, exist_ok=True)
+            lm = MoECacheLM(pretrained="tiny", capacity="50%", **given)
+            lm.install(lm.moecache.with_changes(trace=str(own), detail=detail))
+            evaluate(TASKS, lm)
         [path] = own.glob("*.parquet")
         traces[name] = load_trace(str(path), logits=True, predicted=True)
     return traces
 
 
-def can_propose(algorithm: Any) -> bool:
-    return bool(algorithm.is_active and not algorithm.needs_draft and not algorithm.is_offline)
-
-
-def run_live(arguments: Mapping[str, Any], detail: Detail, folder: Path) -> None:
-    """Run the tasks once and keep what replays have to see."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from lm_eval_moecache.harness.lm import MoECacheLM
-    from lm_eval_moecache.records.paths import task_configs_dir
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lm = MoECacheLM(pretrained="tiny", capacity="50%", **arguments)
-    lm.install(lm.moecache.with_changes(trace=str(folder), detail=detail))
-    manager = TaskManager(include_path=str(task_configs_dir()), include_defaults=False)
-    samples = {task: list(range(limit)) for task, limit in TASKS.items()}
-    simple_evaluate(
-        model=lm, tasks=list(TASKS), samples=samples, task_manager=manager, bootstrap_iters=0
-    )
-
-
 def space() -> Iterator[tuple[Run, None]]:
-    for policy in policy_names():
-        for hardware, model in DEVICES.items():
-            for capacity in CAPACITIES:
-                cell = {"policy": policy, "hardware": hardware, "emulate": model}
-                yield {**cell, "capacity": capacity}, None
+    for policy, device, capacity in product(policy_names(), DEVICES.items(), CAPACITIES):
+        cell = {"policy": policy, "hardware": device[0], "emulate": device[1]}
+        yield {**cell, "capacity": capacity}, None
 
 
 def answers() -> Iterator[tuple[Run, None]]:
-    for answer in ANSWERS:
-        for link in LINKS_GB:
-            for host in HOSTS_GB if answer.startswith("host") else HOSTS_GB[:1]:
-                yield {"answer": answer, "link_gb": link, "host_gb": host}, None
+    for answer, link, host in product(ANSWERS, LINKS_GB, HOSTS_GB):
+        if answer.startswith("host") or host == HOSTS_GB[0]:
+            yield {"answer": answer, "link_gb": link, "host_gb": host}, None
 
 
 def measure_policy(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
@@ -185,137 +171,91 @@ def measure(
     }
 
 
-class Space:
-    """The cells of every composition, by device, composition and capacity."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        keys = [r["cell"] for r in runs]
-        self.at = {
-            (c["hardware"], c["policy"], c["capacity"]): r for c, r in zip(keys, runs, strict=True)
-        }
-        self.devices = list(dict.fromkeys((c["hardware"], c["emulate"]) for c in keys))
-        names = dict.fromkeys(c["policy"] for c in keys)
-        self.ranked = sorted(names, key=lambda name: (-self._mean_gain(name), name))
-
-    def of(self, hardware: str, policy: str) -> list[Run]:
-        return [self.at[hardware, policy, capacity] for capacity in CAPACITIES]
-
-    def gains(self, hardware: str, policy: str) -> list[float | None]:
-        """Return the speed over `on_demand`'s at each capacity; None where it is refused."""
-        pairs = zip(self.of(hardware, policy), self.of(hardware, BASE), strict=True)
-        return [
-            None if "refused" in run else run["tok_per_s"] / base["tok_per_s"]
-            for run, base in pairs
-        ]
-
-    def _mean_gain(self, policy: str) -> float:
-        gains = [g for hardware, _ in self.devices for g in self.gains(hardware, policy) if g]
-        return sum(map(math.log, gains)) / len(gains) if gains else -math.inf
+def gains_of(runs: Sequence[Run]) -> DataFrame:
+    """Return speeds over `on_demand`'s: policies, the best first, by device and capacity."""
+    speeds = frame(runs).pivot(index="policy", columns=["hardware", "capacity"], values="tok_per_s")
+    gains = speeds / speeds.loc[BASE]
+    means = np.log(gains).mean(axis=1).fillna(-math.inf)
+    return gains.loc[sorted(gains.index, key=lambda name: (-means[name], name))]
 
 
 def render_space(runs: Sequence[Run]) -> str:
-    grid, parts = Space(runs), []
+    gains, cells, parts = gains_of(runs), frame(runs), {}
     headers = [
         *("Policy", *(f"{c} tok/s" for c in CAPACITIES), *(f"{c} miss" for c in CAPACITIES)),
         *("Router's own at 25%", "Left out at 25%"),
     ]
-    for hardware, model in grid.devices:
+    for (hardware, model), at in cells.groupby(["hardware", "emulate"], sort=False):
         rows = []
-        for policy in grid.ranked:
-            own = grid.of(hardware, policy)
-            if "refused" in own[0]:
-                rows.append([policy, own[0]["refused"], *[""] * 9])
+        for policy in gains.index:
+            own = at[at.policy == policy].set_index("capacity").loc[list(CAPACITIES)]
+            if own.tok_per_s.isna().all():
+                rows.append([policy, own.refused.iloc[0], *[""] * 9])
                 continue
-            speeds = [
-                f"{run['tok_per_s']:.1f} (x{gain:.2f})"
-                for run, gain in zip(own, grid.gains(hardware, policy), strict=True)
-            ]
-            misses = [f"{100 * r['miss_rate']:.0f}%" for r in own]
-            lossy = [own[2]["routing_fidelity"], own[2]["dropped_share"]]
-            shares = [f"{100 * s:.0f}%" for s in lossy] if own[2]["open_loop"] else ["", ""]
-            rows.append([policy, *speeds, *misses, *shares])
-        base = zip(CAPACITIES, grid.of(hardware, BASE), strict=True)
-        cycles = ", ".join(f"{capacity} = {run['cycles']:.2f}" for capacity, run in base)
-        parts.append((f"{hardware}, {model}", f"Cycles: {cycles}.\n\n{table(headers, rows)}"))
+            over = gains.loc[policy, hardware][own.index]
+            speeds = [f"{x:.1f} (x{gain:.2f})" for x, gain in zip(own.tok_per_s, over, strict=True)]
+            misses, quarter = [f"{100 * rate:.0f}%" for rate in own.miss_rate], own.loc["25%"]
+            lossy = [f"{100 * quarter[key]:.0f}%" for key in ("routing_fidelity", "dropped_share")]
+            rows.append([policy, *speeds, *misses, *(lossy if quarter.open_loop else ["", ""])])
+        base = at[at.policy == BASE]
+        sizes = zip(base.capacity, base.cycles, strict=True)
+        cycles = ", ".join(f"{capacity} = {count:.2f}" for capacity, count in sizes)
+        parts[f"{hardware}, {model}"] = f"Cycles: {cycles}.\n\n{padded(headers, rows)}"
     return sections(parts)
 
 
 def draw_space(runs: Sequence[Run], folder: Path) -> None:
     """One map a device: speed over on_demand's, by policy and capacity."""
-    grid = Space(runs)
-    shown = [p for p in grid.ranked if any(any(grid.gains(h, p)) for h, _ in grid.devices)]
+    gains = gains_of(runs).dropna(how="all")
     lossy = {run["cell"]["policy"] for run in runs if run.get("open_loop")}
-    labels = [f"{policy} *" if policy in lossy else policy for policy in shown]
-    figure, panels = new_figure(1, len(grid.devices))
-    figure.set_size_inches(4 + 3.2 * len(panels), 1.2 + 0.24 * len(shown))
-    for place, ((hardware, model), axes) in enumerate(zip(grid.devices, panels, strict=True)):
-        rows = [grid.gains(hardware, policy) for policy in shown]
-        values = [[math.nan if gain is None else math.log2(gain) for gain in row] for row in rows]
-        image = axes.imshow(values, cmap="RdBu", vmin=-2, vmax=2, aspect="auto")
+    labels = [f"{policy} *" if policy in lossy else policy for policy in gains.index]
+    figure, panels = new_figure(1, len(DEVICES))
+    figure.set_size_inches(4 + 3.2 * len(panels), 1.2 + 0.24 * len(gains))
+    for place, ((hardware, model), axes) in enumerate(zip(DEVICES.items(), panels, strict=True)):
+        values = gains[hardware][list(CAPACITIES)].to_numpy()
+        image = axes.imshow(np.log2(values), cmap="RdBu", vmin=-2, vmax=2, aspect="auto")
         axes.set_title(f"{hardware}\n{model}")
         axes.set_xticks(range(len(CAPACITIES)), CAPACITIES)
-        axes.set_yticks(range(len(shown)), labels if not place else [""] * len(shown))
+        axes.set_yticks(range(len(gains)), labels if not place else [""] * len(gains))
         axes.grid(False)
-        for y, row in enumerate(rows):
-            for x, gain in enumerate(row):
-                color = "k" if gain is None or abs(math.log2(gain)) <= 1.2 else "w"
-                text = "-" if gain is None else f"{gain:.2f}"
-                axes.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
+        for (y, x), gain in np.ndenumerate(values):
+            color = "w" if abs(np.log2(gain)) > 1.2 else "k"
+            text = "-" if np.isnan(gain) else f"{gain:.2f}"
+            axes.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
     bar = figure.colorbar(image, ax=panels, ticks=[-2, -1, 0, 1, 2], shrink=0.5)
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     bar.set_label(f"tok/s over {BASE}")
     save(figure, folder / "speed.svg")
 
 
-def speeds_of(runs: Sequence[Run]) -> dict[tuple[str, float, float], float]:
-    """Return (answer, link, host) -> tok/s; what uses no host is the same for each."""
-    hosts = sorted({run["cell"]["host_gb"] for run in runs})
-    speeds: dict[tuple[str, float, float], float] = {}
-    for run in runs:
-        cell = run["cell"]
-        own = [cell["host_gb"]] if cell["answer"].startswith("host") else hosts
-        speeds |= {(cell["answer"], cell["link_gb"], host): run["tok_per_s"] for host in own}
-    return speeds
+def speeds_of(runs: Sequence[Run]) -> DataFrame:
+    """Return tok/s by link and host, a column an answer; what uses no host is the same for each."""
+    cells = frame(runs)
+    speeds = cells.pivot(index=["link_gb", "host_gb"], columns="answer", values="tok_per_s")
+    return speeds[cells.answer.unique()].groupby(level="link_gb").ffill()
 
 
-def winners(runs: Sequence[Run], suffix: str = "") -> Best:
-    speed, best = speeds_of(runs), {}
-    for link, host in sorted({key[1:] for key in speed}):
-        own = {a: speed[a if a == "fetch" else a + suffix, link, host] for a in LOSSLESS}
-        name = max(own, key=lambda answer: (own[answer], answer == "fetch"))
-        best[link, host] = name, own[name] / own["fetch"]
-    return best
-
-
-def over_link(runs: Sequence[Run]) -> dict[str, dict[float, float]]:
-    """Return answer -> link -> tok/s with one host."""
-    found: dict[str, dict[float, float]] = {}
-    for (answer, link, host), speed in speeds_of(runs).items():
-        if host == HOST_GB:
-            found.setdefault(answer, {})[link] = speed
-    return found
-
-
-def axes_of(best: Best) -> tuple[list[float], list[float]]:
-    links, hosts = (sorted({key[i] for key in best}) for i in (0, 1))
-    return links, hosts
+def winners(runs: Sequence[Run], suffix: str = "") -> tuple[DataFrame, DataFrame]:
+    """Return the fastest lossless answers and their gains over fetching, hosts by links."""
+    own = speeds_of(runs)[[LOSSLESS[0], *(name + suffix for name in LOSSLESS[1:])]]
+    best = own.idxmax(axis=1).str.removesuffix(suffix)
+    return best.unstack("link_gb"), (own.max(axis=1) / own["fetch"]).unstack("link_gb")
 
 
 def render_answers(runs: Sequence[Run]) -> str:
-    parts = []
+    parts = {}
     for title, suffix in (("From an empty cache", ""), ("With the most used placed", PLACED)):
-        best = winners(runs, suffix)
-        links, hosts = axes_of(best)
+        names, gains = winners(runs, suffix)
         rows = [
-            [f"{host:g}", *(f"{best[k, host][0]} (x{best[k, host][1]:.2f})" for k in links)]
-            for host in hosts
+            [f"{host:g}", *(f"{name} (x{gains.loc[host, link]:.2f})" for link, name in own.items())]
+            for host, own in names.iterrows()
         ]
-        headers = ["Host \\ link GB/s", *(f"{link:g}" for link in links)]
-        parts.append((f"Fastest lossless answer, gain over fetch: {title}", table(headers, rows)))
-    headers = [f"tok/s (host {HOST_GB} GB/s)", *(f"{link:g} GB/s" for link in links)]
-    speeds = over_link(runs).items()
-    rows = [[answer, *(f"{own[link]:.1f}" for link in links)] for answer, own in speeds]
-    return sections([*parts, ("All answers", table(headers, rows))])
+        headers = ["Host \\ link GB/s", *(f"{link:g}" for link in names)]
+        parts[f"Fastest lossless answer, gain over fetch: {title}"] = padded(headers, rows)
+    speeds = speeds_of(runs).xs(HOST_GB, level="host_gb")
+    headers = [f"tok/s (host {HOST_GB} GB/s)", *(f"{link:g} GB/s" for link in speeds.index)]
+    rows = [[answer, *(f"{speed:.1f}" for speed in own)] for answer, own in speeds.items()]
+    return sections(parts | {"All answers": padded(headers, rows)})
 
 
 def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) -> None:
@@ -324,13 +264,13 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
     figure.set_size_inches(17, 5)
     titles = {"": "from an empty cache", PLACED: "most used experts placed"}
     for axes, (suffix, title) in zip(panels, titles.items(), strict=False):
-        draw_map(axes, winners(runs, suffix))
+        draw_map(axes, *winners(runs, suffix))
         axes.set_title(f"fastest at equal outputs, {title}")
     axes = panels[2]
-    for place, (answer, speeds) in enumerate(over_link(runs).items()):
-        links, ys = zip(*sorted(speeds.items()), strict=True)
+    speeds = speeds_of(runs).xs(HOST_GB, level="host_gb")
+    for place, (answer, own) in enumerate(speeds.items()):
         dashes = "--" if answer.endswith(PLACED) else "-" if answer in LOSSLESS else ":"
-        axes.plot(links, ys, dashes, label=f"{answer}{costs.get(answer, '')}", **look(place))
+        axes.plot(own.index, own, dashes, label=f"{answer}{costs.get(answer, '')}", **look(place))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("link [GB/s]")
@@ -340,20 +280,17 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
     save(figure, folder / "answers.svg")
 
 
-def draw_map(axes: Any, best: Best) -> None:
-    links, hosts = axes_of(best)
-    values = [[LOSSLESS.index(best[link, host][0]) for link in links] for host in hosts]
-    axes.imshow(values, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
-    axes.set_xticks(range(len(links)), [f"{link:g}" for link in links])
-    axes.set_yticks(range(len(hosts)), [f"{host:g}" for host in hosts])
+def draw_map(axes: Any, names: DataFrame, gains: DataFrame) -> None:
+    places = names.map(LOSSLESS.index)
+    axes.imshow(places, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
+    axes.set_xticks(range(len(names.columns)), [f"{link:g}" for link in names.columns])
+    axes.set_yticks(range(len(names)), [f"{host:g}" for host in names.index])
     axes.set_xlabel("link [GB/s]")
     axes.set_ylabel("host memory [GB/s]")
     axes.grid(False)
-    for y, host in enumerate(hosts):
-        for x, link in enumerate(links):
-            answer, gain = best[link, host]
-            text = f"{answer.removeprefix('host, ')}\nx{gain:.2f}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=7)
+    for (y, x), name in np.ndenumerate(names.to_numpy()):
+        text = f"{name.removeprefix('host, ')}\nx{gains.iloc[y, x]:.2f}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=7)
 
 
 def perplexity_costs(folder: Path) -> dict[str, str]:
@@ -370,18 +307,15 @@ def perplexity_costs(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--traces", type=Path, default=Path("policy_space_traces"))
-    arguments = parser.parse_args()
-    traces = record(arguments.traces)
+    options = arguments(__doc__, results=RESULTS, traces=Path("policy_space_traces"))
+    traces = record(options.traces)
     accuracy = RESULTS / "miss_answers" / "accuracy"
     draw_costs: Callable[..., None] = partial(draw_answers, costs=perplexity_costs(accuracy))
     for name, cells, measured, render, draw in (
         ("miss_answers", answers, measure_answer, render_answers, draw_costs),
         ("policy_space", space, measure_policy, render_space, draw_space),
     ):
-        out = arguments.results / name
+        out = options.results / name
         runs = fill(out / "cells.json.gz", cells(), partial(measured, traces))
         (out / "table.md").write_text(render(runs))
         (out / "plots").mkdir(exist_ok=True)

@@ -10,23 +10,19 @@ link, where speeds were published: what an engine makes of its link no data shee
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from grid import text_table
+from grid import TRACES, setting_of, text_table
 from scipy import optimize
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.analysis.plan import attention_s
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.paths import traces_dir
-from lm_eval_moecache.records.sizes import Capacity
+from lm_eval_moecache.records.ledger import total
 from lm_eval_moecache.records.stored import load_stored
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
@@ -100,49 +96,29 @@ CURVES = (
 )
 
 
-def main() -> int:
-    for curve in CURVES:
-        sys.stdout.write(table(curve) + "\n")
-    return 0
-
-
 def table(curve: Curve) -> str:
     """Return a Markdown table of one curve."""
     model = replace(load_real_model(curve.model), stored=load_stored(curve.precision))
     hardware = load_hardware(curve.hardware)
     if curve.kernel_overhead_s is not None:
         hardware = replace(hardware, kernel_overhead_s=curve.kernel_overhead_s)
-    trace = load_trace(str(traces_dir() / f"{curve.trace}.parquet"))
-    future, charged = Future(trace), model.emulated_by(trace.geometry)
-    misses, hits = [], []
+    trace = load_trace(str(TRACES / f"{curve.trace}.parquet"))
+    future, charged, hits = Future(trace), model.emulated_by(trace.geometry), []
     for count in curve.per_layer:
-        size = count * charged.max_expert_bytes
-        setting = Setting(
-            policy=load_policy("on_demand", {"eviction": curve.eviction}),
-            capacity=Capacity(
-                text=f"{count}/layer", bytes_by_partition=(size,) * charged.num_layers
-            ),
-            hardware=hardware,
-            seed=trace.seed,
-            emulate=model,
-        )
-        passes = [p for p in replay(trace, setting, future=future).ledger.passes if p.index]
-        missed, asked = (sum(getattr(p, key) for p in passes) for key in ("misses", "requests"))
-        hits.append(1 - missed / asked)
-        theirs = curve.hits[len(misses)]
-        absent = 0.0 if theirs is None else 1 - theirs
-        misses.append(model.num_layers * model.top_k * absent)
+        setting = setting_of(charged, f"{count}/layer", {"eviction": curve.eviction})
+        setting = replace(setting, hardware=hardware, seed=trace.seed, emulate=model)
+        counted = total(p for p in replay(trace, setting, future=future).ledger.passes if p.index)
+        hits.append(1 - counted.misses / counted.requests)
+    theirs, measured = (np.array(x, dtype=float) for x in (curve.hits, curve.tok_per_s))
+    misses = model.num_layers * model.top_k * np.nan_to_num(1 - theirs)
     regime = regime_of(model.geometry(), 1, hardware)
     rest_s = model.num_layers * (regime.compute_s + regime.launches_s)
     rest_s += attention_s(model, hardware, 256)
 
     def speeds(rate: float) -> np.ndarray:
-        return 1 / (
-            rest_s + np.array(misses) * (hardware.link_latency_s + model.expert_bytes / rate)
-        )
+        return 1 / (rest_s + misses * (hardware.link_latency_s + model.expert_bytes / rate))
 
-    measured = np.array([np.nan if t is None else t for t in curve.tok_per_s])
-    known = ~np.isnan(measured) & (np.array(misses) > 0)
+    known = ~np.isnan(measured) & (misses > 0)
     rate, fitted = hardware.link_rate, ""
     if known.any():
         best = optimize.minimize_scalar(
@@ -153,26 +129,19 @@ def table(curve: Curve) -> str:
         rate = float(np.exp(best.x))
         nominal_rate = hardware.link_bytes_per_s / 1e9
         fitted = f" Fitted: the link, {rate / 1e9:.2g} GB/s (nominal {nominal_rate:.3g})."
-    nominal, ours = speeds(hardware.link_rate), speeds(rate)
+    rows, ours, unfitted = [], speeds(rate), speeds(hardware.link_rate)
+    for i, count in enumerate(curve.per_layer):
+        of_hits = "-" if np.isnan(theirs[i]) else f"{theirs[i]:.1%}"
+        own = f"{hits[i]:.1%}" if misses[i] else "-"
+        told = [f"{measured[i]:.1f}", f"{ours[i]:.1f}", f"{ours[i] / measured[i]:.2f}"]
+        told = [*told, f"{unfitted[i]:.1f}"] if measured[i] > 0 else ["-"] * 4
+        rows.append([str(count), of_hits, own, *told])
     note = f" ({curve.note})" if curve.note else ""
     head = f"**{curve.source}**: {curve.model} {curve.precision} on `{curve.hardware}`."
     headers = ["experts a layer", "hits theirs", "ours", "tok/s theirs", "ours", "ours / theirs"]
-    rows = []
-    for i, count in enumerate(curve.per_layer):
-        theirs, speed = curve.hits[i], curve.tok_per_s[i]
-        rows.append(
-            [
-                str(count),
-                "-" if theirs is None else f"{100 * theirs:.1f}%",
-                f"{100 * hits[i]:.1f}%" if misses[i] else "-",
-                "-" if speed is None else f"{speed:.1f}",
-                "-" if speed is None else f"{ours[i]:.1f}",
-                "-" if speed is None else f"{ours[i] / speed:.2f}",
-                "-" if speed is None else f"{nominal[i]:.1f}",
-            ]
-        )
     return f"{head}{fitted}{note}\n\n{text_table([*headers, 'unfitted'], rows, '--:', '--:')}\n"
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for curve in CURVES:
+        print(table(curve))

@@ -10,21 +10,21 @@ of the trace's model on the profile `a100-5GBps`; transfers have no latency of t
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from grid import RESULTS, Run, fill, sections, setting_of, shipped_traces, table
+from grid import RESULTS, Run, arguments, fill, frame, sections, setting_of, shipped_traces
+from pandas import DataFrame, Series
 
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.mpl_style import new_figure, save
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 
@@ -44,9 +44,8 @@ RATIOS = (0.02, 0.2, 1.0, 10.0)
 
 def cells() -> Iterator[tuple[Run, tuple[Trace, Future]]]:
     for name, trace in shipped_traces():
-        future = Future(trace)
-        for cell in cells_of(trace):
-            yield {"trace": name, **cell}, (trace, future)
+        known = trace, Future(trace)
+        yield from (({"trace": name, **cell}, known) for cell in cells_of(trace))
 
 
 def cells_of(trace: Trace) -> Iterator[Run]:
@@ -108,120 +107,90 @@ def link_of(trace: Trace, ratio: float) -> Hardware:
 
 
 def render(runs: Sequence[Run]) -> str:
-    foreseen = [run for run in runs if "recall" in run["cell"]]
-    in_cycles = [run for run in on_demand(runs) if "cycles" in run["cell"]["capacity"]]
-    fast = [run for run in foreseen if run["cell"]["ratio"] == 0.02]
-    two = [run for run in foreseen if run["cell"]["capacity"] == "2 cycles"]
-    at = "{cell[trace]} {cycles:.2f} cycles"
-    told = at + " {cell[recall]:g}/{cell[precision]:g}"
-    parts = [
-        ("Closed of the gap between LRU and Belady, percent, on demand", closed(runs)),
-        ("On demand: misses / collisions, percent of requests", by_eviction(in_cycles, at, rates)),
-        (
-            "With predictors (recall/precision), transfer / layer 0.02: the same",
-            by_eviction(fast, told, rates),
-        ),
-        (
-            "ms a token (misses) at 2 cycles over transfer / layer",
-            by_eviction(
-                two,
-                told + " x{cell[ratio]:g}",
-                lambda run: f"{run['tpot_ms']:.2f} ({100 * run['miss_rate']:.0f}%)",
+    cells = frame(runs)
+    foreseen, two = cells.recall.notna(), cells.capacity == "2 cycles"
+    at = cells.trace + cells.cycles.map(" {:.2f} cycles".format)
+    told = at + cells.recall.map(" {:g}".format) + cells.precision.map("/{:g}".format)
+    misses, collisions = 100 * cells.miss_rate, 100 * cells.collision_miss_rate
+    rates = misses.map("{:.1f}".format) + collisions.map(" / {:.2f}".format)
+    speeds = cells.tpot_ms.map("{:.2f}".format) + misses.map(" ({:.0f}%)".format)
+    plain = cells[~foreseen & cells.capacity.str.endswith("cycles")]
+    of_two = "ms a token (misses) at 2 cycles over transfer / layer"
+    return sections(
+        {
+            "Closed of the gap between LRU and Belady, percent, on demand": closed(
+                cells[~foreseen & cells.capacity.str.endswith("%")]
             ),
-        ),
-    ]
-    return sections(parts)
-
-
-def closed(runs: Sequence[Run]) -> str:
-    """Share of the gap between LRU and Belady that each eviction closes, in percent."""
-    at = {
-        tuple(r["cell"][k] for k in ("trace", "capacity", "eviction")): r for r in on_demand(runs)
-    }
-    shares = [f"{share}%" for share in SHARES]
-    places = [(t, s) for t in traces(runs) for s in shares if (t, s, "belady") in at]
-    rows = []
-    for eviction in dict.fromkeys(key[2] for key in at):
-        gaps = []
-        for place in places:
-            lru, least, own = (at[(*place, e)]["miss_rate"] for e in ("lru", "belady", eviction))
-            gaps.append(100 * (lru - own) / (lru - least))
-        cost = median(at[(*place, eviction)]["us_per_request"] for place in places)
-        shown = [f"{value:.0f}" for value in (*gaps, median(gaps))]
-        rows.append([eviction, *shown, f"{cost:.1f}"])
-    headers = ["Eviction", *(f"{t} {s}" for t, s in places), "median", "us/request"]
-    return table(headers, sorted(rows, key=lambda row: -float(row[-2])))
-
-
-def rates(run: Run) -> str:
-    return f"{100 * run['miss_rate']:.1f} / {100 * run['collision_miss_rate']:.2f}"
-
-
-def by_eviction(runs: Iterable[Run], row: str, value: Callable[[Run], str]) -> str:
-    found: dict[str, dict[str, str]] = {}
-    for run in runs:
-        found.setdefault(row.format(**run), {})[run["cell"]["eviction"]] = value(run)
-    names = list(dict.fromkeys(name for own in found.values() for name in own))
-    return table(
-        ["", *names], [[at, *(own.get(n, "") for n in names)] for at, own in found.items()]
+            "On demand: misses / collisions, percent of requests": by_eviction(plain, at, rates),
+            "With predictors (recall/precision), transfer / layer 0.02: the same": by_eviction(
+                cells[foreseen & (cells.ratio == 0.02)], told, rates
+            ),
+            of_two: by_eviction(
+                cells[foreseen & two], told + cells.ratio.map(" x{:g}".format), speeds
+            ),
+        }
     )
 
 
-def on_demand(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if "recall" not in run["cell"]]
+def closed(cells: DataFrame) -> str:
+    """Share of the gap between LRU and Belady that each eviction closes, in percent."""
+    rates = cells.pivot(index="eviction", columns=["trace", "capacity"], values="miss_rate")
+    places = [(trace, f"{share}%") for trace in sorted(cells.trace.unique()) for share in SHARES]
+    rates, costs = rates[places], cells.groupby("eviction").us_per_request.median()
+    gaps = 100 * (rates.loc["lru"] - rates) / (rates.loc["lru"] - rates.loc["belady"])
+    rows = []
+    for eviction in cells.eviction.unique():
+        own = [*gaps.loc[eviction], gaps.loc[eviction].median()]
+        rows.append([eviction, *(f"{gap:.0f}" for gap in own), f"{costs[eviction]:.1f}"])
+    headers = ["Eviction", *(" ".join(place) for place in places), "median", "us/request"]
+    return padded(headers, sorted(rows, key=lambda row: -float(row[-2])))
 
 
-def traces(runs: Sequence[Run]) -> list[str]:
-    return sorted({run["cell"]["trace"] for run in runs})
+def by_eviction(cells: DataFrame, at: Series, texts: Series) -> str:
+    """A row for what is told of `at`, a column an eviction, a text of each cell."""
+    wide = cells.assign(at=at, text=texts).pivot(index="at", columns="eviction", values="text")
+    wide = wide.loc[at[cells.index].unique(), cells.eviction.unique()].fillna("")
+    return padded(["", *wide.columns], wide.reset_index().to_numpy().tolist())
 
 
 def draw(runs: Sequence[Run], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    cells = frame(runs)
+    cells["tok_per_s"] = 1e3 / cells.tpot_ms
+    demand, two = cells[cells.recall.isna()], cells[cells.capacity == "2 cycles"]
     for field, label in (("miss_rate", "misses"), ("collision_miss_rate", "collision misses")):
-        lines(
-            on_demand(runs),
-            DRAWN,
-            lambda run, field=field: (run["cycles"], run[field]),
-            ("capacity [token cycles]", f"{label} / requests, on demand", 2),
-            folder / f"{field}.svg",
-        )
-    wanted = {"capacity": "2 cycles", "precision": 0.63}
-    lines(
-        [run for run in runs if wanted.items() <= run["cell"].items()],
-        FEW,
-        lambda run: (run["cell"]["ratio"], 1e3 / run["tpot_ms"]),
-        ("transfer of one expert / layer", "tok/s, 2 cycles, recall 0.95", 10),
-        folder / "speed.svg",
-    )
+        labels = "capacity [token cycles]", f"{label} / requests, on demand", 2
+        lines(demand, "cycles", field, DRAWN, labels, folder / f"{field}.svg")
+    labels = "transfer of one expert / layer", "tok/s, 2 cycles, recall 0.95", 10
+    good = two[two.precision == 0.63]
+    lines(good, "ratio", "tok_per_s", FEW, labels, folder / "speed.svg")
 
 
 def lines(
-    runs: Sequence[Run],
+    cells: DataFrame,
+    x: str,
+    y: str,
     evictions: Sequence[str],
-    point: Callable[[Run], tuple[float, float]],
     labels: tuple[str, str, int],
     file: Path,
 ) -> None:
     """One panel a trace, one line an eviction; `labels` are the axes' and the base of x."""
-    figure, panels = new_figure(len(traces(runs)))
-    for axes, trace in zip(panels, traces(runs), strict=True):
+    traces = cells.groupby("trace")
+    figure, panels = new_figure(len(traces))
+    for axes, (trace, at) in zip(panels, traces, strict=True):
         for eviction in evictions:
-            wanted = {"trace": trace, "eviction": eviction}
-            points = sorted(point(run) for run in runs if wanted.items() <= run["cell"].items())
+            own = at[at.eviction == eviction].sort_values([x, y])
             style = "--" if eviction == "belady" else "-"
-            axes.plot(*zip(*points, strict=True), style, marker=".", label=eviction)
+            axes.plot(own[x], own[y], style, marker=".", label=eviction)
         axes.set_title(trace)
         axes.set_xscale("log", base=labels[2])
-        axes.set_xlabel(labels[0])
-        axes.set_ylabel(labels[1])
+        axes.set(xlabel=labels[0], ylabel=labels[1])
     panels[0].legend(fontsize="small")
     save(figure, file)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "real_routing")
-    out = parser.parse_args().out
+    out = arguments(__doc__, out=RESULTS / "real_routing").out
     runs = fill(out / "cells.json.gz", cells(), measure)
     (out / "table.md").write_text(render(runs))
     draw(runs, out / "plots")

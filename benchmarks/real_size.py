@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grid import arguments, text_table
 from memory_limit import Limit, bytes_read, forget_cached, remove_group_of, status
 from setup import SHAPES, load_whole, prompts, random_model, run, spread
-from vs_accelerate import offloaded, ours, random_skeleton
+from vs_accelerate import offloaded, ours, skeleton_of
 
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
@@ -71,8 +72,7 @@ class Sampled:
 
 def sizes(folder: str, capacity: str) -> tuple[int, int]:
     """Return the bytes of the capacity, and of all that is no expert."""
-    with torch.device("meta"):
-        bare = random_skeleton(folder)
+    bare = skeleton_of(folder)
     geometry = describe(bare, find_moe_layers(bare), "x")
     whole = sum(p.numel() * p.element_size() for p in bare.parameters())
     near = parse_capacity(capacity, geometry).total_bytes
@@ -116,17 +116,13 @@ def contend(talk: Connection, name: str, early: bool, options: argparse.Namespac
             talk.send({"prefill": len(prompt) / first_s, "decode": 1 / step_s, "read": read})
         found: dict[str, Any] = {"peak": sampled.so_far()}
         if wrapped is not None:
-            found["moved"] = _moved_by(wrapped)
+            passes = wrapped.engine.ledger.passes
+            _, second, *others = (i for i, each in enumerate(passes) if each.phase == PREFILL)
+            moved = sum(each.bytes_moved for each in passes[second:])
+            # The mean of an answer, the first left out.
+            found["moved"] = moved / (1 + len(others))
             wrapped.unwrap()
         talk.send(found)
-
-
-def _moved_by(wrapped: WrappedModel) -> float:
-    """Return the mean bytes of an answer, the first left out."""
-    passes = wrapped.engine.ledger.passes
-    begins = [index for index, each in enumerate(passes) if each.phase == PREFILL]
-    moved = sum(each.bytes_moved for each in passes[begins[1] :])
-    return moved / (len(begins) - 1)
 
 
 @dataclass
@@ -185,67 +181,54 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> None:
         f"{near / 1e9:.2f} GB of experts and {dense / 1e9:.2f} GB of the rest; {options.rounds} "
         f"answers of {options.tokens} tokens to prompts of {options.prompt}, in turn"
     )
-    print(
-        "| contender | limited by | load s | load peak GB | peak GB | prefill tok/s | decode tok/s "
-        "| MB moved an answer | MB read from disk an answer |"
-    )
-    print("|---" * 9 + "|")
-    for each in contenders:
-        own, limit = each.figures, each.figures.get("limit")
-        if each.answers:
-            moved = f"{own['moved'] / 1e6:.0f}" if "moved" in own else ""
-            print(
-                f"| {each.name} | {limit or 'nothing'} | {own['load_s']:.1f} "
-                f"| {own['load_peak'] / 1e9:.2f} | {own['peak'] / 1e9:.2f} "
-                f"| {each.median('prefill'):.1f} | {each.median('decode'):.2f} "
-                f"| {moved} | {each.median('read') / 1e6:.0f} |"
-            )
+    able, rows = {each.name: each for each in contenders if each.answers}, []
+    for each in able.values():
+        own = each.figures
+        memory = [f"{own[key] / 1e9:.2f}" for key in ("load_peak", "peak")]
+        speed = [f"{each.median('prefill'):.1f}", f"{each.median('decode'):.2f}"]
+        moved = f"{own['moved'] / 1e6:.0f}" if "moved" in own else ""
+        limited = [own["limit"] or "nothing", f"{own['load_s']:.1f}"]
+        read = f"{each.median('read') / 1e6:.0f}"
+        rows.append([each.name, *limited, *memory, *speed, moved, read])
+    heads = "limited by, load s, load peak GB, peak GB, prefill tok/s, decode tok/s, "
+    heads += "MB moved an answer, MB read from disk an answer"
+    print(text_table(["contender", *heads.split(", ")], rows))
     for each in contenders:
         for note in each.notes:
             print(f"{each.name}: {note}")
-    _judge_all({each.name: each for each in contenders if each.answers}, near + dense)
-
-
-def _judge_all(by_name: dict[str, Contender], said: int) -> None:
-    if {"disk", "accelerate"} <= by_name.keys():
-        disk, theirs = by_name["disk"], by_name["accelerate"]
-        for figure, bound in (("decode", 3.0), ("prefill", None)):
-            ratios = [
-                a[figure] / b[figure]
-                for a, b in zip(disk.answers[1:], theirs.answers[1:], strict=True)
-            ]
+    if {"disk", "accelerate"} <= able.keys():
+        both = able["disk"].answers[1:], able["accelerate"].answers[1:]
+        for figure, least in (("decode", 3.0), ("prefill", None)):
+            ratios = [ours[figure] / theirs[figure] for ours, theirs in zip(*both, strict=True)]
             words = f"{figure} of store=disk / accelerate's disk offload: {spread(ratios)}"
-            _judge(words, statistics.median(ratios), bound)
-    for name in ("ram", "disk"):
-        if {name, "plain"} <= by_name.keys():
-            ratio = by_name[name].figures["load_s"] / by_name["plain"].figures["load_s"]
-            _judge(f"load time of store={name} / plain: {ratio:.2f}", -ratio, -1.3)
-    if "disk" in by_name:
-        ratio = by_name["disk"].figures["peak"] / said
-        _judge(f"peak memory of store=disk / capacity and dense part: {ratio:.2f}", -ratio, -1.15)
+            judge(words, statistics.median(ratios), least=least)
+    for name in ("ram", "disk") if "plain" in able else ():
+        if name not in able:
+            continue
+        ratio = able[name].figures["load_s"] / able["plain"].figures["load_s"]
+        judge(f"load time of store={name} / plain: {ratio:.2f}", ratio, most=1.3)
+    if "disk" in able:
+        ratio = able["disk"].figures["peak"] / (near + dense)
+        words = f"peak memory of store=disk / capacity and dense part: {ratio:.2f}"
+        judge(words, ratio, most=1.15)
 
 
-def _judge(words: str, value: float, bound: float | None) -> None:
-    """Print whether a figure is at least its bound; of what has to be small both are negative."""
-    if bound is None:
-        print(words)
-    else:
-        side = "least" if bound > 0 else "most"
-        print(f"{words} (target at {side} {abs(bound)}): {'met' if value >= bound else 'missed'}")
+def judge(
+    words: str, value: float, *, least: float | None = None, most: float | None = None
+) -> None:
+    """Print a figure, and whether it is within its bound."""
+    told = ""
+    if least is not None:
+        told = f" (target at least {least}): {'met' if value >= least else 'missed'}"
+    if most is not None:
+        told = f" (target at most {most}): {'met' if value <= most else 'missed'}"
+    print(words + told)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--capacity", default="50%")
-    parser.add_argument("--policy", default="on_demand")
-    parser.add_argument("--margin", type=float, default=0.15)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default=",".join(CONTENDERS))
-    parser.add_argument("--folder", help="a checkpoint that was written before")
-    options = parser.parse_args()
+    own = {"margin": 0.15, "only": ",".join(CONTENDERS), "folder": None}
+    asked = {"prompt": 64, "tokens": 16, "rounds": 5}
+    options = arguments(__doc__, layers=4, capacity="50%", policy="on_demand", **asked, **own)
     with tempfile.TemporaryDirectory(prefix="real-size-") as folder:
         if options.folder is None:
             options.folder = folder

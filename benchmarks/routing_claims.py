@@ -17,27 +17,22 @@ units, the same draws for the cells that are compared.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import grid
 import numpy as np
-import numpy.typing as npt
-from grid import RESULTS, TRACES, Floats, Run, fill, interval, sections, setting_of, table
+from grid import Floats, Run, interval
 from scipy.stats import spearmanr
 
-from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event
+from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import PassRecord, total
-from lm_eval_moecache.trace.detail import Proposed, identity
+from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
@@ -45,7 +40,6 @@ from lm_eval_moecache.trace.trace import Trace
 MACHINES = {"inside": "specmd-a100", "outside": "a100-5GBps"}
 """SpecMD's own stack of 30 ms a layer, and one that is as fast as its kernels."""
 SHARES = ("1%", "5%", "25%", "50%")
-BLOCK = 16
 OTHERS = ("lru", "lfu", "fld", "shallow_first", "frequency_layer", "least_stale", "hazard")
 EVICTIONS: dict[str, dict[str, Any]] = {
     **{name: {"eviction": name} for name in OTHERS},
@@ -68,52 +62,27 @@ WIDER: dict[str, dict[str, Any]] = {
 PREFETCHERS = ("none", "top-k", "score")
 LEFT_OUT = {"least_stale none", "hazard"}
 """Not the papers' compositions: not among those that S2 and S8 are about."""
-DRAWS = 2000
 Place = tuple[str, str, str]
 """Trace, machine, capacity."""
 
 
-def cells(tiny: Path | None = None) -> Iterator[tuple[Run, Any]]:
+def cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
     """Yield each cell with its trace, its future and what it means for a policy."""
-    files = {path.stem: path for path in sorted(TRACES.glob("*.parquet"))}
-    for name, path in (files | ({} if tiny is None else {"tiny": tiny})).items():
+    files = {path.stem: path for path in sorted(grid.TRACES.glob("*.parquet"))}
+    for name, path in (files | ({"tiny": tiny} if tiny else {})).items():
         is_tiny = name == "tiny"
         trace = load_trace(str(path), predicted=is_tiny)
-        future = Future(trace)
-        if not is_tiny:
-            trace = foretold(trace, future)
-        grids = [({**NONE, **(GATES if is_tiny else ORACLES)}, EVICTIONS)]
+        future, shares = Future(trace), SHARES
+        grids = [({**NONE, **ORACLES}, EVICTIONS)]
         if is_tiny:
-            grids += [
-                ({**NONE, **GATES}, SCORES),
-                (WIDER, {"least_stale": EVICTIONS["least_stale"]}),
-            ]
-        for machine, share in product(MACHINES, SHARES[:3] if is_tiny else SHARES):
-            for prefetchers, evictions in grids:
-                for prefetch, eviction in product(prefetchers, evictions):
-                    cell = {"trace": name, "machine": machine, "capacity": share}
-                    policy = {**prefetchers[prefetch], **evictions[eviction]}
-                    yield (
-                        {**cell, "prefetch": prefetch, "eviction": eviction},
-                        (trace, future, policy),
-                    )
-
-
-def foretold(trace: Trace, future: Future) -> Trace:
-    """Let the oracles speak once: what they propose does not depend on the cell."""
-    num_layers, proposed = trace.geometry.num_layers, {}
-    for overrides in ORACLES.values():
-        choice = load_policy("on_demand", overrides).prefetch
-        oracle = choice.build(trace.geometry, 0)
-        oracle.prepare(future)
-        keys: list[Sequence[int]] = [
-            oracle.propose(Event(*divmod(index, num_layers), DECODE, 1, ()))
-            for index in range(len(trace.key_bounds) - 1)
-        ]
-        bounds = np.cumsum([0, *map(len, keys)]).astype(np.int64)
-        flat = np.concatenate([np.asarray(own, dtype=np.int32) for own in keys])
-        proposed[identity(choice, 0, "")] = Proposed(keys=flat, bounds=bounds)
-    return replace(trace, proposed=proposed)
+            only, shares = {"least_stale": EVICTIONS["least_stale"]}, SHARES[:3]
+            grids = [({**NONE, **GATES}, EVICTIONS), ({**NONE, **GATES}, SCORES), (WIDER, only)]
+        for machine, share, (prefetchers, evictions) in product(MACHINES, shares, grids):
+            for prefetch, eviction in product(prefetchers, evictions):
+                cell = {"trace": name, "machine": machine, "capacity": share}
+                policy = {**prefetchers[prefetch], **evictions[eviction]}
+                known = trace, future, policy
+                yield {**cell, "prefetch": prefetch, "eviction": eviction}, known
 
 
 def measure(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
@@ -122,22 +91,16 @@ def measure(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
     emulate = load_real_model("OLMoE-1B-7B") if is_tiny else None
     charged = trace.geometry if emulate is None else emulate.emulated_by(trace.geometry)
     machine = MACHINES[cell["machine"]]
-    setting = setting_of(charged, cell["capacity"], overrides, hardware=machine)
+    setting = grid.setting_of(charged, cell["capacity"], overrides, hardware=machine)
     engine = replay(trace, replace(setting, emulate=emulate), future=future)
+    ledger = engine.ledger
+    units = [r.passes for r in ledger.requests] if is_tiny else grid.blocks(ledger.passes)
     regime = regime_of(charged, setting.capacity.total_bytes, setting.hardware)
     return {
         "cycles": round(regime.cycles, 3),
         "transfer_per_layer": round(regime.transfer_per_layer, 4),
-        "units": [sums(unit) for unit in units(engine, is_tiny)],
+        "units": [sums(unit) for unit in units],
     }
-
-
-def units(engine: Engine, by_request: bool) -> Iterable[Sequence[PassRecord]]:
-    """Divide the passes into what the intervals draw: requests, or blocks of passes in a row."""
-    if by_request:
-        return [request.passes for request in engine.ledger.requests]
-    passes = engine.ledger.passes
-    return [passes[start : start + BLOCK] for start in range(0, len(passes), BLOCK)]
 
 
 def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
@@ -158,21 +121,13 @@ def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
     }
 
 
-@cache
-def draws(num_units: int) -> npt.NDArray[np.int64]:
-    """Return how often each unit is in a sample: each once, then in each draw."""
-    drawn = np.random.default_rng(0).integers(0, num_units, (DRAWS, num_units))
-    counts = [np.bincount(own, minlength=num_units) for own in drawn]
-    return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
-
-
 class Cell:
     """Figures of one run as ratios of sums: of the run first, then of each draw."""
 
     def __init__(self, run: Run) -> None:
         self.cycles, self.ratio = run["cycles"], run["transfer_per_layer"]
         self.units = {name: np.array([u[name] for u in run["units"]]) for name in run["units"][0]}
-        self._weights = draws(len(run["units"]))
+        self._weights = grid.draws(len(run["units"]))
         self.collisions = 100 * self.rate("collisions", "requests")
         self.misses = 100 * self.rate("absent", "requests")
         self.ms_per_token = 1000 * self.rate("decode_s", "decoded")
@@ -231,25 +186,18 @@ def collisions(cells: Cells) -> str:
             factor = "all"
         shares = [f"{cell.collisions[0]:.2f}" for cell in (lru, stale, other)]
         points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
-        rows.append(
-            [
-                *named(place, lru),
-                prefetch,
-                *shares,
-                factor,
-                *(interval(p, "{:.2f}") for p in points),
-            ]
-        )
+        gained = [interval(p, "{:.2f}") for p in points]
+        rows.append([*named(place, lru), prefetch, *shares, factor, *gained])
     headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
-    return table([*AT, *headers, "collisions, points", "misses, points"], rows)
+    return padded([*AT, *headers, "collisions, points", "misses, points"], rows)
 
 
-def swapped(cells: Cells, figure: Callable[[Cell], Floats]) -> str:
+def swapped(cells: Cells, figure: str) -> str:
     """S2: percent of change where Least-Stale takes the place of an eviction."""
     evictions = [e for e in evictions_of(cells) if e not in LEFT_OUT | {"least_stale"}]
     rows = []
     for (place, own), prefetch in product(cells.items(), PREFETCHERS):
-        stale = figure(own[prefetch, "least_stale"])
+        stale = getattr(own[prefetch, "least_stale"], figure)
         if stale[0] == 0:
             continue
         row = [*named(place, own[prefetch, "least_stale"]), prefetch]
@@ -257,15 +205,13 @@ def swapped(cells: Cells, figure: Callable[[Cell], Floats]) -> str:
             cell = own.get((prefetch, eviction))
             text = ""
             if cell is not None:
-                percent = change(stale, figure(cell))
+                percent = change(stale, getattr(cell, figure))
                 # One prefill alone has no interval.
-                alone = (
-                    figure(cell) is cell.prefill_s and np.count_nonzero(cell.units["prefill_s"]) < 2
-                )
+                alone = figure == "prefill_s" and np.count_nonzero(cell.units[figure]) < 2
                 text = f"{percent[0]:.1f}" if alone else interval(percent)
             row.append(text)
         rows.append(row)
-    return table([*AT, *evictions], rows)
+    return padded([*AT, *evictions], rows)
 
 
 def by_eviction(cells: Cells) -> str:
@@ -288,7 +234,7 @@ def by_eviction(cells: Cells) -> str:
         worst, cell = most(own)
         rows.append([*named(place, cell), prefetch, worst, *gaps, *shares])
     headers = ["worst", "least score - worst other, points", "most score - worst other, points"]
-    return table([*AT, *headers, *evictions], rows)
+    return padded([*AT, *headers, *evictions], rows)
 
 
 def predictors(cells: Cells) -> str:
@@ -300,22 +246,15 @@ def predictors(cells: Cells) -> str:
             if eviction != "least_stale" or prefetch == "none":
                 continue
             proposed = cell.units["proposed"].sum() / base.units["predictable"].sum()
-            rows.append(
-                [
-                    *named(place, cell),
-                    prefetch,
-                    f"{proposed:.2f}",
-                    f"{cell.rate('right', 'proposed')[0]:.3f}",
-                    f"{cell.rate('right', 'predictable')[0]:.3f}",
-                    f"{100 - cell.misses[0]:.1f}",
-                    interval(base.misses - cell.misses, "{:.2f}"),
-                    f"{cell.stall_ms[0]:.2f}",
-                    interval(cell.stall_ms - base.stall_ms, "{:.2f}"),
-                    interval(change(cell.ms_per_token, base.ms_per_token)),
-                ]
-            )
+            rates = [cell.rate("right", of)[0] for of in ("proposed", "predictable")]
+            told = [f"{proposed:.2f}", *(f"{rate:.3f}" for rate in rates)]
+            told += [f"{100 - cell.misses[0]:.1f}", interval(base.misses - cell.misses, "{:.2f}")]
+            stalls = interval(cell.stall_ms - base.stall_ms, "{:.2f}")
+            told += [f"{cell.stall_ms[0]:.2f}", stalls]
+            told += [interval(change(cell.ms_per_token, base.ms_per_token))]
+            rows.append([*named(place, cell), prefetch, *told])
     headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
-    return table([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
+    return padded([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
 
 
 def winners(cells: Cells) -> str:
@@ -339,32 +278,27 @@ def winners(cells: Cells) -> str:
         alike = f"{spearmanr(first, last).statistic:.2f}"
         rows.append([trace, machine, *fastest, " + ".join(steady), interval(behind[steady]), alike])
     headers = ["Trace", "Regime", *SHARES, "least behind", "at worst behind by %"]
-    return table([*headers, f"rank correlation {SHARES[0]} and {SHARES[2]}"], rows)
+    return padded([*headers, f"rank correlation {SHARES[0]} and {SHARES[2]}"], rows)
 
 
 def render(runs: Sequence[Run]) -> str:
     cells = cells_of(runs)
-    parts = [
-        ("S1: collision misses, LRU and Least-Stale", collisions(cells)),
-        (
-            "S2: time to the first token, percent of change",
-            swapped(cells, lambda cell: cell.prefill_s),
-        ),
-        ("S2: time per token, percent of change", swapped(cells, lambda cell: cell.ms_per_token)),
-        ("S3: collisions / misses in percent, shipped model as OLMoE-1B-7B", by_eviction(cells)),
-        ("S4: predictors under Least-Stale, changes against top-k", predictors(cells)),
-        ("S8: the fastest at each capacity", winners(cells)),
-    ]
-    return sections(parts)
+    return grid.sections(
+        {
+            "S1: collision misses, LRU and Least-Stale": collisions(cells),
+            "S2: time to the first token, percent of change": swapped(cells, "prefill_s"),
+            "S2: time per token, percent of change": swapped(cells, "ms_per_token"),
+            "S3: collisions / misses in percent, shipped model as OLMoE-1B-7B": by_eviction(cells),
+            "S4: predictors under Least-Stale, changes against top-k": predictors(cells),
+            "S8: the fastest at each capacity": winners(cells),
+        }
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", type=Path, help="the shipped model's trace")
-    parser.add_argument("--out", type=Path, default=RESULTS / "real_routing")
-    arguments = parser.parse_args()
-    runs = fill(arguments.out / "claims.json.gz", cells(arguments.tiny), measure)
-    (arguments.out / "claims.md").write_text(render(runs))
+    options = grid.arguments(__doc__, tiny=None, out=grid.RESULTS / "real_routing")
+    runs = grid.fill(options.out / "claims.json.gz", cells(options.tiny), measure)
+    (options.out / "claims.md").write_text(render(runs))
 
 
 if __name__ == "__main__":

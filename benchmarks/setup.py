@@ -28,6 +28,8 @@ from lm_eval_moecache.model.wall.store import SlotStore
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.hardware import Hardware
 
+COMMON = {"shape": "cpu", "device": "auto", "policy": "on_demand", "tokens": 16}
+"""Options that most of the scripts have."""
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_experts", "num_experts_per_tok"),
@@ -66,9 +68,7 @@ def load_whole(folder: str) -> Any:
 
 
 def device_of(name: str) -> torch.device:
-    if name == "auto":
-        name = best_device()
-    return torch.device(name)
+    return torch.device(best_device() if name == "auto" else name)
 
 
 def take(model: Any, device: torch.device) -> ExpertLoader:

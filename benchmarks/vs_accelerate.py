@@ -12,15 +12,15 @@ has one more than the capacity near while it computes that one.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+from statistics import mean
 from typing import Any
 
 import torch
-from grid import setting_of
-from setup import device_of, prompts, random_model, run, spread
+from grid import arguments, setting_of
+from setup import COMMON, device_of, prompts, random_model, run, spread
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lm_eval_moecache.model.checkpoint import weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -31,37 +31,29 @@ from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity
 
 
+def skeleton_of(folder: str) -> Any:
+    """Return a model without weights, which takes no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
+
+
 def offloaded(folder: str, capacity: str, device: torch.device, tier: str) -> Any:
     """Load the checkpoint with accelerate: whole layers of experts near, the others in the tier."""
-    with torch.device("meta"):
-        skeleton = random_skeleton(folder)
+    skeleton = skeleton_of(folder)
     layers = find_moe_layers(skeleton)
     size = parse_capacity(capacity, describe(skeleton, layers, "x")).total_bytes
     near = size // sum(p.numel() * p.element_size() for p in layers[0].experts.parameters())
     far = {layer.path for layer in layers[near:]}
-    places = device_map(skeleton, far, str(device))
-    if tier == "cpu":
-        places = {name: "cpu" if place == "disk" else place for name, place in places.items()}
+    places = device_map(skeleton, far, str(device), tier)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=places, offload_folder=f"{folder}/offload"
     ).eval()
 
 
-def bytes_per_step(
-    theirs: Any, wrapped: WrappedModel, tier: str, first: int
-) -> tuple[float, float]:
-    """Return the bytes that a decode step brings near: whole layers, and what ours moved.
-
-    Of ours, the passes from `first` on count: those before have warmed the cache.
-    """
-    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes[first:]
-    steps = [p.bytes_moved for p in passes if p.phase != PREFILL]
-    far = sum(place == tier for place in theirs.hf_device_map.values())
-    return far * geometry.expert_bytes[0][0] * geometry.num_experts, sum(steps) / len(steps)
-
-
-def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, str]:
-    """Return a place for every part of a model: `disk` for these modules, the device for others.
+def device_map(model: nn.Module, far: set[str], device: str, tier: str) -> dict[str, str]:
+    """Return a place for every part of a model: the tier for these modules, the device for others.
 
     Accelerate puts all that lies under a name in one place: parts that hold experts are divided.
     """
@@ -69,9 +61,9 @@ def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, st
 
     def walk(prefix: str, module: nn.Module) -> None:
         inside = f"{prefix}." if prefix else ""
-        if prefix in experts:
-            places[prefix] = "disk"
-        elif not any(path.startswith(inside) for path in experts):
+        if prefix in far:
+            places[prefix] = tier
+        elif not any(path.startswith(inside) for path in far):
             places[prefix] = device
         else:
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -83,40 +75,36 @@ def device_map(model: nn.Module, experts: set[str], device: str) -> dict[str, st
     return places
 
 
-def random_skeleton(folder: str) -> Any:
-    from transformers import AutoConfig
+def bytes_per_step(
+    theirs: Any, wrapped: WrappedModel, tier: str, first: int
+) -> tuple[float, float]:
+    """Return the bytes that a decode step brings near: whole layers, and what ours moved.
 
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
-    )
+    Of ours, the passes from `first` on count: those before have warmed the cache.
+    """
+    geometry, passes = wrapped.engine.geometry, wrapped.engine.ledger.passes[first:]
+    far = sum(place == tier for place in theirs.hf_device_map.values())
+    moved = mean(p.bytes_moved for p in passes if p.phase != PREFILL)
+    return far * geometry.expert_bytes[0][0] * geometry.num_experts, moved
 
 
 def ours(folder: str, policy: str, capacity: str, device: torch.device, store: str) -> WrappedModel:
-    with torch.device("meta"):
-        skeleton = random_skeleton(folder)
     files = weights_files(folder, {})
-    loader = ExpertLoader(store, f"{folder}/store", skeleton, files=files)
+    loader = ExpertLoader(store, f"{folder}/store", skeleton_of(folder), files=files)
     with loader.loading():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, **loader.arguments(device)
         ).eval()
         loader.take_experts(model, device)
-    geometry = describe(model, find_moe_layers(model), "benchmark")
+    layers = find_moe_layers(model)
+    geometry = describe(model, layers, "benchmark")
     setting = setting_of(geometry, capacity, policy=policy, hardware="h200")
-    parts = assemble(model, geometry, setting, loader)
-    return WrappedModel(model, find_moe_layers(model), *parts)
+    return WrappedModel(model, layers, *assemble(model, geometry, setting, loader))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="cpu")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--policy", default="specmd")
-    parser.add_argument("--capacity", default="25%")
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    own = {"policy": "specmd", "capacity": "25%", "prompt": 32, "rounds": 7}
+    options = arguments(__doc__, **COMMON | own)
     device = device_of(options.device)
     with tempfile.TemporaryDirectory() as folder:
         random_model(options.shape).save_pretrained(folder)

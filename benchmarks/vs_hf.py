@@ -1,9 +1,9 @@
-"""The wall clock at 100% capacity against plain transformers: what the slots and hooks cost.
+"""Our clocks at 100% capacity against plain transformers: what slots, hooks and bookkeeping cost.
 
 One model, plain and wrapped in turn, each of them first in every second pair; medians of the paired
-ratios (plain seconds / ours).
+ratios (plain seconds / ours). What the bookkeeping alone costs: bookkeeping.py.
 
-    python benchmarks/vs_hf.py [--shape cpu|olmoe2|olmoe|mixtral] [--device auto]
+    python benchmarks/vs_hf.py [--shape cpu|olmoe2|olmoe|mixtral] [--device auto] [--clock wall]
     python benchmarks/vs_hf.py --pretrained FOLDER
 """
 
@@ -13,7 +13,8 @@ import argparse
 from typing import Any
 
 import torch
-from setup import device_of, prompts, random_model, run, spread, take, wall
+from grid import arguments
+from setup import COMMON, device_of, prompts, random_model, run, spread, take, virtual, wall
 from transformers import AutoModelForCausalLM
 
 
@@ -24,40 +25,33 @@ def model_of(options: argparse.Namespace) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="cpu")
-    parser.add_argument("--pretrained", help="a checkpoint instead of a random model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--policy", default="on_demand")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=21)
-    options = parser.parse_args()
+    own = {"pretrained": None, "clock": ("wall", "virtual"), "prompt": 128, "rounds": 21}
+    options = arguments(__doc__, **COMMON | own)
     device = device_of(options.device)
-    plain = model_of(options).to(device)
-    ours = model_of(options)
-    wrapped = wall(ours, take(ours, device), options.policy, "100%")
+    plain, ours = model_of(options).to(device), model_of(options)
+    if options.clock == "wall":
+        wrapped = wall(ours, take(ours, device), options.policy, "100%")
+    else:
+        wrapped = virtual(ours.to(device), options.policy, "100%")
     texts = prompts(options.rounds + 4, options.prompt, plain.config.vocab_size, device)
     for prompt in texts[-4:]:
         run(plain, prompt, options.tokens)
         run(ours, prompt, options.tokens)
-    prefill, decode, plain_s = [], [], []
+    pairs = []
     for index, prompt in enumerate(texts[: options.rounds]):
         order = (plain, ours) if index % 2 == 0 else (ours, plain)
         times = [run(model, prompt, options.tokens) for model in order]
-        theirs, mine = times if order[0] is plain else reversed(times)
-        prefill.append(theirs[0] / mine[0])
-        decode.append(theirs[1] / mine[1])
-        plain_s.append(theirs)
+        pairs.append(times if order[0] is plain else times[::-1])
     wrapped.unwrap()
     print(
-        f"{options.pretrained or options.shape} on {device}, {options.policy} at 100%, "
-        f"{options.rounds} pairs"
+        f"{options.pretrained or options.shape} on {device}, {options.clock} clock, "
+        f"{options.policy} at 100%, {options.rounds} pairs"
     )
-    print(f"plain: prefill of {options.prompt} tokens {spread([1e3 * p for p, _ in plain_s])} ms")
-    print(f"plain: decode {spread([1e3 * d for _, d in plain_s])} ms a token")
-    print(f"speed of moecache / plain, prefill: {spread(prefill)}")
-    print(f"speed of moecache / plain, decode:  {spread(decode)}")
+    print(f"plain: prefill of {options.prompt} tokens {spread([1e3 * p[0] for p, _ in pairs])} ms")
+    print(f"plain: decode {spread([1e3 * p[1] for p, _ in pairs])} ms a token")
+    for phase, place in (("prefill: ", 0), ("decode:  ", 1)):
+        ratios = [theirs[place] / mine[place] for theirs, mine in pairs]
+        print(f"speed of moecache / plain, {phase}{spread(ratios)}")
 
 
 if __name__ == "__main__":
