@@ -1,10 +1,19 @@
-"""Routing traces as Parquet files, read whole or a part after another; a reader repairs nothing."""
+"""Routing traces on disk: Parquet files, read whole or a part after another, and their streams.
+
+A trace is recorded into an Arrow stream beside the file it will become (`writer`). A stream needs
+no ending to be read, so that what a killed run has recorded is there up to its last finished
+request: batches are marked, and those up to the last mark belong to finished requests.
+
+A reader repairs nothing: what does not fit is a ValueError that names the row and the field.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +22,12 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from lm_eval_moecache.records.arrays import BoolArray, IntArray
+from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.trace.drafting import Drafted
+from lm_eval_moecache.trace.columns import Columns, Halves, Ints, misfit
+from lm_eval_moecache.trace.detail import Proposed
+from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, Drafted, Lists
 from lm_eval_moecache.trace.header import (
     REQUESTS_KEY,
     Header,
@@ -23,14 +36,268 @@ from lm_eval_moecache.trace.header import (
     read_header,
     read_requests,
     read_scans,
+    write_settled,
 )
-from lm_eval_moecache.trace.partial import SUFFIX, read_partial
-from lm_eval_moecache.trace.rows import check_schema, columns_of, trace_of
-from lm_eval_moecache.trace.trace import Trace, TracedRequest
+from lm_eval_moecache.trace.trace import Predicted, Trace, TracedRequest, build_trace
 
+SUFFIX = ".partial"
+"""Of a stream; what is before it is the name of the trace that it becomes."""
 WHOLE_ROWS = 1 << 18
 """A trace of no more rows is read at once, and kept."""
 PART_ROWS = 1 << 17
+SCANS_MARK, DRAFTS_MARK = b"kept", b"drafts"
+"""Metadata of a batch that ends a finished request: its scans and drafts since the last such."""
+COLUMNS = {
+    "request": pa.int32(),
+    "pass": pa.int32(),
+    "phase": pa.string(),
+    "token": pa.int32(),
+    "layer": pa.int16(),
+    "experts": pa.list_(pa.int16()),
+    "weights": pa.list_(pa.float32()),
+}
+OPTIONAL_COLUMNS = {"logits": pa.list_(pa.float16()), "predicted": pa.list_(pa.float16())}
+PROPOSED = pa.list_(pa.int32())
+_PROPOSED_STEM = "proposed_"
+
+
+def proposed_column(place: int) -> str:
+    """Name the column of a recorded prefetcher: an event's keys, in the event's first row."""
+    return f"{_PROPOSED_STEM}{place}"
+
+
+def _is_of_events(column: str) -> bool:
+    """Whether a column's lists stand in the first row of what they belong to."""
+    return column.startswith(_PROPOSED_STEM) or column in DRAFT_COLUMNS
+
+
+def check_schema(name: str, schema: Any) -> None:
+    """Raise ValueError for a column that is missing, twice, mistyped, or not of the format."""
+    twice = [column for column in schema.names if schema.names.count(column) > 1]
+    if twice:
+        raise ValueError(f"trace {name}: the column {twice[0]!r} stands twice.")
+    known = COLUMNS | OPTIONAL_COLUMNS
+    lacking = [column for column in COLUMNS if column not in schema.names]
+    if lacking:
+        raise ValueError(f"trace {name} lacks the column {lacking[0]!r}.")
+    for column in schema.names:
+        found = schema.field(column).type
+        if column not in known:
+            if _is_of_events(column) and found == PROPOSED:
+                continue
+            raise ValueError(f"trace {name}: column {column!r} is not part of the format.")
+        kind = known[column]
+        # Of a list the type of its values: writers name the values themselves differently.
+        is_same = pa.types.is_list(kind) and pa.types.is_list(found)
+        if found != kind and not (is_same and found.value_type == kind.value_type):
+            raise ValueError(f"trace {name}: column {column!r} is {found}, must be {kind}.")
+
+
+def columns_of(schema: Any, logits: bool, predicted: bool) -> list[str]:
+    """Return the columns to read; the two large ones are only read where they are asked for."""
+    asked = {"logits": logits, "predicted": predicted}
+    large = [column for column, wanted in asked.items() if wanted and column in schema.names]
+    return [*COLUMNS, *large, *filter(_is_of_events, schema.names)]
+
+
+def trace_of(
+    name: str,
+    table: Any,
+    header: Header,
+    settled: Mapping[int, tuple[int, int]],
+    requests: tuple[TracedRequest, ...] | None,
+    first_pass: int = 0,
+) -> Trace:
+    """Build the trace of a table; without `requests` they are told from its rows.
+
+    `first_pass` is the number of the table's first pass in the file.
+    """
+    geometry, rows = header.geometry, _Rows(name, table)
+    # Where any row has no weights, nothing can be built on the others.
+    has_weights = not table["weights"].null_count
+    columns = Columns(
+        request=rows.numbers("request"),
+        pass_index=rows.numbers("pass") - np.int32(first_pass),
+        phase=rows.phases(),
+        token=rows.numbers("token"),
+        layer=rows.numbers("layer"),
+        experts=rows.values("experts", geometry.top_k).reshape(-1, geometry.top_k).astype(np.int32),
+        weights=rows.values("weights", geometry.top_k).reshape(-1, geometry.top_k)
+        if has_weights
+        else None,
+    )
+    logits = None
+    if "logits" in table.column_names:
+        logits = rows.values("logits", geometry.num_experts).reshape(-1, geometry.num_experts)
+        rows.refuse(np.isnan(logits).any(axis=-1), "logits", "holds a NaN")
+    trace = build_trace(
+        name,
+        geometry,
+        columns,
+        seed=header.seed,
+        requests=requests,
+        logits=logits,
+        predicted=_predicted(rows, header, columns),
+        drafted=_drafted(rows, header, columns, settled),
+    )
+    proposed = {}
+    num_keys = geometry.num_layers * geometry.num_experts
+    for place, identity in enumerate(header.proposals):
+        column = proposed_column(place)
+        keys, offsets = rows.lists(column, "that its metadata names")
+        if ((keys < 0) | (keys >= num_keys)).any():
+            raise ValueError(
+                f"trace {name}: column {column!r}: keys must lie in 0..{num_keys - 1}."
+            )
+        proposed[identity] = Proposed(keys=keys, bounds=offsets[trace.row_bounds])
+    return dataclasses.replace(trace, proposed=proposed, first_pass=first_pass)
+
+
+class _Rows:
+    """The columns of a table as arrays without nulls, of the lengths they must have."""
+
+    def __init__(self, name: str, table: Any) -> None:
+        self.name, self.table = name, table
+
+    def refuse(self, bad: BoolArray, column: str, problem: str) -> None:
+        """Raise for the first row that is marked."""
+        if bad.any():
+            raise misfit(self.name, f"row {int(bad.argmax())}", column, problem)
+
+    def array(self, column: str) -> Any:
+        """Return a column as one array, none of whose values is null."""
+        kind = self.table[column].type
+        array = pa.concat_arrays(self.table[column].chunks or [pa.array([], kind)])
+        if array.null_count:
+            self.refuse(np.asarray(array.is_null()), column, "is null")
+        return array
+
+    def numbers(self, column: str) -> Ints:
+        """Return a column of whole numbers."""
+        values: Ints = self.array(column).to_numpy(zero_copy_only=False).astype(np.int32)
+        return values
+
+    def phases(self) -> Ints:
+        encoded = self.array("phase").dictionary_encode()
+        words = encoded.dictionary.to_pylist()
+        codes: Ints = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
+        for code, word in enumerate(words):
+            if word not in PHASES:
+                problem = f"is {word!r}, must be one of {', '.join(PHASES)}"
+                self.refuse(codes == code, "phase", problem)
+        return np.asarray([PHASES.index(word) for word in words], dtype=np.int32)[codes]
+
+    def values(self, column: str, lengths: IntArray | int) -> Any:
+        """Return the concatenated values of a list column whose rows have these lengths."""
+        array = self.array(column)
+        expected = np.broadcast_to(np.asarray(lengths), len(array))
+        found = np.diff(array.offsets.to_numpy())
+        bad = found != expected
+        if bad.any():
+            row = int(bad.argmax())
+            self.refuse(bad, column, f"has {found[row]} values, must have {expected[row]}")
+        values = array.flatten()
+        if values.null_count:
+            place = int(np.asarray(values.is_null()).argmax())
+            row = int(np.searchsorted(np.cumsum(expected), place, side="right"))
+            raise misfit(self.name, f"row {row}", column, "holds a null")
+        return values.to_numpy(zero_copy_only=False)
+
+    def lists(self, column: str, wanted: str) -> tuple[Ints, IntArray]:
+        """Return a column's values, and where those of each row begin and end."""
+        if column not in self.table.column_names:
+            raise ValueError(f"trace {self.name} lacks the column {column!r} {wanted}.")
+        array = self.array(column)
+        offsets: IntArray = array.offsets.to_numpy().astype(np.int64)
+        values = array.flatten()
+        if values.null_count:
+            raise ValueError(f"trace {self.name}: column {column!r} holds a null.")
+        numbers: Ints = values.to_numpy(zero_copy_only=False).astype(np.int32)
+        return numbers, offsets - offsets[0]
+
+
+def _predicted(rows: _Rows, header: Header, columns: Columns) -> Predicted | None:
+    if "predicted" not in rows.table.column_names:
+        return None
+    if not header.predicted_depth:
+        raise ValueError(
+            f"trace {rows.name}: column 'predicted' needs the metadata field predicted_depth."
+        )
+    last = header.geometry.num_layers - 1
+    ahead = np.clip(last - columns.layer, 0, header.predicted_depth)
+    if header.predicted_by:
+        wraps = (columns.layer == last) & (columns.phase == PHASES.index(DECODE))
+        ahead = np.where(wraps, 1, ahead)
+    lengths = ahead.astype(np.int64) * header.geometry.num_experts
+    values: Halves = rows.values("predicted", lengths)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    bad = np.isnan(values)
+    if bad.any():
+        row = int(np.searchsorted(offsets, int(bad.argmax()), side="right")) - 1
+        raise misfit(rows.name, f"row {row}", "predicted", "holds a NaN")
+    depth, by = header.predicted_depth, header.predicted_by
+    return Predicted(depth=depth, values=values, offsets=offsets, by=by)
+
+
+def _drafted(
+    rows: _Rows, header: Header, columns: Columns, settled: Mapping[int, tuple[int, int]]
+) -> Drafted:
+    """Return what was drafted before each pass, and what became of it."""
+    if header.draft is None:
+        return Drafted(settled=settled)
+    first = np.flatnonzero(np.diff(columns.pass_index, prepend=-1))
+    found = {}
+    for field, column in zip(("tokens", "experts", "ranks"), DRAFT_COLUMNS, strict=True):
+        values, offsets = rows.lists(column, "of the draft that its metadata names")
+        inner = np.diff(offsets) > 0
+        inner[first] = False
+        rows.refuse(inner, column, "is not in a pass' first row")
+        found[field] = Lists(values, np.append(offsets[first], len(values)))
+    drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled, **found)
+    drafted.check(rows.name, header.geometry.num_experts)
+    return drafted
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a stream belongs to finished requests: its first batches."""
+
+    path: Path
+    schema: Any
+    num_batches: int
+    num_rows: int
+    metadata: Mapping[bytes, bytes]
+    """What the trace's metadata says beside the schema's."""
+
+    def batches(self) -> Iterator[Any]:
+        """Yield them, one at a time."""
+        with pa.ipc.open_stream(self.path) as reader:
+            for batch, _ in islice(_whole_batches(reader), self.num_batches):
+                yield batch
+
+
+def kept_of(path: Path) -> Kept:
+    """Find what of a stream belongs to finished requests. The last batch may be torn."""
+    num_batches = num_rows = seen = 0
+    scans: list[tuple[int, int]] = []
+    drafts: list[tuple[int, int, int]] = []
+    with pa.ipc.open_stream(path) as reader:
+        for number, (batch, about) in enumerate(_whole_batches(reader), start=1):
+            seen += len(batch)
+            if about is not None:
+                num_batches, num_rows = number, seen
+                scans += [(first, count) for first, count in json.loads(about[SCANS_MARK])]
+                drafts += [(p, d, a) for p, d, a in json.loads(about[DRAFTS_MARK])]
+        return Kept(path, reader.schema, num_batches, num_rows, write_settled(scans, drafts))
+
+
+def _whole_batches(reader: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the whole batches with their marks, up to the end or to what is torn."""
+    while True:
+        try:
+            yield reader.read_next_batch_with_custom_metadata()
+        except (StopIteration, pa.ArrowException, OSError):
+            return
 
 
 def read_trace(path: Path, *, logits: bool = False, predicted: bool = False) -> Trace:
@@ -69,16 +336,15 @@ def _read_whole(path: Path, logits: bool, predicted: bool) -> Read:
 
 
 def _read_stream(path: Path) -> Read:
-    """Read what a killed run had finished."""
+    """Read what a run that was killed, or still goes on, has finished."""
     try:
-        table = read_partial(path)
+        kept = kept_of(path)
+        table = pa.Table.from_batches(kept.batches(), kept.schema)
         check_schema(path.name, table.schema)
         table.validate(full=True)
-        return table.combine_chunks(), table.schema.metadata or {}, table.schema
-    except ValueError as error:
-        raise ValueError(f"trace {path.name}: {error}") from error
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"trace {path.name} is not a readable stream: {error}.") from error
+    return table.combine_chunks(), {**(kept.schema.metadata or {}), **kept.metadata}, kept.schema
 
 
 def _unreadable(name: str, error: Exception) -> ValueError:

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, NO_DRAFTING, Drafting
+from lm_eval_moecache.trace.file import (
+    COLUMNS,
+    DRAFTS_MARK,
+    OPTIONAL_COLUMNS,
+    PROPOSED,
+    SCANS_MARK,
+    SUFFIX,
+    Kept,
+    kept_of,
+    proposed_column,
+)
 from lm_eval_moecache.trace.header import (
     HEADER_KEY,
     REQUESTS_KEY,
     Header,
-    Settled,
     sealed,
     write_header,
     write_requests,
-    write_settled,
 )
-from lm_eval_moecache.trace.partial import ROW_GROUP, mark, recover, reserve, write_parquet
-from lm_eval_moecache.trace.rows import COLUMNS, OPTIONAL_COLUMNS, PROPOSED, proposed_column
 
 logger = logging.getLogger(__name__)
+ROW_GROUP = 32768
+MOST_STEM = 100
+"""File systems hold names of 255 bytes."""
+_LEVEL = 9
+"""Of zstd: beyond it the last percent costs more than all before."""
 
 
 def prepare_folder(folder: str) -> Path:
@@ -45,12 +62,11 @@ class TraceWriter:
     """Writes to a stream beside the target, which appears under its name when all is there.
 
     Call `begin_pass`, then `add` for each layer, `keep` whenever what has been added is of finished
-    requests, and `close` at the end. A killed recording leaves its stream, from which the next one
-    in the folder makes a trace of what was kept (`recover`).
+    requests, and `close` at the end. A killed recording leaves its stream, which can be read as a
+    trace of what was kept.
     """
 
     def __init__(self, folder: Path, stem: str, header: Header) -> None:
-        recover(folder)
         self._layers = header.geometry.num_layers
         kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
         optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if kept[name]}
@@ -59,18 +75,19 @@ class TraceWriter:
         # Columns of lists that stand in an event's first row.
         self._of_events = dict.fromkeys((*self._proposed, *self._drafting), PROPOSED)
         schema = pa.schema(list((COLUMNS | optional | self._of_events).items()))
-        metadata = sealed({HEADER_KEY: write_header(header)}, schema, num_rows=0)
-        self._schema = schema.with_metadata(metadata)
-        self._target, self._raw = reserve(folder, stem)
-        self._partial = Path(self._raw.name)
+        self._schema = schema.with_metadata({HEADER_KEY: write_header(header)})
+        self._target, self._partial = reserve(folder, stem)
+        self._file: Any = pa.OSFile(str(self._partial), "wb")
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        self._file: Any = pa.ipc.new_stream(self._raw, self._schema, options=options)
+        self._stream: Any = pa.ipc.new_stream(self._file, self._schema, options=options)
+        self._rows: list[Mapping[str, Any]] = []
+        self._num_rows = 0
+        # New since the last mark.
         self._scans: list[tuple[int, int]] = []
         self._drafts: list[tuple[int, int, int]] = []
-        self._rows: list[Mapping[str, Any]] = []
-        self._num_rows = self._num_batches = self._num_passes = 0
-        # How many of each belong to finished requests.
-        self._kept = self._kept_passes = self._kept_scans = self._kept_drafts = 0
+        self._is_marked = True
+        # Of finished requests.
+        self._kept_passes = 0
         self._requests: Sequence[RequestRecord] = ()
         self._pass: dict[str, Any] = {}
         self._scan: list[Mapping[str, Any]] | None = None
@@ -88,7 +105,7 @@ class TraceWriter:
 
         `drafting` is what a draft model has done for it.
         """
-        if self._file is None:
+        if self._stream is None:
             raise ValueError(
                 "trace: the recording of this model has been closed. Make a new model for a new "
                 "run: a replay begins with an empty cache."
@@ -113,6 +130,7 @@ class TraceWriter:
         """Note how many drafted tokens the pass begun last verified, and how many it accepted."""
         if drafted:
             self._drafts.append((int(self._pass["pass"][0]), drafted, accepted))
+            self._is_marked = False
 
     def add(
         self,
@@ -141,6 +159,7 @@ class TraceWriter:
             **dict(zip(self._drafting, self._drafted, strict=False)),
         }
         self._drafted = NO_DRAFTING
+        self._is_marked = False
         self._num_rows += num_tokens
         (self._rows if self._scan is None else self._scan).append(rows)
         if layer != self._layers - 1:
@@ -158,26 +177,30 @@ class TraceWriter:
 
     def keep(self, requests: Sequence[RequestRecord] = ()) -> None:
         """Note that all passes so far are of finished requests: a kill loses none of them."""
-        if self._file is None:
+        if self._stream is None or self._is_marked:
             return
+        marks = {SCANS_MARK: self._scans, DRAFTS_MARK: self._drafts}
+        self._flush({key: json.dumps(new).encode() for key, new in marks.items()})
+        self._kept_passes = int(self._pass["pass"].max(initial=-1)) + 1
         self._requests = requests
-        self._flush(mark(self._scans[self._kept_scans :], self._drafts[self._kept_drafts :]))
-        self._kept, self._kept_passes = self._num_batches, self._num_passes
-        self._kept_scans, self._kept_drafts = len(self._scans), len(self._drafts)
+        self._scans, self._drafts, self._is_marked = [], [], True
 
     def close(self, requests: Sequence[RequestRecord] | None = None) -> Path | None:
         """End the file and give it its name; None where nothing was recorded. Safe to repeat.
 
         Without the ledger's `requests`, a reader tells them from the rows.
         """
-        if self._file is None:
+        if self._stream is None:
             return None
-        self._flush(mark([]))
-        return self._finish(self._num_batches, requests, self._scans, self._drafts)
+        self.keep()
+        target = self._finish(requests)
+        if target is None:
+            logger.warning("trace: no pass was run, so no trace was written.")
+        return target
 
     def close_interrupted(self) -> Path | None:
         """As `close`, with the passes of finished requests only."""
-        if self._file is None:
+        if self._stream is None or not self._partial.exists():
             return None
         finished = [
             each
@@ -186,9 +209,8 @@ class TraceWriter:
             and each.passes[-1].index < self._kept_passes
             and (each.output_tokens is not None or each.kind != GENERATE)
         ]
-        scans, drafts = self._scans[: self._kept_scans], self._drafts[: self._kept_drafts]
         try:
-            target = self._finish(self._kept, finished or None, scans, drafts)
+            target = self._finish(finished or None)
         except (OSError, pa.ArrowException) as error:
             logger.warning("trace: %s keeps what was finished: %s.", self._partial, error)
             return None
@@ -196,43 +218,30 @@ class TraceWriter:
             logger.warning("trace: %s holds the requests that were finished.", target)
         return target
 
-    def _finish(
-        self,
-        num_batches: int,
-        requests: Sequence[RequestRecord] | None,
-        scans: Sequence[tuple[int, int]],
-        drafts: Settled,
-    ) -> Path | None:
-        told = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
-        # An interrupt on the way leaves all as it is for the next call, at the process' end.
-        self._file.close()
-        if num_batches:
-            told |= write_settled(scans, drafts)
-            write_parquet(self._partial, self._target, num_batches, told)
-        self._file = None
-        # Unlinked first: as long as it is open its lock keeps others from taking it for dead.
+    def _finish(self, requests: Sequence[RequestRecord] | None) -> Path | None:
+        """Make a trace of what is kept. An interrupt on the way leaves all for the next call."""
+        if not self._file.closed:
+            self._stream.close()
+            self._file.close()
+        kept = kept_of(self._partial)
+        # Where it is there, an interrupt met the line behind this one.
+        if kept.num_rows and not self._target.exists():
+            extra = {} if requests is None else {REQUESTS_KEY: write_requests(requests)}
+            write_parquet(kept, self._target, extra)
         self._partial.unlink()
-        self._raw.close()
-        if num_batches:
-            return self._target
-        logger.warning("trace: no pass was run, so no trace was written.")
-        return None
+        self._stream = None
+        return self._target if kept.num_rows else None
 
-    def _flush(self, told: Mapping[bytes, bytes] | None = None) -> None:
-        if not self._rows and (told is None or self._num_batches == self._kept):
-            return
+    def _flush(self, marks: Mapping[bytes, bytes] | None = None) -> None:
         arrays = [self._array(field.name, field.type) for field in self._schema]
         batch = pa.record_batch(arrays, schema=self._schema)
         try:
-            self._file.write_batch(batch, custom_metadata=told)
+            self._stream.write_batch(batch, custom_metadata=marks)
         except OSError as error:
             raise ValueError(
                 f"trace: {self._partial} cannot be written: {error.strerror or error}. What was "
                 "finished before is kept in it."
             ) from error
-        self._num_batches += 1
-        if self._pass:
-            self._num_passes = int(self._pass["pass"].max(initial=-1)) + 1
         self._rows, self._num_rows = [], 0
 
     def _array(self, column: str, kind: Any) -> Any:
@@ -255,3 +264,59 @@ class TraceWriter:
         dtype = kind.value_type.to_pandas_dtype()
         values = np.concatenate([np.asarray(part, dtype).ravel() for part in parts])
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type))
+
+
+def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
+    """Return the name of the next trace, and its new stream: no two runs get the same."""
+    for number in count():
+        target = folder / f"{stem[:MOST_STEM]}-{number:03d}.parquet"
+        stream = target.with_name(f"{target.name}{SUFFIX}")
+        with contextlib.suppress(FileExistsError):
+            if not target.exists():
+                stream.touch(exist_ok=False)
+                if not target.exists():
+                    break
+                # Another run has finished this one since: it removes its stream last.
+                stream.unlink()
+    return target, stream
+
+
+def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> None:
+    """Write what is kept of a stream as a trace that appears whole, under its name."""
+    about = {**kept.schema.metadata, **kept.metadata, **extra}
+    schema = kept.schema.with_metadata(sealed(about, kept.schema, kept.num_rows))
+    encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
+    for field in schema:
+        if pa.types.is_list(field.type):
+            # Streams of first, second, ... bytes: those of small numbers vanish.
+            encodings[f"{field.name}.list.element"] = "BYTE_STREAM_SPLIT"
+    writing = target.with_name(f".{target.name}.writing")
+    try:
+        with pq.ParquetWriter(
+            writing,
+            schema,
+            compression="zstd",
+            compression_level=_LEVEL,
+            write_page_checksum=True,
+            use_dictionary=["phase"],
+            column_encoding=encodings,
+        ) as file:
+            for batches in _groups(kept.batches()):
+                table = pa.Table.from_batches(batches).combine_chunks()
+                file.write_table(table.replace_schema_metadata(schema.metadata))
+        os.replace(writing, target)
+    except BaseException:
+        writing.unlink(missing_ok=True)
+        raise
+
+
+def _groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield batches together that make a row group."""
+    group: list[Any] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(map(len, group)) >= ROW_GROUP:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -7,6 +7,7 @@ other, so a lossless candidate never costs a run of the model.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -117,8 +118,7 @@ class CandidateRunner:
         files = sorted(traces.glob("*.parquet"))
         done = unedited(finished(self.folder), [planned])
         if not files or planned.configuration_hash not in done:
-            for file in files:
-                file.unlink()
+            shutil.rmtree(traces, ignore_errors=True)
             # The record is that of the run without the trace, which changes nothing in it.
             config = planned.config.with_changes(trace=str(traces), detail=FULL)
             self._execute([dataclasses.replace(planned, config=config)])

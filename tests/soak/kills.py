@@ -30,8 +30,7 @@ import yaml
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records.files import PART
-from lm_eval_moecache.trace.file import read_trace
-from lm_eval_moecache.trace.partial import SUFFIX
+from lm_eval_moecache.trace.file import SUFFIX, read_trace
 
 LONGEST_S = 600
 LONGEST_LEFT_S = 20
@@ -210,8 +209,14 @@ class Eval(Command):
         if "trace=" not in self.extra:
             return
         [whole] = (self.reference / "traces").iterdir()
-        expected, traces = routed(whole), sorted((folder / "traces").iterdir())
-        require(all(path.suffix == ".parquet" for path in traces), f"litter: {traces}")
+        expected, traces = routed(whole), sorted((folder / "traces").glob("[!.]*"))
+        # The stream of a killed run, unless its trace was there already or nothing was finished.
+        traces = [
+            path
+            for path in traces
+            if path.suffix != SUFFIX or (kept and path.with_suffix("") not in traces)
+        ]
+        require(all(path.suffix in (".parquet", SUFFIX) for path in traces), f"litter: {traces}")
         for path in traces:
             found = routed(path)
             same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=False))

@@ -39,8 +39,3 @@ def half_a_recording(folder: Path, *, keep_until: int) -> TraceWriter:
         if number < keep_until:
             writer.keep()
     return writer
-
-
-def forget(writer: TraceWriter) -> None:
-    """Do what the system does for a killed process: drop its lock."""
-    writer._raw.close()

@@ -6,8 +6,14 @@ import math
 from itertools import groupby
 from pathlib import Path
 
-from lm_eval_moecache.trace.formats.base import Options, TraceFormat, build
-from lm_eval_moecache.trace.formats.lines import Layers, in_turn, numbered
+from lm_eval_moecache.trace.formats.base import (
+    Layers,
+    Options,
+    TraceFormat,
+    build,
+    in_turn,
+    numbered,
+)
 from lm_eval_moecache.trace.trace import Trace
 
 

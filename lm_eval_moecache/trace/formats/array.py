@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.trace.formats.arrays import (
+from lm_eval_moecache.trace.formats.base import (
     MOST_BYTES,
+    MOST_EXPERT,
     ROUTED,
     UNREADABLE,
+    Options,
+    TraceFormat,
+    build,
     check_routed,
     generation,
 )
-from lm_eval_moecache.trace.formats.base import MOST_EXPERT, Options, TraceFormat, build
 from lm_eval_moecache.trace.trace import Trace
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,13 @@
-"""What a format of traces is, and how its passes become a checked trace."""
+"""What a format of traces is, what formats share, and how passes become a checked trace."""
 
 from __future__ import annotations
 
+import tokenize
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lm_eval_moecache.records.event import DECODE, PHASES
+from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
+from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.trace.columns import Columns, misfit
@@ -186,3 +191,131 @@ def one_request(trace: Trace, what: str) -> None:
     firsts = owners[trace.row_bounds[:-1][:: trace.geometry.num_layers]]
     if (firsts[trace.columns.pass_index] != owners).any():
         raise ValueError(f"{what}: passes of several requests at once cannot be written so.")
+
+
+# --- formats of text lines ---
+
+Layers = Mapping[int, Sequence[tuple[Any, Any]]]
+"""Layer -> for each token its ids, and their weights or None."""
+
+
+def numbered(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that hold something with their numbers, from 1."""
+    text = read_text(path, f"trace {path.name}")
+    return ((n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip())
+
+
+def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines with their line numbers."""
+    for number, line in numbered(path):
+        record = parse_json(line, f"trace {path.name}: line {number}")
+        if not isinstance(record, dict):
+            raise ValueError(f"trace {path.name}: line {number} must hold an object.")
+        yield number, record
+
+
+def pass_of(layers: Layers, request: int, phase: str, first_token: int) -> Pass:
+    """Return a pass through these layers; it has weights where every row has."""
+    rows = [layers[layer] for layer in sorted(layers)]
+    weighted = all(weights for layer in rows for _, weights in layer)
+    return Pass(
+        experts=[[ids for ids, _ in layer] for layer in rows],
+        weights=[[weights for _, weights in layer] for layer in rows] if weighted else None,
+        request=request,
+        phase=phase,
+        first_token=first_token,
+    )
+
+
+def in_turn(steps: Iterable[tuple[int, Layers]]) -> list[Pass]:
+    """Return the passes of (request, layers), where each goes on behind its request's last token.
+
+    A pass of several tokens reads a text, one of a single token decodes it.
+    """
+    passes, done = [], Counter[int]()
+    for request, layers in steps:
+        tokens = len(layers[min(layers)])
+        phase = PREFILL if tokens > 1 else DECODE
+        passes.append(pass_of(layers, request, phase, done[request]))
+        done[request] += tokens
+    return passes
+
+
+class JsonLines(TraceFormat):
+    """A format that is told by the fields of its first line."""
+
+    suffixes = (".jsonl",)
+    fields: ClassVar[frozenset[str]]
+
+    @classmethod
+    def sniff(cls, head: bytes) -> bool:
+        return cls.fields <= first_object(head).keys()
+
+
+def first_object(head: bytes) -> dict[str, Any]:
+    """Return the JSON object on a file's first line; empty where there is none."""
+    try:
+        found = parse_json(head.lstrip().split(b"\n", 1)[0], "")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- formats of arrays of ids ---
+
+ROUTED = "routed_experts"
+MOST_BYTES = 1 << 32
+"""Of one array once unpacked: a small file may say that it holds any number of zeros."""
+UNREADABLE = (
+    *(ValueError, OSError, EOFError, zlib.error),
+    *(zipfile.BadZipFile, NotImplementedError, tokenize.TokenError),  # versions, broken headers
+)
+"""What numpy raises for arrays that are damaged."""
+
+
+def generation(prompt: Any, steps: Any, request: int, first_token: int = 0) -> Iterator[Pass]:
+    """Yield the passes of one request: its prompt's tokens at once, then one for each other.
+
+    `prompt` and `steps` are ids [tokens, layers, top_k].
+    """
+    if len(prompt):
+        ids = list(np.moveaxis(prompt, 1, 0))
+        yield Pass(experts=ids, request=request, phase=PREFILL, first_token=first_token)
+    for token, step in enumerate(steps, start=first_token + len(prompt)):
+        yield Pass(experts=list(step[:, None]), request=request, first_token=token)
+
+
+def check_routed(what: str, routed: Any) -> None:
+    """Refuse an array that is not [tokens, layers, top_k] of whole numbers."""
+    if routed.ndim != 3 or not routed.size or not np.issubdtype(routed.dtype, np.integer):
+        raise ValueError(
+            f"{what} is {routed.dtype} of shape {list(routed.shape)}, must be whole numbers of "
+            "shape [tokens, layers, top_k] with none of them 0."
+        )
+
+
+def responses(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the responses of a file (one, a list, or one a line), or of a folder's JSON."""
+    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        what = f"trace {file.name}"
+        text = read_text(file, what)
+        try:
+            found = parse_json(text, what)
+        except ValueError:
+            lines = [line for line in text.splitlines() if line.strip()]
+            if len(lines) < 2:
+                raise
+            found = [parse_json(line, f"{what}: line {n}") for n, line in enumerate(lines, 1)]
+        for number, each in enumerate(found if isinstance(found, list) else [found]):
+            if not isinstance(each, dict):
+                raise ValueError(f"{what}: response {number} must hold an object.")
+            yield f"{what}: response {number}", each
+
+
+def whole(what: str, value: Any, key: str) -> int | None:
+    """Return a whole number from 0 on, or None where there is none."""
+    if value is None:
+        return None
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what}: {key}={shown(value)} must be a whole number, 0 or more.")
+    return value

@@ -9,8 +9,16 @@ from typing import Any, ClassVar
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import read_count
-from lm_eval_moecache.trace.formats.base import MOST_EXPERT, Options, build, one_request
-from lm_eval_moecache.trace.formats.lines import JsonLines, first_object, objects, pass_of
+from lm_eval_moecache.trace.formats.base import (
+    MOST_EXPERT,
+    JsonLines,
+    Options,
+    build,
+    first_object,
+    objects,
+    one_request,
+    pass_of,
+)
 from lm_eval_moecache.trace.trace import Trace
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.records.event import DECODE
-from lm_eval_moecache.trace.formats.base import Options, build
-from lm_eval_moecache.trace.formats.lines import JsonLines, objects, pass_of
+from lm_eval_moecache.trace.formats.base import JsonLines, Options, build, objects, pass_of
 from lm_eval_moecache.trace.trace import Trace
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.trace.formats.base import Options, build
-from lm_eval_moecache.trace.formats.lines import JsonLines, Layers, in_turn, objects
+from lm_eval_moecache.trace.formats.base import JsonLines, Layers, Options, build, in_turn, objects
 from lm_eval_moecache.trace.trace import Trace
 
 

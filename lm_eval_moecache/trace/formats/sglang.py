@@ -8,8 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.trace.formats.arrays import ROUTED, generation, responses, whole
-from lm_eval_moecache.trace.formats.base import Options, Pass, TraceFormat, build
+from lm_eval_moecache.trace.formats.base import (
+    ROUTED,
+    Options,
+    Pass,
+    TraceFormat,
+    build,
+    generation,
+    responses,
+    whole,
+)
 from lm_eval_moecache.trace.trace import Trace
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm_eval_moecache.trace.formats.base import MOST_EXPERT, Options, Pass, build
-from lm_eval_moecache.trace.formats.lines import JsonLines, objects
+from lm_eval_moecache.trace.formats.base import (
+    MOST_EXPERT,
+    JsonLines,
+    Options,
+    Pass,
+    build,
+    objects,
+)
 from lm_eval_moecache.trace.trace import Trace
 
 

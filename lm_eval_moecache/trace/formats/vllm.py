@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.trace.formats.arrays import (
+from lm_eval_moecache.trace.formats.base import (
     ROUTED,
     UNREADABLE,
+    Options,
+    Pass,
+    TraceFormat,
+    build,
     check_routed,
     generation,
     responses,
     whole,
 )
-from lm_eval_moecache.trace.formats.base import Options, Pass, TraceFormat, build
 from lm_eval_moecache.trace.trace import Trace
 
 
