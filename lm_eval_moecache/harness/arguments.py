@@ -161,7 +161,9 @@ class ModelArguments(Schema):
         description="with `precision`: folder in which encoded experts are kept for later loads",
     )
     scoring: Literal["parallel", "scan"] = Field(
-        "parallel", description="`parallel`, or `scan`: scored text is routed as if it were decoded"
+        "parallel",
+        description="`parallel`, or `scan`: scored text is routed as if it were decoded "
+        "(one precision, caches per layer)",
     )
     cache_reset: Literal["never", "request"] = Field(
         "never",
