@@ -36,8 +36,8 @@ from lm_eval_moecache.report.render import padded
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.sweep.evaluation import evaluate
 from lm_eval_moecache.sweep.spec import Cell
-from lm_eval_moecache.trace.detail import Detail
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.recorder import Detail
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import placement, use_of
 

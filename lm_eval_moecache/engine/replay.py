@@ -18,9 +18,9 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.draft import NO_TARGET
 from lm_eval_moecache.records.event import PREFILL, UNSEEN_SCORES, Event
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.recorder import identity
 from lm_eval_moecache.trace.trace import Trace
 
 _CHUNK_PASSES = 256

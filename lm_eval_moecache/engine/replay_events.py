@@ -20,8 +20,7 @@ from lm_eval_moecache.records.event import (
 )
 from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.columns import Halves
-from lm_eval_moecache.trace.detail import Proposed
-from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.trace import Proposed, Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from lm_eval_moecache.records.sizes import (
     parse_capacity,
 )
 from lm_eval_moecache.records.use import UseProfile
-from lm_eval_moecache.trace.detail import Detail
+from lm_eval_moecache.trace.recorder import Detail
 from lm_eval_moecache.trace.use import load_use, placement
 from lm_eval_moecache.trace.writer import prepare_folder
 

@@ -12,8 +12,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import ALL, ROUTING, Config
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.router_events import shadow_prefetchers_of
-from lm_eval_moecache.trace.detail import FULL, Detail, identity, looks_on
-from lm_eval_moecache.trace.recorder import Recorder
+from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
 
 
 def recorder_of(

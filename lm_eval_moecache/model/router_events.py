@@ -31,8 +31,7 @@ from lm_eval_moecache.records.event import (
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.predictor import digest_of, target_of
-from lm_eval_moecache.trace.detail import Detail, identity
-from lm_eval_moecache.trace.recorder import Predict, Propose, Rows
+from lm_eval_moecache.trace.recorder import Detail, Predict, Propose, Rows, identity
 
 
 class RouterCall(NamedTuple):

@@ -26,7 +26,7 @@ from lm_eval_moecache.sweep.files import FAILED
 from lm_eval_moecache.sweep.identity import ResolvedCell, Share, default_config, plan
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
-from lm_eval_moecache.trace.detail import Detail, identity, looks_on
+from lm_eval_moecache.trace.recorder import Detail, identity, looks_on
 
 TRACES = "traces"
 _FORMAT = 1

@@ -21,7 +21,7 @@ from lm_eval_moecache.sweep.provenance import environment
 from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed, replayed_trace
 from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.spec import REPLAY
-from lm_eval_moecache.trace.detail import FULL
+from lm_eval_moecache.trace.recorder import FULL
 
 RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"

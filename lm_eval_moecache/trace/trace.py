@@ -17,7 +17,6 @@ from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints, check_rows
-from lm_eval_moecache.trace.detail import Proposed
 from lm_eval_moecache.trace.drafting import Drafted
 
 _CHUNK_EVENTS = 65536
@@ -52,6 +51,17 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Proposed:
+    """What one prefetcher proposed at each event of the recorded run, most wanted first.
+
+    Event e's keys are `keys[bounds[e]:bounds[e + 1]]`.
+    """
+
+    keys: Ints
+    bounds: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """One recorded run. Event number e is layer e % num_layers of pass e // num_layers.
 
@@ -70,7 +80,7 @@ class Trace:
     logits: Halves | None = None
     predicted: Predicted | None = None
     proposed: Mapping[str, Proposed] = made(default_factory=dict)
-    """By prefetcher, as `detail.identity` names it: proposals that were recorded."""
+    """By prefetcher, as `recorder.identity` names it: proposals that were recorded."""
     scans: tuple[tuple[int, int], ...] = ()
     """(First pass, number of passes) of each text that was routed layer by layer and token after
     token in each (`scoring=scan`): a replay keeps that order."""

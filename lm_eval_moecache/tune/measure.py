@@ -28,8 +28,8 @@ from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, run_cell
-from lm_eval_moecache.trace.detail import FULL
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.recorder import FULL
 from lm_eval_moecache.trace.trace import Trace
 
 EXPERIMENT = "tune"

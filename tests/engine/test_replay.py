@@ -23,10 +23,10 @@ from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.replays import closeness
 from lm_eval_moecache.testing.streams import laddered
-from lm_eval_moecache.trace.detail import Proposed, identity
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.recorder import identity
+from lm_eval_moecache.trace.trace import Proposed, Trace
 from tests.conftest import Moecache
 
 from . import traces

@@ -23,10 +23,10 @@ from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PHASES, Event, unique_in_order
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.trace import formats
-from lm_eval_moecache.trace.detail import identity
 from lm_eval_moecache.trace.formats.parquet import Parquet
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
+from lm_eval_moecache.trace.recorder import identity
 from lm_eval_moecache.trace.trace import Trace, with_sizes
 from lm_eval_moecache.trace.use import use_of
 from lm_eval_moecache.trace.writer import TraceWriter
