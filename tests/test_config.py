@@ -28,8 +28,8 @@ from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.spec import Cell
-from lm_eval_moecache.sweep.validation import check_cell
 from tests.conftest import Checkpoint
 from tests.engine.scripted import OldestFirst, make_geometry
 from tests.harness import assert_loads, generations, make_instance, refusal, says

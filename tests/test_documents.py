@@ -28,8 +28,8 @@ from lm_eval_moecache.algorithms.registry import AXES, algorithm_names
 from lm_eval_moecache.cli.main import command_names, main
 from lm_eval_moecache.harness.arguments import CHOICES, KEYS
 from lm_eval_moecache.model.precision.ladder import codec_names
+from lm_eval_moecache.sweep.run import check_cells
 from lm_eval_moecache.sweep.spec import read_sweep
-from lm_eval_moecache.sweep.validation import check_cells
 from lm_eval_moecache.tiny import MODEL_DIR
 from tests.conftest import Checkpoint, Moecache
 from tests.documents import INSTALLERS, Runner, commands_of, shortened

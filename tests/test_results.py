@@ -22,7 +22,7 @@ from lm_eval_moecache.report.render import FORMS
 from lm_eval_moecache.report.results import PACKED, Run, load_runs
 from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.report.tables import distinct
-from lm_eval_moecache.sweep.recipes import fit
+from lm_eval_moecache.sweep.spec import fit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INDEX = (RESULTS / "README.md").read_text()

@@ -18,7 +18,7 @@ from lm_eval_moecache.report.columns import Column, Value, figure_column, select
 from lm_eval_moecache.report.render import as_markdown
 from lm_eval_moecache.report.results import RUNS, Run, load_runs
 from lm_eval_moecache.report.tables import Table
-from lm_eval_moecache.sweep.recipes import fit, load_recipe, recipe_names
+from lm_eval_moecache.sweep.spec import fit, load_recipe, recipe_names
 
 SAID = "paper.md"
 SEE = "see the table and the picture"

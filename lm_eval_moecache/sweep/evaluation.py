@@ -1,6 +1,6 @@
 """One run through lm-eval, quietly, and what of its results is worth keeping.
 
-With `replaying` the only module of the sweep that knows lm-eval.
+With `worker` the only module of the sweep that knows lm-eval.
 """
 
 from __future__ import annotations

@@ -5,9 +5,12 @@ Or says, of the same cells, what it would do and about how long that takes.
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -15,11 +18,28 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lm_eval_moecache.harness.errors import as_arguments_error
+from lm_eval_moecache.harness.evaluation_options import check_generation
+from lm_eval_moecache.harness.plugin import SPECULATIVE
+from lm_eval_moecache.harness.preflight import Bare, check_arguments
+from lm_eval_moecache.model.checkpoint import skeleton
+from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_json
-from lm_eval_moecache.report.results import RUNS
-from lm_eval_moecache.sweep.executors import execute
+from lm_eval_moecache.report.columns import (
+    ACCURACY,
+    PARETO,
+    SETTINGS,
+    is_setting,
+    metric_column,
+    unknown_column,
+)
+from lm_eval_moecache.report.metrics import METRICS
+from lm_eval_moecache.report.results import KEYS, RUNS
+from lm_eval_moecache.report.tables import expanded, split_order
+from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_record
-from lm_eval_moecache.sweep.identity import ResolvedCell
+from lm_eval_moecache.sweep.identity import ResolvedCell, plan
+from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.sharing import (
     TRACES,
     ExecutionPlan,
@@ -27,9 +47,15 @@ from lm_eval_moecache.sweep.sharing import (
     divide,
     remove_leftovers,
 )
-from lm_eval_moecache.sweep.spec import SweepFile
-from lm_eval_moecache.sweep.validation import check_cells, check_report
-from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, Outcome
+from lm_eval_moecache.sweep.spec import REPLAY, Cell, SweepFile
+from lm_eval_moecache.sweep.worker import (
+    BY_MODEL,
+    BY_REPLAY,
+    Outcome,
+    check_trace_cell,
+    run_cell,
+    run_cells,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,3 +242,223 @@ def estimate(
         seconds=seconds,
         trace_bytes=int(traces * median(sizes)) if sizes else None,
     )
+
+
+# --- what is checked before the first run: settings, capacities, tasks, columns ---
+
+
+def check_cells(cells: Sequence[Cell]) -> list[ResolvedCell]:
+    """Return the cells with their identities, each configuration once.
+
+    Raises one ValueError that lists every cell that cannot run, with its reason.
+    """
+    planned: dict[str, ResolvedCell] = {}
+    problems: dict[str, list[str]] = {}
+    built: dict[str, Any] = {}
+
+    def bare(pretrained: Any, theirs: Mapping[str, Any]) -> Any:
+        """Build each model without weights once: that takes longer than all other checks."""
+        key = json.dumps([pretrained, theirs], sort_keys=True, default=repr)
+        if key not in built:
+            built[key] = skeleton(pretrained, theirs)
+        return built[key]
+
+    for cell in cells:
+        try:
+            found = check_cell(cell, bare)
+        except (ValueError, OSError) as error:
+            shown = ",".join(f"{key}={value}" for key, value in cell.model_args.items())
+            problems.setdefault(str(error), []).append(shown or "(defaults)")
+            continue
+        planned.setdefault(found.configuration_hash, found)
+    if problems:
+        lines = [f"{error}\n    in: {'; '.join(where)}" for error, where in problems.items()]
+        raise ValueError(
+            f"{sum(map(len, problems.values()))} of {len(cells)} runs cannot start.\n  "
+            + "\n  ".join(lines)
+        )
+    return list(planned.values())
+
+
+def check_report(sweep: SweepFile, cells: Sequence[Cell]) -> None:
+    """Check what the sweep's tables and figures name, so that no run is made for a misspelt one.
+
+    Raises ValueError naming view or figure and the column or setting.
+    """
+    given = {key for cell in cells for key in (*cell.model_args, *cell.options)}
+    tasks = tuple(dict.fromkeys(task for cell in cells for task in cell.tasks))
+
+    def check(place: str, names: Sequence[str], *, setting: bool) -> None:
+        for name in names:
+            if is_setting(name, given) or (not setting and _is_figure(name, tasks, sweep)):
+                continue
+            figures = () if setting else (ACCURACY, PARETO, *METRICS, *tasks)
+            allowed = [*SETTINGS, *sorted(given), *KEYS, *figures]
+            raise ValueError(f"{place}: {unknown_column(name, list(dict.fromkeys(allowed)))}")
+
+    for view in sweep.views:
+        place = f"views: {view.title!r}"
+        across = [] if view.columns is None else [view.columns]
+        check(f"{place}: rows or columns", [*(view.rows or ()), *across], setting=True)
+        check(f"{place}: where", [*view.where, *(view.relative_to or ())], setting=True)
+        sort = [split_order(name)[0] for name in view.sort or ()]
+        check(f"{place}: values or sort", [*expanded(view.values or ()), *sort], setting=False)
+        if view.pick is not None:
+            check(f"{place}: pick", [view.pick.best, view.pick.score], setting=False)
+            check(f"{place}: pick: relative_to", list(view.pick.relative_to), setting=True)
+    for figure in sweep.figures:
+        place = f"figures: {figure.name!r}"
+        check(f"{place}: group or where", [*(figure.group or ()), *figure.where], setting=True)
+        for panel in figure.panels:
+            check(f"{place}: x or y", [panel.x, panel.y], setting=False)
+            check(f"{place}: where", list(panel.where), setting=True)
+
+
+def _is_figure(name: str, tasks: Sequence[str], sweep: SweepFile) -> bool:
+    """Whether a column is a metric, or the score of a task (a group's tasks are lm-eval's)."""
+    if name in (ACCURACY, PARETO) or metric_column(name) is not None:
+        return True
+    task = name.partition(":")[0]
+    if task in tasks or sweep.traces:
+        return task in tasks
+    try:
+        check_task_names([task], tuple(sweep.include_path))
+    except ValueError:
+        return False
+    return True
+
+
+def check_cell(cell: Cell, bare: Bare = skeleton) -> ResolvedCell:
+    """Return the cell with its identity, or raise ValueError or OSError saying what is wrong."""
+    if cell.model == REPLAY:
+        return check_trace_cell(cell)
+    check_task_names(cell.tasks, cell.include_path)
+    speculative = cell.model == SPECULATIVE
+    generation = cell.options.get("gen_kwargs")
+    if isinstance(generation, Mapping):
+        check_generation(generation, speculative)
+    with as_arguments_error(cell.pretrained):
+        found = check_arguments(cell.pretrained, cell.arguments, bare, speculative=speculative)
+    return plan(cell, *found)
+
+
+# --- where runs are made: here, in local processes, on a Ray cluster, or as Slurm jobs ---
+#
+# Each executor yields the outcomes as they come. All call the same worker, which writes the results
+# itself: Ray and Slurm need the experiment's folder on a file system that their machines share.
+
+Stages = Sequence[Sequence[ResolvedCell]]
+Place = tuple[str, str]
+"""Folder and name of the experiment."""
+
+
+def execute(
+    stages: Iterable[Sequence[ResolvedCell]], folder: Path, sweep: SweepFile
+) -> Iterator[Outcome]:
+    """Run the cells, stage after stage: a replay needs the trace of a run before it.
+
+    In a stage, cells that share a loaded model or a trace follow each other.
+    """
+    ordered = [sorted(stage, key=_neighbours) for stage in stages if stage]
+    where, options = (str(folder.resolve()), sweep.name), sweep.executor_options
+    if sweep.executor == "ray":
+        return _ray(ordered, where, sweep.jobs, options)
+    if sweep.executor == "submitit":
+        return _submitit(ordered, where, sweep.jobs, options)
+    if options:
+        raise unknown("executor_options", next(iter(options)), ("none with executor=local",))
+    if sweep.jobs == 1:
+        return (run_cell(each, *where) for stage in ordered for each in stage)
+    return _processes(ordered, where, sweep.jobs)
+
+
+def _neighbours(planned: ResolvedCell) -> tuple[str, ...]:
+    return (*planned.load_key, "" if planned.share is None else planned.share.name)
+
+
+def failed(planned: ResolvedCell, error: BaseException) -> Outcome:
+    """Return the outcome of a cell whose process or job has ended in this."""
+    return Outcome(planned.run_id, f"{type(error).__name__}: {error}")
+
+
+def _processes(stages: Stages, where: Place, jobs: int) -> Iterator[Outcome]:
+    with local_pool(jobs) as pool:
+        for stage in stages:
+            try:
+                futures = submit(pool, run_cell, stage, *where)
+            except BrokenExecutor as dead:  # a process died in the stage before
+                yield from (failed(each, dead) for each in stage)
+                continue
+            for future in as_completed(futures):
+                yield outcome_of(future, futures[future])
+
+
+def outcome_of(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
+    """Return a cell's outcome; of a process that died (memory, a kill) that, to be tried again."""
+    error = future.exception()
+    return future.result() if error is None else failed(planned, error)
+
+
+def _ray(stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
+    ray = _extra("ray")
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(**{"log_to_driver": False, **options})
+    cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
+    # A worker process serves many tasks of one function, so a loaded model is shared there too.
+    task = ray.remote(num_cpus=cores, max_retries=0)(run_cell)
+    waiting: dict[Any, ResolvedCell] = {}
+    try:
+        for stage in stages:
+            waiting = {task.remote(each, *where): each for each in stage}
+            while waiting:
+                [done], _ = ray.wait(list(waiting), num_returns=1)
+                each = waiting.pop(done)
+                try:
+                    yield ray.get(done)
+                except ray.exceptions.RayError as error:
+                    yield failed(each, error)
+    except BaseException:
+        # On a cluster that is not ours, what waits would still run.
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+        raise
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _submitit(
+    stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]
+) -> Iterator[Outcome]:
+    submitit = _extra("submitit")
+    parameters = {"timeout_min": 24 * 60, **options}
+    cluster = parameters.pop("cluster", None)
+    executor = submitit.AutoExecutor(folder=f"{where[0]}/submitit", cluster=cluster)
+    executor.update_parameters(**parameters)
+    for stage in stages:
+        # Neighbours share a loaded model: consecutive runs go into one job.
+        size = -(-len(stage) // jobs)
+        chunks = [stage[start : start + size] for start in range(0, len(stage), size)]
+        submitted = executor.map_array(run_cells, chunks, *([word] * len(chunks) for word in where))
+        try:
+            for job, chunk in zip(submitted, chunks, strict=True):
+                try:
+                    yield from job.result()
+                except Exception as error:  # submitit raises several kinds, the job's own included
+                    yield from (failed(each, error) for each in chunk)
+        except BaseException:
+            for job in submitted:
+                job.cancel()
+            raise
+
+
+def _extra(name: str) -> Any:
+    """Import an optional executor, or say which extra brings it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"executor={name!r} needs the package {name!r}, which is not installed ({error}). "
+            f"Install it with: pip install 'lm-eval-moecache[{name}]'."
+        ) from error

@@ -1,30 +1,66 @@
-"""Runs planned cells in this process, whichever executor asked: one loaded model for many runs."""
+"""Makes one cell's record in this process: runs the model, one loaded for many runs, or replays.
+
+Replayed are cells of two kinds. A sweep over `traces` has cells that replay a trace which was there
+before; they may hold what knows the future (`eviction=belady`, `prefetch=oracle`), and a lossy
+policy is replayed open-loop there, as the trace keeps the routing that was recorded. Of the second
+kind are cells whose outputs are those of the run that their group shares: only their speed is their
+own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from datetime import datetime, timezone
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.plugin import MODELS
-from lm_eval_moecache.sweep.evaluation import evaluate, quiet
+from lm_eval_moecache.harness.run_report import run_report
+from lm_eval_moecache.harness.tasks import document_figures, speed_row
+from lm_eval_moecache.records.artifact import versions_of
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.sizes import check_sized, parse_bytes
+from lm_eval_moecache.report.results import SPEED_FILTER
+from lm_eval_moecache.sweep.evaluation import KEPT_SPEED, evaluate, loadable, quiet, six_digits
 from lm_eval_moecache.sweep.files import write_failure, write_record
-from lm_eval_moecache.sweep.identity import ResolvedCell
-from lm_eval_moecache.sweep.provenance import environment
-from lm_eval_moecache.sweep.replaying import NoSharedRunError, replayed, replayed_trace
-from lm_eval_moecache.sweep.sharing import SharedRun
-from lm_eval_moecache.sweep.spec import REPLAY
+from lm_eval_moecache.sweep.identity import ResolvedCell, plan
+from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
+from lm_eval_moecache.sweep.spec import REPLAY, Cell
+from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.recorder import FULL
+from lm_eval_moecache.trace.trace import Trace
 
 RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
+# What a cell of a trace may say.
+KEYS = (
+    *("policy", *AXES, "phases", "capacity", "hardware", "bandwidth", "link", "emulate", "warm"),
+    *("execute", "reads_per_expert", "attention", "cache_reset", "seed", "expert_bytes"),
+)
+_SUFFIX = f",{SPEED_FILTER}"
+# Settings of the mathematics libraries that change what a sum is rounded to.
+_ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+_PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +167,225 @@ def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
             **cell.options,
         },
     }
+
+
+# --- cells that are replayed: on a trace that was there before the sweep ---
+
+
+class NoSharedRunError(ValueError):
+    """The run that a cell was to be replayed from is not there: no failure of the cell's own."""
+
+
+def _replay(
+    planned: ResolvedCell, trace: Trace | StreamedTrace, read_whole: Callable[[], Trace]
+) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """Return a replay's report and its requests; who knows the future needs the whole trace."""
+    config, future = planned.config, None
+    if is_offline(planned):
+        trace = trace if isinstance(trace, Trace) else read_whole()
+        future = Future(trace)
+    setting = config.setting(trace.geometry)
+    engine = replay(trace, setting, future=future, cache_reset=config.cache_reset)
+    engine.check_integrity()
+    requests = engine.ledger.requests
+    return run_report(engine, config, requests, engine.peak_cache_bytes), requests
+
+
+def check_trace_cell(cell: Cell) -> ResolvedCell:
+    """Return the cell with its identity, of which the trace's content is part.
+
+    Raises ValueError naming the key, or the trace, that does not fit.
+    """
+    for key in cell.arguments:
+        axis, dot, _ = key.partition(".")
+        if key not in KEYS and not (dot and axis in AXES):
+            raise unknown("of a sweep over traces, the key", key, KEYS)
+    trace = _load(cell)
+    ours = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
+    config = read_config({"policy": "on_demand", "seed": trace.seed, **ours}, replayed=True)
+    capacity = config.setting(trace.geometry).capacity
+    if not trace.has_sizes and config.emulate is None:
+        check_sized(capacity.text, trace.name, "expert_bytes")
+    return plan(cell, config, {"content": _digest(cell.pretrained, _state(cell.pretrained))})
+
+
+def replayed_trace(planned: ResolvedCell) -> dict[str, Any]:
+    """Return what the record of a cell keeps: the figures of speed, and no scores."""
+    file = planned.cell.pretrained
+    read_whole = functools.partial(load_trace, file, logits=True, predicted=True)
+    report, _ = _replay(planned, _load(planned.cell), read_whole)
+    return {"results": {}, "config": {"moecache": report}, "scores": {}}
+
+
+def _load(cell: Cell) -> Trace | StreamedTrace:
+    size = cell.arguments.get("expert_bytes")
+    expert_bytes = None if size is None else parse_bytes(str(size), "expert_bytes")
+    return _open(cell.pretrained, expert_bytes, _state(cell.pretrained))
+
+
+@lru_cache(maxsize=1)
+def _open(file: str, expert_bytes: int | None, state: tuple[int, int]) -> Trace | StreamedTrace:
+    """Keep the last trace read: cells of one trace follow each other."""
+    return open_any(file, logits=True, predicted=True, expert_bytes=expert_bytes)
+
+
+def _state(file: str) -> tuple[int, int]:
+    path = Path(file)
+    if not path.is_file():
+        return (0, 0)
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=64)
+def _digest(file: str, state: tuple[int, int]) -> str:
+    found = hashlib.sha256()
+    with open(file, "rb") as content:
+        while block := content.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()[:16]
+
+
+# --- or on the run that a group of cells shares ---
+
+
+def replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]:
+    """Return what a run of the cell would keep, and the id of the run it was replayed from.
+
+    Raises NoSharedRunError where the shared run has failed, ValueError where its trace lacks what
+    the cell needs.
+    """
+    assert planned.share is not None, "a cell that shares no run"
+    files = SharedRun(folder, planned.share.name)
+    if not (files.results.is_file() and files.trace.is_file()):
+        raise NoSharedRunError(
+            f"the run that was to record {files.trace.name} for this cell has failed; the same "
+            "command tries another one."
+        )
+    stat = files.results.stat()
+    shared, trace = _read_shared(str(files.results), str(files.trace), stat.st_mtime_ns)
+    report, requests = _replay(planned, trace, lambda: read_trace(files.trace, logits=True))
+    recorded: dict[str, Any] = json.loads(shared)
+    kept: dict[str, Any] = recorded["kept"]
+    kept["config"]["moecache"] = {**report, **(kept["config"]["moecache"] or {})}
+    _replace_speed(kept, requests, planned.cell)
+    return kept, recorded["run_id"]
+
+
+@lru_cache(maxsize=1)
+def _read_shared(results: str, trace: str, changed_ns: int) -> tuple[str, Trace | StreamedTrace]:
+    """Keep the last trace read: cells of one group follow each other."""
+    return Path(results).read_text(), open_trace(Path(trace), logits=True)
+
+
+def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell: Cell) -> None:
+    """Replace the speed rows of `kept` by those of these requests.
+
+    Raises ValueError where the figures are not of the same kinds: a device on which everything is
+    free, for example, has no tokens per second.
+    """
+    results: dict[str, dict[str, Any]] = kept["results"]
+    if not any(key.endswith(_SUFFIX) for row in results.values() for key in row):
+        return
+    for task, documents in document_figures(requests).items():
+        row = results.get(task, {})
+        names = [key for key in row if key.endswith(_SUFFIX)]
+        if not names:
+            continue
+        found = speed_row(documents.values())
+        if set(found) != set(names):
+            raise ValueError(
+                f"task {task}: the recorded run has the speed figures {', '.join(names)}, this "
+                f"cell has {', '.join(found)}. Run it with `moecache sweep --live`."
+            )
+        row.update(found)
+        # What `evaluation.scores` keeps of a live run's documents.
+        kept_speed: dict[str, dict[str, float]] = {}
+        for document, figures in documents.items():
+            for name in (name for name in KEPT_SPEED if name in figures):
+                by_document = kept_speed.setdefault(name + _SUFFIX, {})
+                by_document[str(document)] = six_digits(figures[name])
+        kept["scores"].setdefault(task, {}).update(kept_speed)
+    for name, group in _groups(cell.tasks, cell.include_path).items():
+        aggregated = group.aggregate(results)
+        for shown in (results.get(name), kept.get("groups", {}).get(name)):
+            if shown is not None:
+                shown.update({key: aggregated[key] for key in shown if key.endswith(_SUFFIX)})
+
+
+@lru_cache(maxsize=2)
+def _groups(tasks: tuple[str, ...], include_path: tuple[str, ...]) -> Mapping[str, Any]:
+    groups: Mapping[str, Any] = loadable(tasks, include_path).load(list(tasks))["groups"]
+    return groups
+
+
+# --- where and when: all that a rerun need not repeat ---
+
+
+def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
+    """Return the record's `environment`: date, durations, machine, versions, code revision.
+
+    What of the machine decides how it rounds is there: two runs that agree in it repeat exactly.
+    """
+    torch, gpu = sys.modules.get("torch"), None
+    if torch is not None:
+        from lm_eval_moecache.model.device import accelerator, name_of
+
+        kind = accelerator()
+        gpu = None if kind is None else name_of(torch.device(kind))
+    return {
+        "date": datetime.fromtimestamp(started_s, tz=timezone.utc).isoformat(timespec="seconds"),
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "machine": {
+            "cpu": platform.machine(),
+            "cores": os.cpu_count(),
+            "gpu": gpu,
+            "cpu_model": _cpu_model(),
+            "instructions": None if torch is None else torch.backends.cpu.get_cpu_capability(),
+            "threads": None if torch is None else torch.get_num_threads(),
+            "rounding": {name: os.environ[name] for name in _ROUNDING if name in os.environ},
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+        "revision": code_revision(),
+    }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return versions_of(_PACKAGES)
+
+
+@cache
+def _cpu_model() -> str:
+    """Return the CPU's name; on Linux with family, model and stepping, as names are shared."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    pairs = (line.partition(":") for line in lines)
+    facts = {name.strip(): value.strip() for name, _, value in pairs}
+    parts = (facts.get(name, "") for name in ("model name", "cpu family", "model", "stepping"))
+    return " ".join(part for part in parts if part) or platform.processor()
+
+
+@cache
+def code_revision() -> str | None:
+    """Return the commit of this package's source tree, `-dirty` where it was changed since.
+
+    None for an installed package: the repository that holds its environment, if any, is not ours.
+    """
+    folder = Path(__file__).resolve().parent.parent
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    return f"{commit}-dirty" if _git(folder, "status", "--porcelain", "--", ".") else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

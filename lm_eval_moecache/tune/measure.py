@@ -21,12 +21,11 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.report.columns import accuracy, metric_value
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import RUNS, load_runs
-from lm_eval_moecache.sweep.executors import outcome_of
 from lm_eval_moecache.sweep.files import FAILED, finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool, submit
+from lm_eval_moecache.sweep.run import check_cell, outcome_of
 from lm_eval_moecache.sweep.spec import Cell
-from lm_eval_moecache.sweep.validation import check_cell
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, run_cell
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.recorder import FULL

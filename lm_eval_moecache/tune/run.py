@@ -18,7 +18,7 @@ from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
-from lm_eval_moecache.sweep.validation import check_cell
+from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.worker import BY_REPLAY
 from lm_eval_moecache.tune.measure import (
     POINT,

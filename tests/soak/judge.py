@@ -37,9 +37,9 @@ from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.render import as_json, as_markdown
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.report.tables import distinct, leaderboard
-from lm_eval_moecache.sweep.replaying import check_trace_cell
+from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
-from lm_eval_moecache.sweep.validation import check_cell
+from lm_eval_moecache.sweep.worker import check_trace_cell
 from lm_eval_moecache.testing.contracts import GEOMETRY
 from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.trace.importers import load_trace

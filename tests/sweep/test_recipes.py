@@ -12,9 +12,8 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.reproduce import our_value
 from lm_eval_moecache.records.schemas.inputs import ReproducedValue
 from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.sweep.recipes import fit, recipe_names
-from lm_eval_moecache.sweep.spec import read_sweep
-from lm_eval_moecache.sweep.validation import check_cells
+from lm_eval_moecache.sweep.run import check_cells
+from lm_eval_moecache.sweep.spec import fit, read_sweep, recipe_names
 from tests.conftest import Checkpoint, Moecache
 
 PAPERS = {"specmd", "sp_moe", "buddymoe", "commitmoe", "cache_conditional"}

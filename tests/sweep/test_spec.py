@@ -22,8 +22,8 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.sweep import identity
 from lm_eval_moecache.sweep.files import finished, unedited, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan, resolve, slug
+from lm_eval_moecache.sweep.run import check_cell, check_report
 from lm_eval_moecache.sweep.spec import Cell, SweepFile, read_sweep
-from lm_eval_moecache.sweep.validation import check_cell, check_report
 from lm_eval_moecache.sweep.worker import head
 from tests.report.runs import record
 
