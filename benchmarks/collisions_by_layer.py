@@ -25,7 +25,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save_as
+from lm_eval_moecache.report.plots import legend, look, new_figure, save_as
 from lm_eval_moecache.report.replays import SweepSetting, one_replay
 
 EVICTIONS = ("fld", "score", "lru", "least_stale")

@@ -27,7 +27,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.report.render import padded
+from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 

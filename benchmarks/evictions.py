@@ -28,8 +28,8 @@ from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.report.mpl_style import legend, look, new_figure, save
-from lm_eval_moecache.report.render import padded
+from lm_eval_moecache.report.plots import legend, look, new_figure, save
+from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace

@@ -17,9 +17,8 @@ from typing import Any
 
 from grid import RESULTS, arguments
 
-from lm_eval_moecache.report.columns import selected
-from lm_eval_moecache.report.render import rows_as_markdown
-from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.results import Run, load_runs, selected
+from lm_eval_moecache.report.tables import rows_as_markdown
 
 Rows = list[dict[str, Any]]
 Found = tuple[str, Callable[[list[Run]], Rows]]

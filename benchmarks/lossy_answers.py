@@ -28,7 +28,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DECODE, Event, resident_mask
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import total
-from lm_eval_moecache.report.mpl_style import look, new_figure, save
+from lm_eval_moecache.report.plots import look, new_figure, save
 from lm_eval_moecache.report.results import load_runs
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace

@@ -31,9 +31,9 @@ from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.mpl_style import look, new_figure, save
-from lm_eval_moecache.report.render import padded
+from lm_eval_moecache.report.plots import look, new_figure, save
 from lm_eval_moecache.report.results import load_runs
+from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.sweep.evaluation import evaluate
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.trace.importers import load_trace

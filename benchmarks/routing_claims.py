@@ -32,7 +32,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import PassRecord, total
-from lm_eval_moecache.report.render import padded
+from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace

@@ -19,9 +19,8 @@ from lm_eval.utils import simple_parse_args_string
 import lm_eval_moecache
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.harness import errors
-from lm_eval_moecache.harness.arguments import KEYS, read_config, split_arguments
-from lm_eval_moecache.harness.errors import ArgumentsError
+from lm_eval_moecache.harness import arguments
+from lm_eval_moecache.harness.arguments import KEYS, ArgumentsError, read_config, split_arguments
 from lm_eval_moecache.harness.evaluation_options import check_command, check_generation
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
@@ -289,7 +288,7 @@ def test_lm_eval_ends_in_our_message_alone_and_without_torch(tmp_path: Path) -> 
 def test_only_lm_evals_command_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentsError, match="polciy"):
         MoECacheLM.create_from_arg_string("polciy=specmd")
-    monkeypatch.setattr(errors, "is_lm_eval_command", lambda: True)
+    monkeypatch.setattr(arguments, "is_lm_eval_command", lambda: True)
     with pytest.raises(SystemExit):
         MoECacheLM.create_from_arg_string("polciy=specmd")
 

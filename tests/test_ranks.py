@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.ranks import Ranks, merge
+from lm_eval_moecache.harness.lm import MoECacheLM, Ranks, merge
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics

@@ -16,12 +16,10 @@ from lm_eval.utils import make_table
 
 from lm_eval_moecache.cli.reproduce import paper_page
 from lm_eval_moecache.cli.table import board_folders, collect, other_tables
+from lm_eval_moecache.harness.run_report import speed_table
 from lm_eval_moecache.report.claims import IN_PART, VERDICTS, answer, page, read_claims
-from lm_eval_moecache.report.columns import selected
-from lm_eval_moecache.report.render import FORMS
-from lm_eval_moecache.report.results import PACKED, Run, load_runs
-from lm_eval_moecache.report.speed_table import speed_table
-from lm_eval_moecache.report.tables import distinct
+from lm_eval_moecache.report.results import PACKED, Run, load_runs, selected
+from lm_eval_moecache.report.tables import FORMS, distinct
 from lm_eval_moecache.sweep.spec import fit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

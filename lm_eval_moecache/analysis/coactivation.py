@@ -135,7 +135,7 @@ def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: i
 
 def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str) -> Any:
     """Draw a layer's co-activations, output similarities (diagonals left out) and activations."""
-    from lm_eval_moecache.report.mpl_style import new_figure
+    from lm_eval_moecache.report.plots import new_figure
 
     figure, (left, middle, right) = new_figure(columns=3)
     for panel, name, values in (

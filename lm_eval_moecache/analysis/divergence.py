@@ -139,7 +139,7 @@ def figures(windows: Sequence[Window]) -> dict[str, Any]:
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the divergence of each policy over the bytes that it moves."""
-    from lm_eval_moecache.report.mpl_style import legend, look, new_figure
+    from lm_eval_moecache.report.plots import legend, look, new_figure
 
     figure, (left, right) = new_figure(columns=2)
     series = {}

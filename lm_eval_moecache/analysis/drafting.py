@@ -84,7 +84,7 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the share of experts predicted rightly over the layers."""
-    from lm_eval_moecache.report.mpl_style import legend, new_figure
+    from lm_eval_moecache.report.plots import legend, new_figure
 
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):

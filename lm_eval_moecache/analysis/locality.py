@@ -72,7 +72,7 @@ def draw(maps: Mapping[str, IntArray], layer: int, title: str, tokens: int = 100
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    from lm_eval_moecache.report.mpl_style import new_figure
+    from lm_eval_moecache.report.plots import new_figure
 
     colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
     figure, axes = new_figure(rows=len(maps))

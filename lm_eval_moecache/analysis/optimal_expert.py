@@ -115,7 +115,7 @@ def _search(
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw Figure 10: agreement over the layers, beside chance."""
-    from lm_eval_moecache.report.mpl_style import new_figure
+    from lm_eval_moecache.report.plots import new_figure
 
     figure, (axes,) = new_figure()
     layers = [row["layer"] for row in rows]

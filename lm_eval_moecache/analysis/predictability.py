@@ -106,7 +106,7 @@ def analyze(
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw Figure 2: mean certainty over accuracy, and how many predictions have each."""
-    from lm_eval_moecache.report.mpl_style import new_figure
+    from lm_eval_moecache.report.plots import new_figure
 
     figure, (left, right) = new_figure(columns=2)
     accuracy = [row["accuracy"] for row in rows]

@@ -46,7 +46,7 @@ def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> Rows:
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
-    from lm_eval_moecache.report.mpl_style import new_figure
+    from lm_eval_moecache.report.plots import new_figure
 
     figure, (left, right) = new_figure(columns=2)
     plain, ranked = rows[0]["drop_from"], rows[1:]

@@ -169,7 +169,7 @@ def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
 
 def plot(ours: Series, measured: Series, path: Path) -> None:
     """Draw each measured column over the tokens, and ours beside it."""
-    from lm_eval_moecache.report.mpl_style import pyplot
+    from lm_eval_moecache.report.plots import pyplot
 
     named = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
     drawn = [name for name in named if name in measured.columns and name in ours.columns]

@@ -16,7 +16,7 @@ from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
-from lm_eval_moecache.report.render import rows_as_markdown
+from lm_eval_moecache.report.tables import rows_as_markdown
 
 _LOSSY = "big_moe_on_edge_drop_cold,ik_llama_cpp_ser,mixture_cache"
 _OF_A_TEXT = {"text": None, "max_tokens": 4096}
@@ -74,7 +74,7 @@ def run(arguments: Namespace) -> int:
     else:
         sys.stdout.write("\n".join(map(rows_as_markdown, found.tables.values())))
     if arguments.out:
-        from lm_eval_moecache.report.mpl_style import save_as
+        from lm_eval_moecache.report.plots import save_as
 
         folder = Path(arguments.out)
         for table, rows in found.tables.items():

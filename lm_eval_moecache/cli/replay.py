@@ -95,7 +95,7 @@ def run_raw(argv: list[str]) -> int:
         warm=None if arguments.warm is None else load_use(arguments.warm),
     )
     if arguments.timeline is not None:
-        from lm_eval_moecache.report.timeline import write_timeline
+        from lm_eval_moecache.report.replays import write_timeline
 
         write_timeline(arguments.traces, setting, arguments.timeline)
     rows = _rows(arguments.traces, setting, read_jobs(arguments.jobs))

@@ -13,10 +13,15 @@ from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.inputs import Board
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
-from lm_eval_moecache.report.columns import selected
-from lm_eval_moecache.report.render import FORMS, rows_as_markdown
-from lm_eval_moecache.report.results import PACKED, RUNS, load_runs
-from lm_eval_moecache.report.tables import Table, distinct, leaderboard, view_table
+from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected
+from lm_eval_moecache.report.tables import (
+    FORMS,
+    Table,
+    distinct,
+    leaderboard,
+    rows_as_markdown,
+    view_table,
+)
 from lm_eval_moecache.sweep.spec import read_sweep
 
 logger = logging.getLogger(__name__)

@@ -2,15 +2,17 @@
 
 Everything here is checked without torch and before any model is read: `split_arguments` tells our
 keys from those of lm-eval's `hf` model, `read_config` checks ours. What depends on the model is
-checked in `preflight`.
+checked in `preflight`. What a user got wrong is an `ArgumentsError`, and said in one line.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, get_args
@@ -50,6 +52,49 @@ from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.trace.recorder import Detail
 from lm_eval_moecache.trace.use import load_use, placement
 from lm_eval_moecache.trace.writer import prepare_folder
+
+_COMMANDS = ("lm_eval", "lm-eval", "lm_eval.__main__")
+
+
+class ArgumentsError(ValueError):
+    """A setting that cannot run: the message names the key, the value and what is allowed."""
+
+
+@contextmanager
+def as_arguments_error(pretrained: object) -> Iterator[None]:
+    """Turn what a check raises into an ArgumentsError, and a model that cannot be read as well."""
+    try:
+        yield
+    except ArgumentsError:
+        raise
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from None
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise ArgumentsError(f"pretrained={pretrained!r} cannot be read: {reason}") from None
+
+
+@contextmanager
+def ending_lm_eval_in_one_line() -> Iterator[None]:
+    """End the process with the message alone where it is lm-eval's command.
+
+    From Python, and under `moecache eval`, the ArgumentsError goes on like any other ValueError.
+    """
+    try:
+        yield
+    except ArgumentsError as error:
+        if not is_lm_eval_command():
+            raise
+        sys.stderr.write(f"moecache: {error}\n")
+        raise SystemExit(1) from None
+
+
+def is_lm_eval_command() -> bool:
+    """Return whether this process is `lm_eval ...` or `python -m lm_eval ...`."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return (spec.name if spec else Path(getattr(main, "__file__", None) or "").stem) in _COMMANDS
+
 
 # The length is SP-MoE's (section 5): one token per iteration.
 DEFAULT_DRAFT, DEFAULT_DRAFT_TOKENS = "self:int4", 1

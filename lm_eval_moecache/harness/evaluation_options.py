@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.harness.arguments import host_keys, read_config, split_arguments
-from lm_eval_moecache.harness.errors import (
+from lm_eval_moecache.harness.arguments import (
     ArgumentsError,
     as_arguments_error,
     ending_lm_eval_in_one_line,
+    host_keys,
     is_lm_eval_command,
+    read_config,
+    split_arguments,
 )
 from lm_eval_moecache.harness.plugin import MODELS, SPECULATIVE
 from lm_eval_moecache.records.files import check_writable, read_yaml

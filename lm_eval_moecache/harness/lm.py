@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,19 +20,25 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from lm_eval_moecache.algorithms.policy import Choice, load_policy, policy_names
 from lm_eval_moecache.engine.draft_stage import DraftStage
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import PROMPT_LOOKUP
-from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.harness.errors import as_arguments_error, ending_lm_eval_in_one_line
-from lm_eval_moecache.harness.evaluation import watch_evaluations
+from lm_eval_moecache.harness.arguments import (
+    ALL,
+    ROUTING,
+    Config,
+    as_arguments_error,
+    ending_lm_eval_in_one_line,
+)
 from lm_eval_moecache.harness.evaluation_options import check_generation, check_use_cache
 from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import check_arguments, model_name
-from lm_eval_moecache.harness.ranks import Ranks, merge
-from lm_eval_moecache.harness.recording import recorder_of
-from lm_eval_moecache.harness.run_report import run_report, speed_rows
+from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
+from lm_eval_moecache.harness.tasks import watch_evaluations
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
-from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.router_events import shadow_prefetchers_of
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, measure_overlap
 from lm_eval_moecache.model.speculative.drafting import DraftHooks, ReadAlong
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
@@ -38,8 +46,8 @@ from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.report.metrics import request_metrics
-from lm_eval_moecache.report.speed_table import speed_table
 from lm_eval_moecache.trace.columns import NO_REQUEST
+from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
 
 
 class MoECacheLM(HFLM):
@@ -398,6 +406,147 @@ def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> N
     """Put each request's figures where the tasks of `task_configs/` look for them."""
     for request, record in zip(requests, records, strict=True):
         request.moecache = request_metrics(record)
+
+
+# --- data parallel: one cache per rank, and the requests of all ranks in one report ---
+
+RankFigures = tuple[list[RequestRecord], int]
+"""A rank's requests, and the most bytes that its cache held."""
+
+
+class Ranks:
+    """What the ranks of a run have in common: figures travel to the first along with the scores."""
+
+    def __init__(self, count: int, own: Callable[[], RankFigures]) -> None:
+        self.count, self._own = count, own
+        self._gathered: list[RankFigures] | None = None
+        self.has_run = False
+        """Whether there have been requests since the figures were last sent."""
+
+    def forget(self) -> None:
+        """Drop what was gathered, and what there was to send: the counts begin at zero."""
+        self._gathered, self.has_run = None, False
+
+    def all_figures(self) -> list[RankFigures]:
+        """Return every rank's figures: the first rank has them once the harness has gathered."""
+        return [self._own()] if self._gathered is None else self._gathered
+
+    def gather(self, send: Callable[..., Any], obj: Any, dst: int) -> Any:
+        """Let HFLM's `send` gather the ranks' scores, with the figures going along."""
+        # They are the whole ledger: sent once, and not with every task's scores.
+        figures = self._own() if self.has_run else None
+        self.has_run = False
+        pairs = send((obj, figures), dst)
+        if pairs is None:
+            return None
+        if any(sent is not None for _, sent in pairs):
+            self._gathered = [sent or ([], 0) for _, sent in pairs]
+        return [scores for scores, _ in pairs]
+
+    def without_padding(self, requests: Sequence[Any]) -> int:
+        """Return how many of the requests count.
+
+        A rank with fewer documents than others is given its last request again, so that all ranks
+        run equally often.
+        """
+        if self.count == 1 or not requests:
+            return len(requests)
+        last, same = requests[-1], 0
+        for request in reversed(requests):
+            if request is not last:
+                break
+            same += 1
+        return len(requests) - same + min(same, last.repeats or 1)
+
+    def filled_up(self, records: list[RequestRecord], count: int) -> list[RequestRecord]:
+        """Return one record for each of `count` inputs.
+
+        A rank with fewer windows of texts than others is given its first one again, which no
+        request waits for.
+        """
+        if self.count == 1:
+            return records
+        missing = range(count - len(records))
+        return [*records, *(RequestRecord(NO_REQUEST, "", "padding") for _ in missing)]
+
+
+def merge(ranks: Sequence[RankFigures]) -> RankFigures:
+    """Join the ranks' requests, with passes numbered through, and the largest of their peaks."""
+    if len(ranks) == 1:
+        return ranks[0]
+    merged: list[RequestRecord] = []
+    first = 0
+    for requests, _ in ranks:
+        passes = {p.index: p for request in requests for p in request.passes}
+        for record in passes.values():
+            record.index += first
+        first += max(passes, default=-1) + 1
+        merged += requests
+    return merged, max(peak for _, peak in ranks)
+
+
+# --- the recorder of a run that keeps a routing trace, and what it keeps ---
+
+
+def recorder_of(
+    config: Config, engine: Engine, layers: Sequence[MoELayer], model: Any
+) -> Recorder | None:
+    """Return what records the run into the folder of `trace=`, or None where nothing does."""
+    if config.trace is None:
+        return None
+    detail = detail_of(config)
+    recorder = Recorder(
+        config.trace,
+        f"{config.policy.name}-{config.capacity}",
+        engine.own_geometry,
+        seed=config.seed,
+        depth=engine.rules.prefetch.depth,
+        predicted_by=engine.predictor_digest,
+        detail=detail,
+        onlookers=shadow_prefetchers_of(
+            detail, engine.geometry, layers, model.get_input_embeddings()
+        ),
+        draft=engine.setting.draft,
+    )
+    if engine.draft_stage is not None:
+        engine.draft_stage.notes = recorder.draft_notes
+    return recorder
+
+
+def detail_of(config: Config) -> Detail:
+    """Return what a run's trace keeps, by `trace_keep=`, unless a sweep has said it.
+
+    A lossy policy's prefetcher sees what the policy made of the routing, which no onlooker does: of
+    its run everything is kept.
+    """
+    if config.detail is not None:
+        return config.detail
+    if config.trace_keep == ROUTING:
+        return Detail(weights=False, logits=False, predictions=False, criticals=())
+    own = config.policy.prefetch
+    if config.trace_keep == ALL or not config.policy.is_lossless:
+        # No column has what one that foresees saw of the text: a replay needs what it proposed.
+        mine = ((own, config.seed),) if own.algorithm.foresees else ()
+        return dataclasses.replace(FULL, onlookers=mine)
+    choices = [*_asking_gates(), *([own] if looks_on(own) else [])]
+    shown = {identity(choice, config.seed, ""): choice for choice in choices}
+    return Detail(
+        logits=config.policy.eviction.algorithm.uses_logits,
+        predictions=False,
+        onlookers=tuple((choice, config.seed) for choice in shown.values()),
+        criticals=(None, own.parameters.get("critical")),
+    )
+
+
+@cache
+def _asking_gates() -> tuple[Choice, ...]:
+    """Return the prefetchers of the compositions that ask the next layers' gates."""
+    found = []
+    for choice in (load_policy(name).prefetch for name in policy_names()):
+        rule = choice.algorithm
+        if looks_on(choice) and not (rule.uses_predictor or rule.foresees or rule.uses_logits):
+            found.append(choice)
+    return tuple(found)
 
 
 watch_evaluations(MoECacheLM)

@@ -26,11 +26,11 @@ from lm_eval_moecache.harness.arguments import (
     FROM_PRETRAINED,
     ROUTING,
     Config,
+    as_arguments_error,
     host_keys,
     read_config,
     split_arguments,
 )
-from lm_eval_moecache.harness.errors import as_arguments_error
 from lm_eval_moecache.model.checkpoint import check_weights, model_path, skeleton
 from lm_eval_moecache.model.device import best_device, devices
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers

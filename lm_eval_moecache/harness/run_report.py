@@ -1,4 +1,8 @@
-"""The report of one run: its full setting and its figures, `config.moecache` in a results JSON."""
+"""The report of one run: its full setting and its figures, `config.moecache` in a results JSON.
+
+Below: the warnings of settings that did nothing, and the table of speed that a run prints beside
+lm-eval's table of accuracy.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.setting import FIFO, FLAT, TOGETHER
 from lm_eval_moecache.harness.arguments import Config
-from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.no_effect import settings_without_effect
+from lm_eval_moecache.records.event import PREFILL
+from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
+from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
+from lm_eval_moecache.report.results import choice_name, metric_column
+from lm_eval_moecache.report.tables import padded
 
 
 def run_report(
@@ -114,3 +121,140 @@ def _draft(engine: Engine, config: Config) -> dict[str, Any]:
         if stage.solution is not None:
             found["cutoff"] = stage.solution
     return {"draft": found}
+
+
+# --- settings that turned out to do nothing on the tasks of a run ---
+
+
+def settings_without_effect(
+    by_task: Mapping[str, Sequence[RequestRecord]],
+    phases: str,
+    scoring: str,
+    *,
+    idle_seed: int = 0,
+    idle_levels: Sequence[str] = (),
+    idle_cutoff: bool = False,
+    idle_link: bool = False,
+) -> list[str]:
+    """Return a sentence for each setting that did nothing, naming the tasks where that depends.
+
+    `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
+    `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
+    `idle_levels` are the precisions of a ladder of which the policy uses the first alone;
+    `idle_cutoff` says that the solver left draft-stage prefetch no layer; `idle_link` that the
+    link had nothing to put into another order.
+    """
+    warnings = []
+    if idle_seed:
+        warnings.append(
+            f"seed={idle_seed}: no algorithm of this policy draws at random, so the figures are "
+            "those of any other seed."
+        )
+    if len(idle_levels) > 1:
+        warnings.append(
+            f"precision={':'.join(idle_levels)}: this policy loads every expert at "
+            f"{idle_levels[0]}, so the figures are those of precision={idle_levels[0]}."
+        )
+    if idle_cutoff:
+        warnings.append(
+            "prefetch.cutoff=auto: no layer's drafted experts fit into the cache in time, so "
+            "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
+            "a cutoff."
+        )
+    if idle_link:
+        warnings.append(
+            "link=fifo: this policy prefetches nothing, so the figures are those of link=priority."
+        )
+    requests = by_task.items()
+    undecoded = [t for t, own in requests if all(p.phase == PREFILL for r in own for p in r.passes)]
+    unscored = [t for t, own in requests if all(r.kind == GENERATE for r in own)]
+    if phases == "decode" and undecoded:
+        warnings.append(
+            f"phases=decode: nothing was decoded in {', '.join(sorted(undecoded))}, so the "
+            "policy's lossy algorithms did nothing there. Use phases=all, or scoring=scan with a "
+            "cache per layer."
+        )
+    if scoring == "scan" and unscored:
+        warnings.append(
+            f"scoring=scan: no text was scored in {', '.join(sorted(unscored))}, so it had no "
+            "effect there."
+        )
+    return warnings
+
+
+# --- the table of speed ---
+
+_COLUMNS = (
+    *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
+    *("collision_miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
+)
+# The title names these settings where they are not at their defaults.
+_DEFAULTS = {
+    "phases": "all",
+    "scoring": "parallel",
+    "cache_reset": "never",
+    "link": "priority",
+    "execute": "together",
+    "reads_per_expert": 1,
+    "attention": "flat",
+}
+
+
+def speed_table(report: Mapping[str, Any]) -> str:
+    """Render `config.moecache` as a Markdown table, one row a task and one for all of them.
+
+    The title says under what; a line below warns of each setting that did nothing.
+    """
+    heads, cells = ["Task"], [[task] for task in (*report["tasks"], "**all**")]
+    for name in _COLUMNS:
+        column = metric_column(name)
+        assert column is not None, name
+        in_mb = name == "bytes_moved"
+        heads.append("MB moved" if in_mb else column.heading)
+        decimals, unit = (1, MEGABYTE) if in_mb else (column.decimals, 1)
+        for row, metrics in zip(cells, (*report["tasks"].values(), report["totals"]), strict=True):
+            value = metrics.get(name)
+            value = value["mean"] if isinstance(value, Mapping) else value
+            row.append("" if value is None else f"{value / unit:.{decimals}f}")
+    warnings = [f"Warning: {text}" for text in report["warnings"]]
+    regime = [regime_line(report["regime"])] if "regime" in report else []
+    return "\n".join([_title(report), padded(heads, cells), *regime, *warnings])
+
+
+def regime_line(regime: Mapping[str, Any]) -> str:
+    """Say in which regime a run was: two runs of different ones need not rank policies alike."""
+    ratio = regime["transfer_per_layer"]
+    parts = [
+        f"capacity {regime['capacity_cycles']:.2f} token cycles",
+        "layers take no time" if ratio is None else f"one expert's transfer {ratio:.3g} layers",
+    ]
+    if "bound" in regime:
+        parts.append(f"decoding bound by {regime['bound']}")
+    return f"Regime: {', '.join(parts)}."
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    policy, hardware = report["policy"], report["hardware"]
+    # None is a real link that nothing slows down.
+    bytes_per_s = hardware["link_bytes_per_s"]
+    link = "" if bytes_per_s is None else f" at {bytes_per_s / 1e9:g} GB/s"
+    parts = [
+        f"moecache ({policy['name']}: {' + '.join(choice_name(policy[a]) for a in AXES)})",
+        f"capacity: {report['capacity']} = {report['capacity_bytes']} bytes"
+        f"{' in a cache for each layer' if policy.get('cache') == 'layer' else ''}",
+        f"hardware: {hardware['name']}{link}",
+        f"clock: {report['clock']}",
+    ]
+    if "emulate" in report:
+        parts.append(f"layers charged as: {report['emulate']['name']}")
+    if "warm" in report:
+        parts.append(f"warmed by: {report['warm']}")
+    if "draft" in report:
+        draft = report["draft"]
+        parts.append(f"draft: {draft['name']}, {draft['tokens']} tokens, {draft['bytes']} bytes")
+    settings = {**report, "phases": policy["phases"]}
+    # A report of before `link` was a setting has none.
+    parts += [
+        f"{k}: {settings[k]}" for k, usual in _DEFAULTS.items() if settings.get(k, usual) != usual
+    ]
+    return ", ".join(parts)

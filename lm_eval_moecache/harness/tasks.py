@@ -1,6 +1,6 @@
-"""Speed figures of each request as per-sample metrics in lm-eval's own results table.
+"""Speed figures of each request in lm-eval's own results, in two ways.
 
-A group YAML turns them on for a task, or for a whole group of tasks, with one line:
+As per-sample metrics, which a group YAML turns on for a task, or for a whole group, by one line:
 
     - task: gsm8k
       class: !function lm_eval_moecache.harness.tasks.SpeedTask
@@ -9,13 +9,24 @@ Names, prompts, filters and scores stay as they are. The figures stand under a f
 own, `speed`: they belong to the request and not to an answer extracted from it, so they are
 listed once however many filters a task has. The price is a second line per document, marked
 `"filter": "speed"`, in the files of `--log_samples`.
+
+And after each evaluation of any task, by the one trick on lm-eval's insides: its `evaluate` is
+wrapped, for our models only. lm-eval calls a model with requests and never says where an evaluation
+begins, and its results hold what tasks say, not models: it has no seam for either. So `evaluate`,
+through which `simple_evaluate` and the command line go, is wrapped once our models are imported;
+with any other model it is the plain function. Who took `evaluate` from lm-eval before importing our
+models has to call `lm.reset()` between evaluations.
 """
 
-from collections.abc import Iterable, Mapping
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import lm_eval.evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
@@ -124,3 +135,59 @@ class SpeedTask(ConfigurableTask):
         """The arrows, of the figures that were measured only."""
         arrows = {name: HIGHER_IS_BETTER[name] for name in self._measured}
         return {**super().higher_is_better(), **arrows}
+
+
+# --- around each evaluation: it counts from zero, and its figures stand in lm-eval's results ---
+
+SAMPLE_KEY = "speed"
+"""Of a line that `--log_samples` writes: its document's figures, and tokens of its prompt."""
+
+
+def watch_evaluations(model_class: type[Any]) -> None:
+    """Wrap lm-eval's `evaluate` for models of this class. Safe to call twice.
+
+    `begin_evaluation` is called before each evaluation, and `evaluated` afterwards for its
+    requests: those of all ranks on the first.
+    """
+    plain = lm_eval.evaluator.evaluate
+    if getattr(plain, "tells_moecache", False):
+        return
+
+    @functools.wraps(plain)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        lm = kwargs.get("lm", args[0] if args else None)
+        if not isinstance(lm, model_class):
+            return plain(*args, **kwargs)
+        lm.begin_evaluation()
+        results = plain(*args, **kwargs)
+        if results is not None:  # None on every rank but the first
+            add_figures(results, lm.evaluated(), kwargs.get("samples") or {})
+        return results
+
+    evaluate.tells_moecache = True  # type: ignore[attr-defined]
+    lm_eval.evaluator.evaluate = evaluate
+
+
+def add_figures(
+    results: dict[str, Any], records: Sequence[RequestRecord], chosen: Mapping[str, Sequence[int]]
+) -> None:
+    """Put each task's figures beside its scores, and each document's on its sample.
+
+    What `SpeedTask` has put there already is left alone: the figures are the same. `chosen` are
+    lm-eval's `samples`: task -> documents, where not all of them were asked for.
+    """
+    for task, documents in document_figures(records).items():
+        if task not in results["results"]:
+            continue
+        order = chosen.get(task)
+        figures = {d if order is None else order[d]: found for d, found in documents.items()}
+        for sample in results.get("samples", {}).get(task, []):
+            sample[SAMPLE_KEY] = figures.get(sample["doc_id"], {})
+        row = results["results"][task]
+        if not any(key.endswith(f",{SPEED_FILTER}") for key in row):
+            found = speed_row(figures.values())
+            row.update(found)
+            arrows = results.setdefault("higher_is_better", {}).setdefault(task, {})
+            arrows.update(
+                {n: up for n, up in HIGHER_IS_BETTER.items() if f"{n},{SPEED_FILTER}" in found}
+            )

@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.model.checkpoint import model_path
     from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
     from lm_eval_moecache.model.predictor.learn_data_aware import Recipe, record_texts, train
-    from lm_eval_moecache.report.render import rows_as_markdown
+    from lm_eval_moecache.report.tables import rows_as_markdown
 
     geometry_of(arguments.pretrained)  # says what cannot be read
     path = model_path(arguments.pretrained)

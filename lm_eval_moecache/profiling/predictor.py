@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.predictor.make import Recipe, make
-    from lm_eval_moecache.report.render import rows_as_markdown
+    from lm_eval_moecache.report.tables import rows_as_markdown
 
     geometry_of(arguments.pretrained)  # says what cannot be read
     recipe = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)}

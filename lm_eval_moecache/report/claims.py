@@ -28,9 +28,7 @@ from lm_eval_moecache.records.schemas.results import (
     RowsFile,
     TraceCell,
 )
-from lm_eval_moecache.report.columns import find_score, metric_value, selected
-from lm_eval_moecache.report.render import line
-from lm_eval_moecache.report.results import Run, load_runs
+from lm_eval_moecache.report.results import Run, find_score, load_runs, metric_value, selected
 from lm_eval_moecache.report.statistics import (
     Floats,
     answers_interval,
@@ -41,6 +39,7 @@ from lm_eval_moecache.report.statistics import (
     mean_interval,
     sign_flip_test,
 )
+from lm_eval_moecache.report.tables import line
 
 HOLDS, FAILS, OPEN = VERDICTS = ("holds", "does not hold", "not testable here")
 IN_PART = "in part"

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.report.columns import metric_column
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.render import line
-from lm_eval_moecache.report.results import Run, Score, identity
+from lm_eval_moecache.report.results import Run, Score, identity, metric_column
 from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test
+from lm_eval_moecache.report.tables import line
 
 SAME, BETTER, WITHIN, WORSE, CHANGED = "same", "better", "within", "worse", "changed"
 MISSING, NEW = "missing", "new"

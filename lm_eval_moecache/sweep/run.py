@@ -18,23 +18,24 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lm_eval_moecache.harness.errors import as_arguments_error
+from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.harness.evaluation_options import check_generation
 from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_json
-from lm_eval_moecache.report.columns import (
+from lm_eval_moecache.report.metrics import METRICS
+from lm_eval_moecache.report.results import (
     ACCURACY,
+    KEYS,
     PARETO,
+    RUNS,
     SETTINGS,
     is_setting,
     metric_column,
     unknown_column,
 )
-from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.results import KEYS, RUNS
 from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_task_names
 from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_record

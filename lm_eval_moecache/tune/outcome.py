@@ -11,10 +11,9 @@ import yaml
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.report.columns import Column, Value
 from lm_eval_moecache.report.metrics import METRICS
-from lm_eval_moecache.report.render import as_markdown
-from lm_eval_moecache.report.tables import Table
+from lm_eval_moecache.report.results import Column, Value
+from lm_eval_moecache.report.tables import Table, as_markdown
 
 SHIPPED, SEARCHED = "shipped", "searched"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.report.columns import Value, metric_column
-from lm_eval_moecache.report.render import brief
+from lm_eval_moecache.report.results import Value, metric_column
+from lm_eval_moecache.report.tables import brief
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 

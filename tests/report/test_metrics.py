@@ -13,7 +13,6 @@ from lm_eval_moecache.records.ledger import (
     RequestRecord,
     total,
 )
-from lm_eval_moecache.report.columns import metric_column
 from lm_eval_moecache.report.metrics import (
     METRICS,
     Metric,
@@ -26,6 +25,7 @@ from lm_eval_moecache.report.metrics import (
     task_metrics,
     unique_passes,
 )
+from lm_eval_moecache.report.results import metric_column
 
 
 def make_pass(index: int, phase: str, start_s: float, end_s: float, **counts: float) -> PassRecord:

@@ -11,7 +11,7 @@ import pytest
 
 from lm_eval_moecache.records.schemas.inputs import Figure
 from lm_eval_moecache.report import plots
-from lm_eval_moecache.report.mpl_style import COLOURS
+from lm_eval_moecache.report.plots import COLOURS
 from lm_eval_moecache.report.results import load_runs
 from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
@@ -163,7 +163,7 @@ def test_no_legend_or_title_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", ["$", "$x^$", r"\frac{1}{", "_hidden", "a$b_c$d"])
 def test_a_label_never_breaks_a_plot_and_is_never_hidden(tmp_path: Path, label: str) -> None:
-    from lm_eval_moecache.report.mpl_style import new_figure, plain, save
+    from lm_eval_moecache.report.plots import new_figure, plain, save
 
     figure, [axes] = new_figure()
     axes.plot([0, 1], [0, 1], label=plain(label))

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from lm_eval_moecache.harness.run_report import settings_without_effect, speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import Ledger, RequestRecord
 from lm_eval_moecache.records.schemas.published import MoecacheRecord, published_schema
-from lm_eval_moecache.report.no_effect import settings_without_effect
-from lm_eval_moecache.report.speed_table import speed_table
 
 POLICY = {
     "name": "mine",

@@ -12,7 +12,7 @@ import pytest
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.report.timeline import COMPUTE, HOST, LINK, PASSES, TRACKS, Timeline
+from lm_eval_moecache.report.replays import COMPUTE, HOST, LINK, PASSES, TRACKS, Timeline
 from lm_eval_moecache.trace.file import read_trace
 from tests.engine import traces
 

@@ -31,12 +31,10 @@ from lm_eval_moecache.records.schemas.results import Part
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
 from lm_eval_moecache.report import claims as report_claims
 from lm_eval_moecache.report.claims import page
-from lm_eval_moecache.report.columns import setting
 from lm_eval_moecache.report.compare import Rules, compare
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.render import as_json, as_markdown
-from lm_eval_moecache.report.results import load_runs
-from lm_eval_moecache.report.tables import distinct, leaderboard
+from lm_eval_moecache.report.results import load_runs, setting
+from lm_eval_moecache.report.tables import as_json, as_markdown, distinct, leaderboard
 from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
 from lm_eval_moecache.sweep.worker import check_trace_cell
