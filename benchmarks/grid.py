@@ -22,9 +22,8 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Predicted, Trace, build_trace
+from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -21,8 +21,7 @@ from lm_eval_moecache.records.sizes import (
     parse_capacity,
     spell,
 )
-from lm_eval_moecache.trace.columns import Columns
-from lm_eval_moecache.trace.trace import build_trace
+from lm_eval_moecache.trace.trace import Columns, build_trace
 from tests.conftest import Moecache
 from tests.engine import traces
 

@@ -23,7 +23,7 @@ from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.trace.drafting import DraftNotes
+from lm_eval_moecache.trace.recorder import DraftNotes
 
 
 class DraftStage(ABC):

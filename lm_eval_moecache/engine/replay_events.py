@@ -19,8 +19,7 @@ from lm_eval_moecache.records.event import (
     Event,
 )
 from lm_eval_moecache.records.predictor import target_of
-from lm_eval_moecache.trace.columns import Halves
-from lm_eval_moecache.trace.trace import Proposed, Trace
+from lm_eval_moecache.trace.trace import Halves, Proposed, Trace
 
 
 @dataclass(frozen=True, slots=True)

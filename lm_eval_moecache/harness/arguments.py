@@ -49,9 +49,8 @@ from lm_eval_moecache.records.sizes import (
     parse_capacity,
 )
 from lm_eval_moecache.records.use import UseProfile
-from lm_eval_moecache.trace.recorder import Detail
+from lm_eval_moecache.trace.recorder import Detail, prepare_folder
 from lm_eval_moecache.trace.use import load_use, placement
-from lm_eval_moecache.trace.writer import prepare_folder
 
 _COMMANDS = ("lm_eval", "lm-eval", "lm_eval.__main__")
 

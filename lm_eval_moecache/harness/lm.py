@@ -46,8 +46,8 @@ from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
 from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.report.metrics import request_metrics
-from lm_eval_moecache.trace.columns import NO_REQUEST
 from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
+from lm_eval_moecache.trace.trace import NO_REQUEST
 
 
 class MoECacheLM(HFLM):

@@ -25,8 +25,6 @@ import pyarrow.parquet as pq
 from lm_eval_moecache.records.arrays import BoolArray, IntArray
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.trace.columns import Columns, Halves, Ints, misfit
-from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS, Drafted, Lists
 from lm_eval_moecache.trace.header import (
     REQUESTS_KEY,
     Header,
@@ -37,7 +35,20 @@ from lm_eval_moecache.trace.header import (
     read_scans,
     write_settled,
 )
-from lm_eval_moecache.trace.trace import Predicted, Proposed, Trace, TracedRequest, build_trace
+from lm_eval_moecache.trace.trace import (
+    DRAFT_COLUMNS,
+    Columns,
+    Drafted,
+    Halves,
+    Ints,
+    Lists,
+    Predicted,
+    Proposed,
+    Trace,
+    TracedRequest,
+    build_trace,
+    misfit,
+)
 
 SUFFIX = ".partial"
 """Of a stream; what is before it is the name of the trace that it becomes."""

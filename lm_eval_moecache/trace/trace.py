@@ -1,23 +1,266 @@
 """Routing traces in memory: what a run's routers chose, checked before anything uses it.
 
 Rows are (pass, layer, token) in execution order. The files they come from are the business of
-`file` (Parquet) and `formats` (others'); all of them end in `build_trace`.
+`file` (Parquet) and `formats` (others'); all of them end in `build_trace`. Shapes of drafts: F
+forwards of the draft before one pass, B layers of the draft, C of them that foretell a layer of the
+model, N experts kept of each such prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import field as made
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from lm_eval_moecache.records.arrays import IntArray
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
+from lm_eval_moecache.records.draft import NO_TARGET, Draft
 from lm_eval_moecache.records.emulation import RealModel
+from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.trace.columns import NO_REQUEST, Columns, Halves, Ints, check_rows
-from lm_eval_moecache.trace.drafting import Drafted
+
+Ints = npt.NDArray[np.int32]
+Halves = npt.NDArray[np.float16]
+NO_REQUEST = -1
+"""Request number of a row that no harness request was waiting for."""
+_DECODE = PHASES.index(DECODE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The rows of a trace. `phase` indexes PHASES; `experts` and `weights` are [rows, top_k]."""
+
+    request: Ints
+    pass_index: Ints
+    phase: Ints
+    token: Ints
+    layer: Ints
+    experts: Ints
+    weights: FloatArray | None = None
+
+
+def misfit(name: str, place: str, field: str, problem: str) -> ValueError:
+    """Build the error for a value that does not fit the format."""
+    return ValueError(f"trace {name}: {place}: {field} {problem}.")
+
+
+Refuse = Callable[[BoolArray, str, Callable[[int], str]], None]
+"""(marked rows, field, what is wrong with a row): raises for the first that is marked."""
+
+
+def check_rows(
+    name: str, geometry: Geometry, columns: Columns, where: Callable[[int], str]
+) -> IntArray:
+    """Check all rows; return the bounds of the events. ValueError names the row and the field."""
+    if not len(columns.layer):
+        raise ValueError(f"trace {name} holds no rows.")
+
+    def refuse(bad: BoolArray, field: str, problem: Callable[[int], str]) -> None:
+        if bad.any():
+            row = int(bad.argmax())
+            raise misfit(name, where(row), field, problem(row))
+
+    _check_values(geometry, columns, refuse)
+    bounds = _check_order(geometry.num_layers - 1, columns, refuse)
+    _check_tokens(geometry.num_layers, columns, bounds, refuse)
+    return bounds
+
+
+def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
+    """Check each row by itself."""
+
+    def check(bad: npt.ArrayLike, field: str, rule: str) -> None:
+        values = getattr(columns, field)
+        refuse(np.asarray(bad), field, lambda row: f"is {values[row].tolist()}, {rule}")
+
+    experts, weights = columns.experts, columns.weights
+    outside = ((experts < 0) | (experts >= geometry.num_experts)).any(axis=-1)
+    check(outside, "experts", f"must lie in 0..{geometry.num_experts - 1}")
+    ordered = np.sort(experts, axis=-1)
+    check((ordered[:, 1:] == ordered[:, :-1]).any(axis=-1), "experts", "names one twice")
+    if weights is not None:
+        check(~np.isfinite(weights).all(axis=-1), "weights", "must be finite")
+        rising = (weights[:, 1:] > weights[:, :-1]).any(axis=-1)
+        check(rising, "weights", "must come heaviest first")
+    check(columns.token < 0, "token", "must be 0 or more")
+    check(columns.request < NO_REQUEST, "request", "must be -1 or more")
+    layers = (columns.layer < 0) | (columns.layer >= geometry.num_layers)
+    check(layers, "layer", f"must lie in 0..{geometry.num_layers - 1}")
+
+
+def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
+    """Check that passes follow one another and each runs all layers; return the event bounds."""
+    passes, layers = columns.pass_index, columns.layer
+    refuse(passes[:1] != 0, "pass", lambda row: f"is {passes[row]}, must begin at 0")
+    step = np.diff(passes, prepend=passes[:1])
+    refuse(
+        (step != 0) & (step != 1),
+        "pass",
+        lambda row: f"is {passes[row]} after {passes[row - 1]}, must count up",
+    )
+    begins = step == 1
+    begins[0] = True
+    ends = np.append(begins[1:], True)
+    advance = np.diff(layers, prepend=-1)
+
+    def out_of_order(row: int) -> str:
+        before = "" if begins[row] else f" after {layers[row - 1]}"
+        return f"is {layers[row]}{before}, but each pass runs layers 0..{last} in order"
+
+    bad = np.where(begins, layers != 0, (advance != 0) & (advance != 1)) | (ends & (layers != last))
+    refuse(bad, "layer", out_of_order)
+    changes = np.diff(columns.phase, prepend=columns.phase[:1]) != 0
+    refuse(changes & (step == 0), "phase", lambda row: "changes within a pass")
+    starts = np.flatnonzero(begins | (advance == 1))
+    return np.append(starts, len(layers)).astype(np.int64)
+
+
+def _check_tokens(num_layers: int, columns: Columns, bounds: IntArray, refuse: Refuse) -> None:
+    """Check that the layers of a pass serve the same tokens in the same order.
+
+    The last layer may serve the last tokens of the pass' sequences only, as engines do that need
+    no other output; no layer serves more, or others, or in another order.
+    """
+    sizes = np.diff(bounds)
+    first = np.repeat(bounds[:-1][::num_layers], num_layers)
+    full = sizes == np.repeat(sizes[::num_layers], num_layers)
+    position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes)
+    twin = np.minimum(np.repeat(first, sizes) + position, bounds[-1] - 1)
+
+    def check_twins(field: str) -> None:
+        values = getattr(columns, field)
+        bad = (values != values[twin]) & np.repeat(full, sizes)
+        refuse(bad, field, lambda row: f"is {values[row]}, layer 0 has {values[twin[row]]} there")
+
+    check_twins("request")
+    check_twins("token")
+    ends = _check_sequences(columns, refuse)
+    uneven = np.flatnonzero(~full)
+    layers = uneven % num_layers
+    too_many = (layers < num_layers - 1) | (sizes[uneven] > sizes[uneven - layers])
+    bad = np.zeros(bounds[-1], dtype=bool)
+    bad[bounds[uneven[too_many]]] = True
+
+    def counts(row: int) -> str:
+        event = int(np.searchsorted(bounds, row))
+        of_first = sizes[event - event % num_layers]
+        return f"has {sizes[event]} rows in this pass, layer 0 has {of_first}"
+
+    refuse(bad, "layer", counts)
+    pairs = np.stack([columns.request, columns.token], axis=-1)
+    for event, base in zip(uneven, uneven - layers, strict=True):
+        of_first = slice(bounds[base], bounds[base + 1])
+        last = iter(pairs[of_first][ends[of_first]].tolist())
+        rows = slice(bounds[event], bounds[event + 1])
+        bad[rows] = [pair not in last for pair in pairs[rows].tolist()]
+    problem = "is not the last of a sequence of layer 0, and not all of them are here"
+    refuse(bad, "token", lambda row: problem)
+
+
+def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
+    """Check that texts read in one pass have each token once; return which rows end a sequence.
+
+    A row goes on with its request's text, one token further, or begins another. Passes that decode
+    have one row a sequence, several of one request where a search has several beams.
+    """
+    token = columns.token
+    same = (np.diff(columns.request) == 0) & (np.diff(columns.pass_index) == 0)
+    same &= np.diff(columns.layer) == 0
+    step = np.diff(token)
+    goes_on = same & (step == 1)
+    reads = same & (columns.phase[1:] != _DECODE)
+    beside = np.append(False, goes_on[:-1]) | np.append(goes_on[1:], False)
+
+    def problem(row: int) -> str:
+        before = token[row - 1]
+        if token[row] == before:
+            return "stands twice"
+        return f"is {token[row]} after {before}: one is missing"
+
+    refuse(np.append(False, reads & ((step > 1) | ((step == 0) & beside))), "token", problem)
+    return np.append(~goes_on, True)
+
+
+# --- what a draft model did before the passes that verify its tokens ---
+
+TOKENS, EXPERTS, RANKED = DRAFT_COLUMNS = ("draft_tokens", "draft_experts", "draft_ranked")
+"""Columns of lists that stand in a pass' first row: tokens of each forward [F]; different experts
+that each layer of the draft needed [F, B]; the model's experts, likeliest first [F, C, N]."""
+
+
+class Lists(NamedTuple):
+    """A list for each pass: pass p's is `values[bounds[p]:bounds[p + 1]]`."""
+
+    values: Ints
+    bounds: IntArray
+
+    def at(self, index: int) -> Ints:
+        return self.values[self.bounds[index] : self.bounds[index + 1]]
+
+    def pass_of(self, place: int) -> str:
+        """Name the pass that a value belongs to."""
+        return f"pass {int(np.searchsorted(self.bounds, place, side='right')) - 1}"
+
+    def check(self, name: str, column: str, sizes: IntArray, least: int, most: int) -> None:
+        """Check how many values each pass has, and that they lie within these bounds."""
+        found = np.diff(self.bounds)
+        if (found != sizes).any():
+            index = int((found != sizes).argmax())
+            problem = f"has {found[index]} values, must have {sizes[index]}"
+            raise misfit(name, f"pass {index}", column, problem)
+        bad = (self.values < least) | (self.values > most)
+        if bad.any():
+            place = int(bad.argmax())
+            problem = f"holds {self.values[place]}, must lie in {least}..{most}"
+            raise misfit(name, self.pass_of(place), column, problem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafted:
+    """All drafting of a recorded run. `draft` is None where drafts came from the prompt."""
+
+    draft: Draft | None = None
+    ranked: int = 0
+    """Experts kept of each prediction, likeliest first."""
+    tokens: Lists | None = None
+    experts: Lists | None = None
+    ranks: Lists | None = None
+    settled: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Pass -> tokens that were drafted for it, and how many it accepted."""
+
+    @property
+    def foretold(self) -> tuple[int, ...]:
+        """The model's layers that each forward of the draft foretells."""
+        targets = () if self.draft is None or not self.ranked else self.draft.targets
+        return tuple(target for target in targets if target != NO_TARGET)
+
+    def output_tokens(self, passes: Iterable[int]) -> int:
+        """Return how many tokens passes of a generation gave: their own, and accepted drafts."""
+        return sum(1 + self.settled.get(index, (0, 0))[1] for index in passes)
+
+    def check(self, name: str, num_experts: int) -> None:
+        """Check that the lists of each pass fit together; ValueError names pass and column."""
+        if self.draft is None:
+            return
+        assert self.tokens is not None and self.experts is not None and self.ranks is not None
+        forwards = np.diff(self.tokens.bounds)
+        own, width = self.draft.geometry, len(self.foretold) * self.ranked
+        self.tokens.check(name, TOKENS, forwards, 1, np.iinfo(np.int32).max)
+        self.experts.check(name, EXPERTS, forwards * own.num_layers, 1, own.num_experts)
+        self.ranks.check(name, RANKED, forwards * width, 0, num_experts - 1)
+        if width:
+            ordered = np.sort(self.ranks.values.reshape(-1, self.ranked), axis=-1)
+            twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
+            if twice.any():
+                place = self.ranks.pass_of(int(twice.argmax()) * self.ranked)
+                raise misfit(name, place, RANKED, "names an expert twice")
+
+
+# --- the trace ---
 
 _CHUNK_EVENTS = 65536
 

@@ -26,10 +26,9 @@ from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
-from lm_eval_moecache.trace.drafting import Drafted
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.trace import Predicted, Trace, TracedRequest
+from lm_eval_moecache.trace.trace import Drafted, Predicted, Trace, TracedRequest
 from tests.engine import traces
 from tests.engine.traces import HARDWARE, published, setting_for
 

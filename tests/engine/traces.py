@@ -18,11 +18,10 @@ from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event, uniqu
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.trace.columns import Columns
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import Header
-from lm_eval_moecache.trace.trace import Trace, build_trace
-from lm_eval_moecache.trace.writer import TraceWriter
+from lm_eval_moecache.trace.recorder import TraceWriter
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace
 
 GEOMETRY = Geometry(
     model="generated",

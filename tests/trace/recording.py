@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lm_eval_moecache.trace.header import Header
-from lm_eval_moecache.trace.writer import TraceWriter
+from lm_eval_moecache.trace.recorder import TraceWriter
 from tests.engine import traces
 
 

@@ -26,10 +26,9 @@ from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.formats.parquet import Parquet
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
-from lm_eval_moecache.trace.recorder import identity
+from lm_eval_moecache.trace.recorder import TraceWriter, identity
 from lm_eval_moecache.trace.trace import Trace, with_sizes
 from lm_eval_moecache.trace.use import use_of
-from lm_eval_moecache.trace.writer import TraceWriter
 from tests.engine import traces
 
 FOLDER = Path(__file__).parent / "formats"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.trace import file, writer
+from lm_eval_moecache.trace import file, recorder
 from lm_eval_moecache.trace.file import read_trace
-from lm_eval_moecache.trace.writer import TraceWriter
+from lm_eval_moecache.trace.recorder import TraceWriter
 from tests.trace.recording import requests, start
 
-FILES = {str(writer.__file__), str(file.__file__)}
+FILES = {str(recorder.__file__), str(file.__file__)}
 PASSES = 2
 REQUESTS = 3
 START, STEP = 0, 4

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lm_eval_moecache.trace.file import COLUMNS, read_trace
 from lm_eval_moecache.trace.header import Header
 from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.recorder import TraceWriter, prepare_folder
 from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.writer import TraceWriter, prepare_folder
 from tests.engine import traces
 from tests.trace.recording import half_a_recording
 

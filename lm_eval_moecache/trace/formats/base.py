@@ -19,8 +19,7 @@ from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.trace.columns import Columns, misfit
-from lm_eval_moecache.trace.trace import Trace, build_trace
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
 
 MOST_EXPERT = 2**15 - 1
 """Ids are int16 in our own files."""

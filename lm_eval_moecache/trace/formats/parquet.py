@@ -13,8 +13,8 @@ from lm_eval_moecache.records.event import PHASES
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat
 from lm_eval_moecache.trace.header import Header
+from lm_eval_moecache.trace.recorder import TraceWriter
 from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.writer import TraceWriter
 
 
 class Parquet(TraceFormat):

@@ -14,9 +14,8 @@ import pyarrow.csv
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import read_text, write_whole
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.trace.columns import Columns, misfit
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat, one_request
-from lm_eval_moecache.trace.trace import Trace, build_trace
+from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
 
 MARK = "# route_trace v1"
 OF_TOKEN = ("turn", "phase", "step", "layer")

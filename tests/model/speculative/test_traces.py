@@ -21,11 +21,10 @@ from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.trace.drafting import DRAFT_COLUMNS
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.recorder import Detail
-from lm_eval_moecache.trace.trace import Trace
+from lm_eval_moecache.trace.trace import DRAFT_COLUMNS, Trace
 from tests.conftest import Moecache
 from tests.harness import make_instance
 from tests.model.speculative.drafts import narrow_draft, requests
