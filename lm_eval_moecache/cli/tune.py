@@ -53,8 +53,7 @@ def run(arguments: Namespace) -> int:
     # Imported late: it brings torch and lm-eval, and a wrong option should not wait for them.
     from lm_eval_moecache.tune.measure import Objective
     from lm_eval_moecache.tune.outcome import front_table
-    from lm_eval_moecache.tune.run import tune
-    from lm_eval_moecache.tune.search import Effort
+    from lm_eval_moecache.tune.search import Effort, tune
 
     objective = Objective(
         pretrained=arguments.pretrained,

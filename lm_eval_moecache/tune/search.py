@@ -1,30 +1,192 @@
-"""The search itself: shipped compositions first, then candidates of an Optuna study.
+"""One search, from what is asked to files: the front, and the best policy as a policy file.
 
-Every candidate's lossless part (its prefetch and eviction) is replayed first; a lossy candidate
-whose lossless part is slow is pruned there, before the model runs.
+The question is checked before the first run. Shipped compositions are measured first, then
+candidates of an Optuna study. Every candidate's lossless part (its prefetch and eviction) is
+replayed first; a lossy candidate whose lossless part is slow is pruned there, before the model
+runs. What was found is confirmed on documents that the search has not seen.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
+import logging
+import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import policy_names
+from lm_eval_moecache.algorithms.policy import policy_names, unmangle
+from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
+from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
+from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import read_yaml, write_whole
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.hardware import RENAMED
+from lm_eval_moecache.records.ledger import GENERATE
+from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
 from lm_eval_moecache.report.metrics import METRICS
+from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
+from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
+from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.worker import BY_REPLAY
-from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Figures
-from lm_eval_moecache.tune.outcome import SEARCHED, SHIPPED, composition_text
-from lm_eval_moecache.tune.space import Space
-from lm_eval_moecache.tune.study import import_optuna
+from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Figures, Objective, overrides_of
+from lm_eval_moecache.tune.outcome import (
+    SEARCHED,
+    SHIPPED,
+    Entry,
+    Outcome,
+    composition_text,
+    confirmation_text,
+    front_table,
+    policy_yaml,
+    read_outcome,
+)
 
+logger = logging.getLogger(__name__)
+JOURNAL = "study.journal"
+_STUDY = "moecache"
+_STARTUP_TRIALS = 24
+DEFAULT_SPACE = Path(__file__).with_name("space.yaml")
 REFERENCE = "on_demand"
 """The composition that is measured whatever the time: what the others are compared with."""
 Candidate = tuple[ResolvedCell, Any]
 """What would run, and its trial; a shipped composition has none before it is measured."""
+OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"})
+"""Metrics of the tokens after a request's first, which only a generating task has."""
+
+
+def tune(
+    objective: Objective,
+    effort: Effort,
+    folder: Path,
+    space_file: Path | None,
+    say: Callable[[str], object],
+) -> Outcome:
+    """Search, confirm the best by runs of the model, and write `front.*` and `best.yaml`.
+
+    Raises ValueError for anything the options can cause, before the first run.
+    """
+    space = read_space(space_file or DEFAULT_SPACE)
+    check_objective(objective)
+    with only_sweep(folder), CandidateRunner(objective, folder, effort.jobs) as runner:
+        study = open_study(folder, objective, effort.seed)
+        runner.prepare(space.max_depth)
+        search = Search(runner, space.fit(runner.trace.geometry), effort, study, say)
+        search.run()
+        outcome = read_outcome(study, search.floor)
+        best = outcome.fastest()
+        if best is not None:
+            found = confirm(runner, best, say)
+            outcome = dataclasses.replace(outcome, confirmation=found)
+            say(confirmation_text(best.name, found))
+    write_whole(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
+    write_whole(folder / "front.md", front_table(outcome.as_dict()))
+    if best is not None:
+        write_whole(folder / "best.yaml", policy_yaml(best, outcome))
+    return outcome
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise ValueError where no run of it could begin, or its tasks have not what is asked.
+
+    That is the metric, and a score for which more is better.
+    """
+    if not objective.tasks:
+        raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
+    check_task_names(objective.tasks, ())
+    # Before a folder is made, which would then be a search with these options.
+    check_cell(objective.cell({"policy": "on_demand"}))
+    tasks = leaf_tasks(objective.tasks)
+    named = f"tasks={','.join(objective.tasks)}"
+    if objective.metric in OF_GENERATION:
+        kinds = answers_of(tasks)
+        if GENERATE not in kinds:
+            others = "ttft_ms, hit_rate or miss_rate"
+            raise ValueError(
+                f"{named} give no {objective.metric}: they generate nothing ({', '.join(kinds)}). "
+                f"Allowed: a task with generation among them, or another metric: {others}."
+            )
+    if not any(
+        better
+        for task in tasks.values()
+        for name, better in task.higher_is_better().items()
+        if name not in HIGHER_IS_BETTER
+    ):
+        raise ValueError(
+            f"{named} give no accuracy: they have no score for which more is better. "
+            "Allowed: one of them with such a score."
+        )
+
+
+def other_documents(objective: Objective) -> dict[str, Sequence[int]]:
+    """Return as many documents of each task again as were searched, or those that are left.
+
+    Empty where the search has seen all documents of some task: then there are no others.
+    """
+    limit = objective.limit
+    if limit is None:
+        return {}
+    found: dict[str, Sequence[int]] = {}
+    for name, task in leaf_tasks(objective.tasks).items():
+        size = len(task.eval_docs)
+        # As lm-eval reads a share below 1.
+        seen = -int(-size * limit // 1) if limit < 1 else int(limit)
+        found[name] = range(seen, min(2 * seen, size))
+    return found if all(found.values()) else {}
+
+
+def confirm(
+    runner: CandidateRunner, best: Entry, say: Callable[[str], object]
+) -> dict[str, Any] | None:
+    """Run the best policy beside plain loading on other documents; None where there are none.
+
+    What is found at its best on some documents is worse on others: the loss stated here is the one
+    to believe. A best that was only replayed is first run on the documents of the search: both must
+    say the same. Raises ValueError where one of the runs fails.
+    """
+    plain, policy = {"policy": "on_demand"}, best.policy
+    args = {**plain, **overrides_of(policy)}
+    if policy["phases"] != "all":
+        args["phases"] = policy["phases"]
+    if best.measured_by == BY_REPLAY:
+        [again] = _figures(runner, [runner.candidate(best.name, args)])
+        say(f"{best.name}: run: accuracy {again.accuracy:.3f}, speed {again.speed:.1f}")
+    samples = other_documents(runner.objective)
+    if not samples:
+        return None
+    reference = runner.candidate("reference, other documents", plain, samples)
+    chosen = runner.candidate(f"{best.name}, other documents", args, samples)
+    before, after = _figures(runner, [reference, chosen])
+    lost = (before.accuracy - after.accuracy) / POINT
+    return {
+        "documents": {task: len(numbers) for task, numbers in samples.items()},
+        "accuracy": after.accuracy,
+        "stderr": after.stderr,
+        "reference_accuracy": before.accuracy,
+        "speed": after.speed,
+        "reference_speed": before.speed,
+        "points_lost": lost,
+        "within_budget": lost <= runner.objective.budget + 1e-9,
+    }
+
+
+def _figures(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> list[Figures]:
+    found = []
+    for candidate, figures in zip(candidates, runner.run(candidates), strict=True):
+        if isinstance(figures, str):
+            raise ValueError(f"{candidate.cell.label}: {figures}")
+        found.append(figures)
+    return found
+
+
+# --- the search ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,3 +350,151 @@ class Search:
         for key, value in attributes.items():
             trial.set_user_attr(key, value)
         self.study.tell(trial, values, state)
+
+
+# --- its space: which algorithms, and which of their parameters in what range ---
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """`axes[axis][algorithm][parameter]` is a list of choices or a range."""
+
+    axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """Draw one composition from an Optuna trial, as the overrides of `load_policy`."""
+        overrides: dict[str, Any] = {}
+        for axis, algorithms in self.axes.items():
+            name = trial.suggest_categorical(axis, list(algorithms))
+            overrides[axis] = name
+            for parameter, values in algorithms[name].items():
+                # The algorithm is part of the name: two may have a parameter of one name.
+                drawn = _suggest(trial, f"{axis}.{name}.{parameter}", values)
+                overrides[f"{axis}.{parameter}"] = drawn
+        return overrides
+
+    def fit(self, geometry: Geometry) -> Space:
+        """Put a model's sizes in the place of their names."""
+        sizes = {name: getattr(geometry, name) for name in SIZES}
+
+        def fitted(values: Any) -> Any:
+            if isinstance(values, list):
+                return values
+            return {k: sizes.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+
+        return Space(
+            {
+                axis: {
+                    name: {p: fitted(values) for p, values in parameters.items()}
+                    for name, parameters in algorithms.items()
+                }
+                for axis, algorithms in self.axes.items()
+            }
+        )
+
+    @property
+    def max_depth(self) -> int:
+        """The furthest that a prefetcher of the space looks ahead, in layers."""
+        reach = 1
+        for parameters in self.axes["prefetch"].values():
+            depth = parameters.get("depth", [1])
+            reach = max(reach, *map(int, [depth["high"]] if isinstance(depth, dict) else depth))
+        return reach
+
+
+def read_space(path: Path) -> Space:
+    """Read a space file. Raises ValueError naming what is unknown or malformed."""
+    what = f"space={str(path)!r}"
+    found = check(SpaceFile, read_yaml(path, what), what)
+    axes: dict[str, dict[str, dict[str, Any]]] = {axis: dict(getattr(found, axis)) for axis in AXES}
+    for axis in AXES:
+        for name, parameters in axes[axis].items():
+            known = [unmangle(n) for n in parameters_of(find_algorithm(axis, name))]
+            for parameter in parameters:
+                if parameter not in known:
+                    raise unknown(f"space: {axis}.{name}: parameter", parameter, known)
+    return Space(axes)
+
+
+def _suggest(trial: Any, name: str, values: Any) -> Any:
+    if isinstance(values, list):
+        return trial.suggest_categorical(name, values)
+    low, high, log = values["low"], values["high"], bool(values.get("log", False))
+    if isinstance(low, int) and isinstance(high, int):
+        return trial.suggest_int(name, low, high, log=log)
+    return trial.suggest_float(name, float(low), float(high), log=log)
+
+
+# --- its Optuna study, in a journal file, so that an interrupted search goes on ---
+
+
+def import_optuna() -> Any:
+    """Import the optional search library, or say which extra brings it."""
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ValueError(
+            f"moecache tune needs the package 'optuna', which is not installed ({error}). "
+            "Install it with: pip install 'lm-eval-moecache[tune]'."
+        ) from error
+
+
+def open_study(folder: Path, objective: Objective, seed: int) -> Any:
+    """Open or create the folder's study, which nobody else may be at work on.
+
+    Raises ValueError where it is of another objective, or its journal is no longer readable.
+    """
+    optuna = import_optuna()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    _mend(folder / JOURNAL)
+    direction = "maximize" if METRICS[objective.metric][2] else "minimize"
+    journal = optuna.storages.journal
+    try:
+        storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
+        directions = ["maximize", direction]
+        study = optuna.create_study(
+            study_name=_STUDY, storage=storage, directions=directions, load_if_exists=True
+        )
+    except OSError:
+        raise
+    except Exception as error:  # Optuna trusts its journal: any key that lacks, any assertion
+        raise ValueError(
+            f"out={str(folder)!r}: {JOURNAL} is no readable journal of a search "
+            f"({type(error).__name__}: {error}). Give another folder, or remove it to begin anew."
+        ) from error
+    asked = {**dataclasses.asdict(objective), "tasks": list(objective.tasks)}
+    before = {**asked, **study.user_attrs.get("question", {})}
+    before["hardware"] = RENAMED.get(before["hardware"], before["hardware"])
+    for key, value in asked.items():
+        if before[key] != value:
+            raise ValueError(
+                f"out={str(folder)!r} holds a search with {key}={before[key]!r}, not {value!r}. "
+                "Give another folder, or the same options to go on with it."
+            )
+    study.set_user_attr("question", asked)
+    with warnings.catch_warnings():
+        # `constraints_func` is deprecated in Optuna 5 for a method that Optuna 4 does not have.
+        warnings.simplefilter("ignore", FutureWarning)
+        study.sampler = optuna.samplers.TPESampler(
+            # A resumed search draws anew instead of repeating its first trials.
+            seed=seed + len(study.get_trials(deepcopy=False)),
+            n_startup_trials=_STARTUP_TRIALS,
+            constraints_func=lambda trial: (trial.user_attrs.get("excess", 1.0),),
+        )
+    return study
+
+
+def _mend(journal: Path) -> None:
+    """Take away what a kill or a full disk in the middle of a write has left.
+
+    That is the lock, for which Optuna would wait half a minute, and a torn last line: the next
+    one would be written behind it, and the journal would be lost.
+    """
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    if journal.is_file():
+        data = journal.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            logger.warning("%s: its last line was torn, and is left out.", journal)
+            os.truncate(journal, whole)

@@ -43,8 +43,7 @@ from lm_eval_moecache.tiny import MODEL_DIR
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import load_use
 from lm_eval_moecache.tune.measure import Objective
-from lm_eval_moecache.tune.space import read_space
-from lm_eval_moecache.tune.study import open_study
+from lm_eval_moecache.tune.search import open_study, read_space
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four
 from tests.soak.corpus import Bad, table

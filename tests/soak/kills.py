@@ -39,7 +39,7 @@ WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(
     [
         "lm_eval.__main__",
-        *(f"lm_eval_moecache.{m}" for m in ("harness.lm", "sweep.run", "tune.run")),
+        *(f"lm_eval_moecache.{m}" for m in ("harness.lm", "sweep.run", "tune.search")),
     ]
 )
 

@@ -20,7 +20,7 @@ from lm_eval_moecache.testing.artifacts import artifact_for
 from lm_eval_moecache.testing.contracts import GEOMETRY
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.use import use_of
-from lm_eval_moecache.tune.study import open_study
+from lm_eval_moecache.tune.search import open_study
 from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record

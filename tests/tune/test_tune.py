@@ -29,8 +29,7 @@ from lm_eval_moecache.tune.outcome import (
     front_table,
     policy_yaml,
 )
-from lm_eval_moecache.tune.space import DEFAULT_SPACE, Space, read_space
-from lm_eval_moecache.tune.study import JOURNAL, open_study
+from lm_eval_moecache.tune.search import DEFAULT_SPACE, JOURNAL, Space, open_study, read_space
 from tests.conftest import Checkpoint, Moecache
 from tests.soak.judge import OBJECTIVE
 from tests.sweep.toy import write_tasks
