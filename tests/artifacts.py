@@ -22,7 +22,7 @@ from lm_eval_moecache.records.artifact import (
 from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, WEIGHTED
 from lm_eval_moecache.records.sensitivity import LAYERS
 from lm_eval_moecache.records.use import UseProfile, write_use
-from lm_eval_moecache.testing.artifacts import (
+from lm_eval_moecache.testing.streams import (
     MAKERS,
     artifact_folder,
     artifact_for,

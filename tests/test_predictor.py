@@ -53,8 +53,7 @@ from lm_eval_moecache.records.data_aware import NUM_LSTMS, cost_of
 from lm_eval_moecache.records.data_aware import shapes as sida_shapes
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.predictor import costs, shapes, target_of
-from lm_eval_moecache.testing.artifacts import artifact_for
-from lm_eval_moecache.testing.streams import make_geometry, make_hardware
+from lm_eval_moecache.testing.streams import artifact_for, make_geometry, make_hardware
 from lm_eval_moecache.trace.importers import load_trace
 from tests.artifacts import predictor_of, profile_for
 from tests.conftest import Checkpoint, Moecache

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 from lm_eval_moecache.analysis.coactivation import observe
-from lm_eval_moecache.analysis.fisher import Fisher
+from lm_eval_moecache.analysis.sensitivity import Fisher
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest

@@ -30,7 +30,7 @@ def run(arguments: Namespace) -> int:
     del data["documents"]
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-    from lm_eval_moecache.analysis.fisher import Fisher
+    from lm_eval_moecache.analysis.sensitivity import Fisher
 
     analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
     geometry = analyzed.geometry

@@ -29,7 +29,6 @@ from lm_eval_moecache.records.event import (
     Event,
     resident_mask,
 )
-from lm_eval_moecache.testing.artifacts import profile_parameter
 from lm_eval_moecache.testing.streams import (
     StreamFuture,
     all_events,
@@ -40,6 +39,7 @@ from lm_eval_moecache.testing.streams import (
     make_geometry,
     make_stream,
     policy_of,
+    profile_parameter,
     run,
 )
 

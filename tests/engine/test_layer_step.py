@@ -21,7 +21,7 @@ from lm_eval_moecache.engine.virtual.clock import EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.testing.artifacts import artifact_for
+from lm_eval_moecache.testing.streams import artifact_for
 from tests.engine.scripted import (
     Always,
     FixedPrefetch,
