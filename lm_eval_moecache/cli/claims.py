@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.numbers import finite
 from lm_eval_moecache.report.claims import Verdict, answer, page, read_claims

@@ -2,32 +2,33 @@
 
 A subcommand is a module of this folder with a docstring (its help), `add_arguments(parser)` and
 `run(arguments)`, which returns the exit code. A module with `run_raw(argv)` parses for itself.
-Only the chosen module is imported, so that `moecache replay` starts without torch.
+Only the chosen module is imported, so that `moecache replay` starts without torch. Below: what
+commands parse and print with.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import pkgutil
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from argparse import SUPPRESS, Action
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import check_writable, read_yaml
-from lm_eval_moecache.records.numbers import MOST_COUNT, is_plain, read_number, shown
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown
 from lm_eval_moecache.records.paths import check_place
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
-
 
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command begins anew.",
@@ -43,13 +44,12 @@ _HINTS = (
     "`moecache COMMAND --help` shows a command's options, `moecache --version` the\n"
     "version, `moecache completion bash` (zsh, tcsh) a script that completes both."
 )
-_NO_COMMANDS = ("main", "parsers")
 NOTHING_KEPT = "The same command begins anew."
 
 
 def command_names() -> list[str]:
     folder = importlib.import_module("lm_eval_moecache.cli").__path__
-    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name not in _NO_COMMANDS)
+    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "main")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,13 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, argv: list[str]) -> int:
     if name in ("-h", "--help"):
-        width = shutil.get_terminal_size((80, 24)).columns - 1
-        lines = ["usage: moecache COMMAND [options]", ""]
-        for each in command_names():
-            lead, rest = f"  {each:10s} ", " " * 13
-            text = summary_of(each)
-            lines += textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=rest)
-        sys.stdout.write("\n".join([*lines, "", _HINTS, ""]))
+        rows = [(each, summary_of(each)) for each in command_names()]
+        lines = ["usage: moecache COMMAND [options]", "", *listed(rows, 13), "", _HINTS, ""]
+        sys.stdout.write("\n".join(lines))
         return 0
     if name == "--version" and not argv:
         sys.stdout.write(f"moecache {version('lm-eval-moecache')}\n")
@@ -99,8 +95,6 @@ def _run(name: str, argv: list[str]) -> int:
 
 def parser_of(name: str) -> ArgumentParser:
     """Return the parser of a command that does not parse for itself."""
-    from lm_eval_moecache.cli.parsers import make_parser
-
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     parser = make_parser(f"moecache {name}", module.__doc__)
     module.add_arguments(parser)
@@ -121,7 +115,6 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
             if not isinstance(found, dict):
                 raise ValueError(f"{what} must hold a mapping of options; it holds {shown(found)}.")
     arguments = parser.parse_args(list(argv))
-    check_plain_numbers(argv, arguments)
     if getattr(arguments, "pretrained", None) is not None:
         check_place("pretrained", arguments.pretrained)
     for key in WRITTEN:
@@ -134,28 +127,6 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     return arguments
 
 
-def check_plain_numbers(argv: Sequence[str], arguments: Namespace) -> None:
-    """Refuse what YAML and Python take for numbers and readers do not: `0x10`, `010`, `1_000`."""
-    key = ""
-    for word in argv:
-        option, equals, text = word.partition("=")
-        if option.startswith("--"):
-            key = option[2:].replace("-", "_")
-            if not equals:
-                continue
-        else:
-            text = word
-        value = vars(arguments).get(key)
-        values = value if isinstance(value, list) else [value]
-        numeric = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in values)
-        parts = [part.strip() for part in text.strip("[] ").split(",")]
-        digits = [part for part in parts if any(map(str.isdigit, part))]
-        if numeric and not all(map(is_plain, digits)):
-            raise ValueError(f"--{key}={shown(text)} must be a number in plain digits.")
-        if equals or not isinstance(value, list):
-            key = ""  # What follows is no value of it.
-
-
 def summary_of(name: str) -> str:
     # Read, not imported: some commands bring torch and lm-eval, seconds for a line of text.
     module = name if "." in name else f"cli.{name}"
@@ -163,6 +134,66 @@ def summary_of(name: str) -> str:
     assert found is not None and found.origin is not None, f"no module for {name!r}"
     source = Path(found.origin).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
+
+
+# --- jsonargparse with help pages that fit a terminal ---
+
+
+class PlainHelp(DefaultHelpFormatter):
+    """Says of an option what it does and its default, once; a type where the help names none."""
+
+    def _expand_help(self, action: Action) -> str:
+        text = (action.help or "").replace("%%", "%")
+        default = action.default
+        if default in (None, False, SUPPRESS) or not action.option_strings or "default" in text:
+            return text
+        return f"{text} (default: {default})"
+
+
+def make_parser(prog: str, description: str | None, epilog: str | None = None) -> ArgumentParser:
+    """Return the parser of a command, with the options that all of them have."""
+    parser = ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=PlainHelp,
+        print_config=None,
+    )
+    parser.add_argument("--config", action="config", help="read options from a YAML file")
+    parser.add_argument("--json", action="store_true", help="print machine-readable output")
+    return parser
+
+
+def print_result(as_json: bool, found: Any, text: str) -> int:
+    """Print what a command has found in the form asked for; return its exit code."""
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else text)
+    return 0
+
+
+def terminal_width() -> int:
+    """Return how many columns a line may have: COLUMNS, the terminal's, or 80."""
+    return max(shutil.get_terminal_size((80, 24)).columns, 40)
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """Return a paragraph as lines that fit the terminal."""
+    lead = " " * indent
+    return textwrap.wrap(
+        text,
+        terminal_width() - 1,
+        initial_indent=lead,
+        subsequent_indent=lead,
+        break_on_hyphens=False,
+    )
+
+
+def listed(rows: Iterable[tuple[str, str]], lead: int) -> list[str]:
+    """Return lines of names and what they are, wrapped to the terminal beside `lead` columns."""
+    lines: list[str] = []
+    for name, text in rows:
+        first, *others = wrapped(text, lead)
+        lines += [f"  {name:{lead - 3}s} {first.lstrip()}", *others]
+    return lines
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.report.plots import write_figures, write_plots
 from lm_eval_moecache.report.results import load_runs, selected
 from lm_eval_moecache.sweep.spec import read_sweep

@@ -6,8 +6,7 @@ import importlib
 import pkgutil
 import sys
 
-from lm_eval_moecache.cli.main import parsed, summary_of
-from lm_eval_moecache.cli.parsers import listed, make_parser, wrapped
+from lm_eval_moecache.cli.main import listed, make_parser, parsed, summary_of, wrapped
 from lm_eval_moecache.records.errors import unknown
 
 

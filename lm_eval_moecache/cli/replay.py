@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.cli.parsers import make_parser, print_result
+from lm_eval_moecache.cli.main import make_parser, print_result
 from lm_eval_moecache.engine.setting import (
     ATTENTIONS,
     EXECUTIONS,

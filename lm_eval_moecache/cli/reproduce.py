@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import main as moecache
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.schemas.inputs import Recipe, ReproducedValue, check_limit, read_jobs
 from lm_eval_moecache.report.results import (

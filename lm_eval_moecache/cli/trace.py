@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from jsonargparse import Namespace
 
-from lm_eval_moecache.cli.main import parsed
-from lm_eval_moecache.cli.parsers import make_parser, print_result
+from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.event import DECODE, PHASES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import KEYS
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.cli.parsers import print_result
+from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.hardware import load_hardware
