@@ -7,9 +7,9 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.records.schemas.inputs import SweepFields, sweep_fields
 from lm_eval_moecache.report.plots import write_figures, write_plots
 from lm_eval_moecache.report.results import load_runs, selected
-from lm_eval_moecache.sweep.spec import read_sweep
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
         raise ValueError(
             f"--where={arguments.where!r}: no run has these settings. Form: SETTING=VALUE,..."
         )
-    own = read_sweep(path).figures if path.is_file() else []
+    own = sweep_fields(path, SweepFields).figures if path.is_file() else []
     # A sweep that names its figures is told by those, unless another picture is asked for.
     if own and arguments.task is None:
         if arguments.group is not None:

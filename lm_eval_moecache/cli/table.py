@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.schemas.base import check
-from lm_eval_moecache.records.schemas.inputs import Board
+from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected
 from lm_eval_moecache.report.tables import (
@@ -22,7 +22,6 @@ from lm_eval_moecache.report.tables import (
     rows_as_markdown,
     view_table,
 )
-from lm_eval_moecache.sweep.spec import read_sweep
 
 logger = logging.getLogger(__name__)
 BOARD = "table.yaml"
@@ -141,7 +140,7 @@ def collect(
         board = check(Board, read_yaml(path, str(path)), str(path))
     elif (folder / "sweep.yaml").is_file():
         # A sweep says only its title and its views.
-        sweep = read_sweep(folder / "sweep.yaml")
+        sweep = sweep_fields(folder / "sweep.yaml", SweepFields)
         board = Board(title=sweep.title or sweep.name, views=sweep.views)
     else:
         board = Board()

@@ -12,30 +12,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import Field
+from typing import Any
 
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import is_file, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.paths import TINY, recipes_dir
-from lm_eval_moecache.records.schemas.base import Schema, check, count
+from lm_eval_moecache.records.schemas.base import check
 from lm_eval_moecache.records.schemas.inputs import (
-    MOST_JOBS,
-    Fewshot,
-    Figure,
-    Limit,
-    Mappings,
-    Names,
     Options,
     Recipe,
-    View,
+    SweepFields,
+    sweep_fields,
 )
 
-Executor = Literal["local", "ray", "submitit"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
 # What a cell gives to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
 OPTIONS = tuple(Options.model_fields)
 _RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
@@ -68,36 +59,8 @@ class Cell:
         return {key: value for key, value in self.model_args.items() if key != what}
 
 
-class SweepFile(Schema):
-    """The fields of `sweep.yaml`.
-
-    Each mapping of `runs` (one empty run where there is none) is crossed with every combination
-    of each `grid`, over `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
-    evaluation's `OPTIONS`. A cell that has all items of an `exclude` entry is left out. `bounds`
-    (belady, oracle) adds a replay that knows the future wherever a lossless cell stands.
-
-    `traces` (files, or patterns like `traces/*.parquet`) takes the place of `tasks`: every cell is
-    replayed on each of them, and no model runs. Then `eviction: belady` is a value like any other.
-    """
-
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    title: str = ""
-    model: str = "moecache"
-    tasks: Names = Field(default_factory=list)
-    traces: Names = Field(default_factory=list)
-    limit: Limit = None
-    num_fewshot: Fewshot | None = None
-    include_path: Names = Field(default_factory=list)
-    base: dict[str, Any] = Field(default_factory=dict)
-    grid: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
-    runs: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
-    exclude: Mappings = Field(default_factory=list)
-    bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
-    executor: Executor = "local"
-    executor_options: dict[str, Any] = Field(default_factory=dict)
-    jobs: Annotated[int, count(1, MOST_JOBS)] = 1
-    views: list[View] = Field(default_factory=list)
-    figures: list[Figure] = Field(default_factory=list)
+class SweepFile(SweepFields):
+    """The fields of `sweep.yaml`, and the cells that they stand for."""
 
     def cells(self) -> list[Cell]:
         """Expand to cells, in the order written, the last key of a grid varying fastest."""
@@ -165,16 +128,12 @@ def read_sweep(path: Path) -> SweepFile:
     """Read and check a sweep file. Raises ValueError naming the field, FileNotFoundError."""
     if not is_file(path):
         raise FileNotFoundError(f"sweep file {str(path)!r}: there is no such file.")
-    what = f"sweep file {path.name}"
-    data = read_yaml(path, what)
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
-    given = {key: value for key, value in data.items() if value is not None}
-    sweep = check(SweepFile, {"name": path.resolve().parent.name, **given}, what)
+    sweep = sweep_fields(path, SweepFile)
     for key in ("model", "tasks", "limit", "num_fewshot", "include_path"):
-        if sweep.traces and given.get(key):
+        given = getattr(sweep, key)
+        if sweep.traces and key in sweep.model_fields_set and given:
             raise ValueError(
-                f"sweep {sweep.name!r}: {key}={given[key]!r} beside `traces`, where no model runs. "
+                f"sweep {sweep.name!r}: {key}={given!r} beside `traces`, where no model runs. "
                 "Allowed: one of `tasks` and `traces`."
             )
     grids = map(_axes, sweep.grid)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import Annotated, Any, Literal, TypeGuard
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 
+from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown
 from lm_eval_moecache.records.schemas.base import Schema, check, count, number
 
@@ -22,6 +24,8 @@ _INFINITE = ("peak_flops", "memory_bytes_per_s")
 """Compute that takes no time is an idealisation of some use; a link or a memory without end would
 leave nothing to measure."""
 
+Executor = Literal["local", "ray", "submitit"]
+EXECUTORS: tuple[str, ...] = get_args(Executor)
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -264,6 +268,54 @@ class SpaceFile(Schema):
     prefetch: Algorithms
     eviction: Algorithms
     miss: Algorithms
+
+
+# --- a grid or list of runs: `sweep.yaml` ---
+
+
+class SweepFields(Schema):
+    """The fields of `sweep.yaml`.
+
+    Each mapping of `runs` (one empty run where there is none) is crossed with every combination
+    of each `grid`, over `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
+    evaluation's `OPTIONS`. A cell that has all items of an `exclude` entry is left out. `bounds`
+    (belady, oracle) adds a replay that knows the future wherever a lossless cell stands.
+
+    `traces` (files, or patterns like `traces/*.parquet`) takes the place of `tasks`: every cell is
+    replayed on each of them, and no model runs. Then `eviction: belady` is a value like any other.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    title: str = ""
+    model: str = "moecache"
+    tasks: Names = Field(default_factory=list)
+    traces: Names = Field(default_factory=list)
+    limit: Limit = None
+    num_fewshot: Fewshot | None = None
+    include_path: Names = Field(default_factory=list)
+    base: dict[str, Any] = Field(default_factory=dict)
+    grid: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
+    runs: Mappings = Field(default_factory=lambda: [dict[str, Any]()])
+    exclude: Mappings = Field(default_factory=list)
+    bounds: list[Literal["belady", "oracle"]] = Field(default_factory=list)
+    executor: Executor = "local"
+    executor_options: dict[str, Any] = Field(default_factory=dict)
+    jobs: Annotated[int, count(1, MOST_JOBS)] = 1
+    views: list[View] = Field(default_factory=list)
+    figures: list[Figure] = Field(default_factory=list)
+
+
+Sweep = TypeVar("Sweep", bound=SweepFields)
+
+
+def sweep_fields(path: Path, kind: type[Sweep]) -> Sweep:
+    """Read a sweep file; where it has no name, its folder's. Raises ValueError naming the field."""
+    what = f"sweep file {path.name}"
+    data = read_yaml(path, what)
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} must hold a mapping with `tasks` and `grid`.")
+    given = {key: value for key, value in data.items() if value is not None}
+    return check(kind, {"name": path.resolve().parent.name, **given}, what)
 
 
 # --- recipes: one table or figure of a paper, and what the paper says in it ---
