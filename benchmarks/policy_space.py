@@ -26,10 +26,10 @@ from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting, check_host
 from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.plots import look, new_figure, save
 from lm_eval_moecache.report.results import load_runs

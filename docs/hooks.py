@@ -39,7 +39,7 @@ def on_pre_build(config: Any) -> None:
 
 def write_schema(folder: Path) -> None:
     """The JSON schema of `config.moecache`."""
-    from lm_eval_moecache.records.schemas.published import published_schema
+    from lm_eval_moecache.records.schemas.results import published_schema
 
     folder.mkdir(exist_ok=True)
     text = json.dumps(published_schema(), indent=2)
@@ -79,7 +79,7 @@ def metrics_page() -> str:
 def policies_page() -> str:
     from lm_eval_moecache.algorithms.policy import load_policy, policy_names
     from lm_eval_moecache.algorithms.registry import AXES
-    from lm_eval_moecache.records.paths import policies_dir
+    from lm_eval_moecache.records.files import policies_dir
 
     lines = ["# Policies", "", "What `policy=NAME` takes. Any axis can be replaced alone."]
     for name in policy_names():

@@ -86,7 +86,7 @@ def timeline(folder: Path) -> Path:
     from matplotlib.figure import Figure
 
     from lm_eval_moecache.cli.replay import run_raw
-    from lm_eval_moecache.records.paths import traces_dir
+    from lm_eval_moecache.records.files import traces_dir
 
     written = folder / "timeline.json"
     words = [str(traces_dir() / "olmoe-1b-7b.parquet"), "--miss=host", "--bound=false"]

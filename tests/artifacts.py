@@ -16,12 +16,13 @@ from lm_eval_moecache.records.artifact import (
     DATA_AWARE,
     PREDICTOR,
     SENSITIVITY,
+    UseProfile,
     read_artifact,
     write_artifact,
+    write_use,
 )
 from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, WEIGHTED
 from lm_eval_moecache.records.sensitivity import LAYERS
-from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.testing.streams import (
     MAKERS,
     artifact_folder,

@@ -19,7 +19,7 @@ from lm_eval_moecache.cli.eval import completed
 from lm_eval_moecache.cli.main import command_names
 from lm_eval_moecache.cli.policies import meaning_of
 from lm_eval_moecache.harness.arguments import KEYS
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.files import task_configs_dir
 from tests.conftest import Moecache
 
 NAMES = (*policy_names(), *(name for axis in AXES for name in algorithm_names(axis)))

@@ -25,8 +25,8 @@ from lm_eval_moecache.harness.evaluation_options import check_command, check_gen
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.plugin import register
 from lm_eval_moecache.harness.preflight import check_arguments, resolve_device
+from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.paths import task_configs_dir
 from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.spec import Cell
 from tests.conftest import Checkpoint

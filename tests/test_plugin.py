@@ -148,7 +148,7 @@ found = {e.name: e.value for e in entry_points(group='lm_eval.models')}
 assert found == MODELS, (found, MODELS)
 """,
     "shipped folders are found from anywhere": """
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.files import task_configs_dir
 assert (task_configs_dir() / 'leaderboard.yaml').is_file()
 """,
 }

@@ -21,7 +21,7 @@ from lm_eval.utils import make_table
 from lm_eval_moecache.harness.judge import Judge
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.tasks import SpeedTask
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.files import task_configs_dir
 
 DOCS = [{"text": f"page {i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(4)]
 

@@ -16,11 +16,15 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
     source_of,
 )
-from lm_eval_moecache.records.errors import AlgorithmError, nearest, unknown
-from lm_eval_moecache.records.files import is_file, read_yaml
+from lm_eval_moecache.records.files import is_file, policies_dir, read_yaml
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_number
-from lm_eval_moecache.records.paths import policies_dir
+from lm_eval_moecache.records.numbers import (
+    MOST_COUNT,
+    AlgorithmError,
+    nearest,
+    read_number,
+    unknown,
+)
 
 PHASES = ("all", "decode")
 
@@ -196,7 +200,7 @@ def check_cache_form(policy: Policy, per_layer: bool) -> None:
 
 def _read(given: str | Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str]:
     """Return a composition as its file has it, where it is from, and a name for it."""
-    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import PolicyFile
 
     if isinstance(given, Mapping):

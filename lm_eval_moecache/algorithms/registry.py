@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 
 BASES = {
     "routing": "RoutingAlgorithm",

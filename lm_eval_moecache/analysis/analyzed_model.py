@@ -17,9 +17,8 @@ from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.records.files import parse_json, read_text
+from lm_eval_moecache.records.files import TINY, parse_json, read_text
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
-from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.sizes import parse_capacity
 
 Rows = list[dict[str, Any]]

@@ -14,12 +14,11 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.emulation import RealModel
+from lm_eval_moecache.records.emulation import PRECISIONS, RealModel
 from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.paths import traces_dir
 from lm_eval_moecache.records.sizes import Capacity
-from lm_eval_moecache.records.stored import PRECISIONS
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.header import read_header
 from lm_eval_moecache.trace.trace import Trace

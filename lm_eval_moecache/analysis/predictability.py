@@ -31,8 +31,8 @@ from lm_eval_moecache.model.predictor.accuracy import (
 )
 from lm_eval_moecache.model.predictor.network import PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import RouterCapture, Samples
+from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.records.predictor import load_predictor
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import (

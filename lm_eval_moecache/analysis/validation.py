@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import EXECUTIONS, Setting
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.numbers import plain_number, read_count, shown
+from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
 

@@ -12,9 +12,9 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.tables import rows_as_markdown
 

@@ -8,8 +8,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from lm_eval_moecache.records.files import read_yaml
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.files import read_yaml, task_configs_dir
 
 
 def run_raw(argv: list[str]) -> int:

@@ -25,10 +25,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
-from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.files import check_writable, read_yaml
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown
-from lm_eval_moecache.records.paths import check_place
+from lm_eval_moecache.records.files import check_place, check_writable, read_yaml
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_number, shown, unknown
 
 RESUMING = {
     "eval": "Recorded traces hold the finished requests; the same command begins anew.",

@@ -11,11 +11,15 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
-from lm_eval_moecache.records.emulation import RealModel, emulated_names, load_real_model
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.emulation import (
+    PRECISIONS,
+    RealModel,
+    emulated_names,
+    load_real_model,
+    load_stored,
+)
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
-from lm_eval_moecache.records.numbers import read_count
-from lm_eval_moecache.records.stored import PRECISIONS, load_stored
+from lm_eval_moecache.records.numbers import read_count, unknown
 
 RAM, DISK = STORES = ("ram", "disk")
 MOST_CONTEXT = 2**24

@@ -18,9 +18,9 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
 )
 from lm_eval_moecache.cli.main import listed, print_result, terminal_width, wrapped
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.hardware import profile_names
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.numbers import unknown
 
 _LEAD = 24
 

@@ -7,7 +7,7 @@ import pkgutil
 import sys
 
 from lm_eval_moecache.cli.main import listed, make_parser, parsed, summary_of, wrapped
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 
 
 def run_raw(argv: list[str]) -> int:

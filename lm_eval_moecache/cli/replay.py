@@ -33,10 +33,9 @@ from lm_eval_moecache.engine.setting import (
     TOGETHER,
 )
 from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_yaml, read_yaml
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
-from lm_eval_moecache.records.numbers import read_count, shown
+from lm_eval_moecache.records.numbers import read_count, shown, unknown
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.report.replays import (

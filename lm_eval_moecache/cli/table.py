@@ -10,7 +10,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board, SweepFields, sweep_fields
 from lm_eval_moecache.records.schemas.results import FrontFile, RowsFile
 from lm_eval_moecache.report.results import PACKED, RUNS, load_runs, selected

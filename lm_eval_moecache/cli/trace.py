@@ -12,9 +12,8 @@ from jsonargparse import Namespace
 
 from lm_eval_moecache.cli.main import make_parser, parsed, print_result
 from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.records.numbers import read_count
+from lm_eval_moecache.records.numbers import read_count, unknown
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.trace.importers import find_format, load_trace, trace_formats
 from lm_eval_moecache.trace.trace import Trace, build_trace, with_sizes

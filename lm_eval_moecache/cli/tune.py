@@ -9,9 +9,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.cli.main import print_result
 from lm_eval_moecache.harness.arguments import KEYS
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, canonical_name
-from lm_eval_moecache.records.numbers import read_count, read_number
+from lm_eval_moecache.records.numbers import read_count, read_number, unknown
 from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.metrics import METRICS
 

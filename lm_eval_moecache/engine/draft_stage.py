@@ -20,8 +20,7 @@ from lm_eval_moecache.engine.virtual.link import VirtualLink
 from lm_eval_moecache.engine.wall.link import WallClock, WallLink
 from lm_eval_moecache.engine.wall.transfers import Traffic as WallTraffic
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.draft import Draft
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.trace.recorder import DraftNotes
 

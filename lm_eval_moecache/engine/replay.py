@@ -15,8 +15,8 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay_events import EventFields, events_of, proposed_arrays
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.draft import NO_TARGET
 from lm_eval_moecache.records.event import PREFILL, UNSEEN_SCORES, Event
+from lm_eval_moecache.records.geometry import NO_TARGET
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lm_eval_moecache.algorithms.policy import Policy
-from lm_eval_moecache.records.draft import Draft
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import RealModel
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
-from lm_eval_moecache.records.use import UseProfile
 
 SELF = "self:"
 """Begins the name of a draft that is the target itself at another precision: `self:int4`."""

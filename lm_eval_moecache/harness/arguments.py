@@ -34,13 +34,13 @@ from lm_eval_moecache.engine.setting import (
     offline,
 )
 from lm_eval_moecache.model.precision.ladder import Ladder, parse_ladder
-from lm_eval_moecache.records.draft import MOST_DRAFTED
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import RealModel, load_real_model
-from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.files import check_writable
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import MOST_DRAFTED, Geometry
 from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, Hardware, load_hardware
-from lm_eval_moecache.records.schemas.base import Schema, check, count
+from lm_eval_moecache.records.numbers import nearest
+from lm_eval_moecache.records.schemas import Schema, check, count
 from lm_eval_moecache.records.sizes import (
     capacity_text,
     check_capacity,
@@ -48,7 +48,6 @@ from lm_eval_moecache.records.sizes import (
     parse_bandwidth,
     parse_capacity,
 )
-from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.trace.recorder import Detail, prepare_folder
 from lm_eval_moecache.trace.use import load_use, placement
 

@@ -21,10 +21,9 @@ from lm_eval_moecache.harness.arguments import (
     split_arguments,
 )
 from lm_eval_moecache.harness.plugin import MODELS, SPECULATIVE
-from lm_eval_moecache.records.files import check_writable, read_yaml
+from lm_eval_moecache.records.files import TINY, check_writable, read_yaml
 from lm_eval_moecache.records.numbers import check_typed, shown
-from lm_eval_moecache.records.paths import TINY
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Options
 
 # Of transformers' generation: what makes a draft, or changes the one that was asked for.

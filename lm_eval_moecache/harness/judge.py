@@ -31,9 +31,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 
 from lm_eval_moecache.harness.tasks import SpeedTask
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.results import SPEED_FILTER as SPEED
 
 FILTER = "judge"

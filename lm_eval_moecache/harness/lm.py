@@ -42,9 +42,9 @@ from lm_eval_moecache.model.router_events import shadow_prefetchers_of
 from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, measure_overlap
 from lm_eval_moecache.model.speculative.drafting import DraftHooks, ReadAlong
 from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
+from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed
-from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
 from lm_eval_moecache.trace.trace import NO_REQUEST

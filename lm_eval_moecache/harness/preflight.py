@@ -40,10 +40,9 @@ from lm_eval_moecache.model.speculative.draft_model import matching_layers, meas
 from lm_eval_moecache.model.store import IMPLEMENTATION, STORE_ATTRIBUTE
 from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting import check_rules
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.files import check_place
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import read_count, shown
-from lm_eval_moecache.records.paths import check_place
+from lm_eval_moecache.records.numbers import read_count, shown, unknown
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.use import placement
 

@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from lm_eval_moecache.records.files import read_json
-from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
+from lm_eval_moecache.records.files import TINY, TINY_DRAFT, read_json
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 
 SHIPPED = {TINY: str(MODEL_DIR), TINY_DRAFT: str(DRAFT_DIR)}

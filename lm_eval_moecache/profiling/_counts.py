@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.files import check_file, open_file, read_text
-from lm_eval_moecache.records.use import UseProfile
 
 _MOST = 1 << 34
 _LAYERS, _EXPERTS = 10_000, 32_767

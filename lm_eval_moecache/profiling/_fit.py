@@ -23,8 +23,8 @@ from lm_eval_moecache.analysis.validation import (
     foretell,
 )
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.trace.trace import Trace
 
 FITTED = (

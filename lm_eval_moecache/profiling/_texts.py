@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.artifact import Artifact
-from lm_eval_moecache.records.files import read_text
+from lm_eval_moecache.records.files import TINY, read_text
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.paths import TINY
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.moe_layers import MoELayer

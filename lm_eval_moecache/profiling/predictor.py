@@ -20,7 +20,7 @@ from lm_eval_moecache.profiling._texts import (
     say,
 )
 from lm_eval_moecache.records.artifact import write_artifact
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.predictor import LOSSES
 
 

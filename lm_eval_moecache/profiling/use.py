@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._counts import read_counts
 from lm_eval_moecache.profiling._texts import say
-from lm_eval_moecache.records.use import bare_name, write_use
+from lm_eval_moecache.records.artifact import bare_name, write_use
 from lm_eval_moecache.trace.use import load_use
 
 

@@ -155,8 +155,8 @@ class BuddyProfile:
 
 def check_profile(artifact: Artifact) -> None:
     """Raise ValueError for a buddy profile whose lists would rest on no evidence."""
+    from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.artifacts import MadeBuddies
-    from lm_eval_moecache.records.schemas.base import check
 
     layers, experts = artifact.num_layers, artifact.num_experts
     square = (layers, experts, experts)

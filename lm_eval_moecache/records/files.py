@@ -1,4 +1,7 @@
-"""Opens the files that users give: regular ones, whole, plain, and never larger than they look."""
+"""Opens the files that users give: regular ones, whole, plain, and never larger than they look.
+
+Says where the folders lie that ship with the package, too, and what a model may be called.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from lm_eval_moecache.records.numbers import is_plain, shown
+from lm_eval_moecache.records.numbers import is_plain, nearest, shown
 
 # PyYAML reads about 100 kB/s; the longest file of this repository has 10 kB.
 MOST_YAML_BYTES = 1 << 20
@@ -32,6 +35,13 @@ _BLOCK = 4096
 """A file system that is full has room for names still, and for no block."""
 MOST_NODES = 100_000
 """Values that a YAML document may hold once its aliases are written out."""
+TINY = "tiny"
+"""What `pretrained=` calls the shipped model."""
+TINY_DRAFT = "tiny-draft"
+"""What `draft=` calls the dense draft that ships beside it."""
+_LONGEST_ID = 96
+"""Characters of a name on the hub."""
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def is_file(path: str | Path) -> bool:
@@ -202,6 +212,48 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
     except OSError:
         return False
     return True
+
+
+def shipped_dir(name: str) -> Path:
+    """The folder `name` beside this module (a wheel), or else at the repository root."""
+    candidates = (_PACKAGE / name, _PACKAGE.parent / name)
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    places = " and ".join(str(folder) for folder in candidates)
+    raise FileNotFoundError(f"the folder {name!r} of lm-eval-moecache is missing: tried {places}")
+
+
+def policies_dir() -> Path:
+    """The folder of composition YAMLs."""
+    return shipped_dir("policies")
+
+
+def recipes_dir() -> Path:
+    """The folder of the papers' tables and figures, one YAML each."""
+    return shipped_dir("recipes")
+
+
+def task_configs_dir() -> Path:
+    """The folder to give to lm-eval's `--include_path`."""
+    return shipped_dir("task_configs")
+
+
+def traces_dir() -> Path:
+    """The folder of routing traces of real models."""
+    return shipped_dir("traces")
+
+
+def check_place(key: str, name: str) -> None:
+    """Refuse the name of a model that is neither a folder nor anything that the hub could have."""
+    if name in (TINY, TINY_DRAFT) or (name.strip() and exists(name)):
+        return
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
+    if is_path or not name.strip() or set(name) & {"\0", "\\"} or len(name) > _LONGEST_ID:
+        raise ValueError(
+            f"{key}={shown(name)}: there is no such folder, nor can the hub have a model of that "
+            f"name.{nearest(name, (TINY, TINY_DRAFT))} Allowed: a folder, a hub id, or {TINY!r}."
+        )
 
 
 def _finite_float(text: str) -> float | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_yaml
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.sizes import parse_bandwidth
 
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "hardware"
@@ -130,7 +130,7 @@ def load_hardware(name: str, bandwidth: str | None = None) -> Hardware:
         if path.stem not in profile_names():
             raise unknown("hardware", name, profile_names())
     # Imported late: pydantic takes its time.
-    from lm_eval_moecache.records.schemas.base import check
+    from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.inputs import hardware_schema
 
     data = read_yaml(path, f"hardware={str(path)!r}")

@@ -1,10 +1,11 @@
-"""The one reader of numbers that users type: finite, plain, and within what is allowed."""
+"""What users type: the one reader of numbers, and errors that name what is allowed."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import ge, gt, le, lt
 from typing import Any
 
@@ -20,6 +21,10 @@ _LIMITS = {
 }
 MOST_COUNT = 2**31 - 1
 """No count of anything here (experts, layers, tokens, documents) is larger."""
+
+
+class AlgorithmError(RuntimeError):
+    """A user's own algorithm failed while it ran: no fault of what was typed, so no ValueError."""
 
 
 def plain_number(value: object) -> int | float | None:
@@ -95,6 +100,23 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # Python does not print a number of 4,300 digits
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def nearest(value: str, allowed: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"`, or an empty string where nothing is close in either case."""
+    names = {name.lower(): name for name in allowed}
+    # Comparing takes time with the square of the length, and no name is that long.
+    close = difflib.get_close_matches(str(value)[:100].lower(), list(names), n=1, cutoff=0.5)
+    return f" Did you mean '{names[close[0]]}'?" if close else ""
+
+
+def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
+    """Build the error for a value outside a closed list of names."""
+    names = sorted(allowed)
+    if not isinstance(value, str):
+        return ValueError(f"{key}={shown(value)} is not known. Allowed: {', '.join(names)}.")
+    near = nearest(value, names)
+    return ValueError(f"{key}={shown(value)} is not known.{near} Allowed: {', '.join(names)}.")
 
 
 def finite(data: Any) -> Any:

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import parse_json, read_gzip, read_json, read_yaml
-from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.records.schemas.base import check, check_as
+from lm_eval_moecache.records.numbers import shown, unknown
+from lm_eval_moecache.records.schemas import check, check_as
 from lm_eval_moecache.records.schemas.results import (
     Bounds,
     Claim,

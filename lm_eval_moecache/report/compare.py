@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Run, Score, identity, metric_column
 from lm_eval_moecache.report.statistics import holm, sign_flip_test, sign_test, tarone, z_test

@@ -15,8 +15,8 @@ from textwrap import wrap
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.schemas.inputs import Figure, Panel
 from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.results import (

@@ -28,6 +28,7 @@ from lm_eval_moecache.engine.setting import FLAT, PRIORITY, TOGETHER, Setting
 from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.files import write_whole
@@ -40,7 +41,6 @@ from lm_eval_moecache.records.sizes import (
     is_per_layer,
     parse_capacity,
 )
-from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
 from lm_eval_moecache.report.plots import new_figure, plain, save
 from lm_eval_moecache.report.tables import padded

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.errors import nearest
 from lm_eval_moecache.records.files import exists, parse_json, read_gzip, read_json, write_whole
-from lm_eval_moecache.records.numbers import shown
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.numbers import nearest, shown
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
 from lm_eval_moecache.report.metrics import METRICS
 

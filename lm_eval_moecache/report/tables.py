@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.metrics import MEGABYTE, METRICS
 from lm_eval_moecache.report.results import (
     ACCURACY,

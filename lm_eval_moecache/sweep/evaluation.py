@@ -18,8 +18,8 @@ import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.harness.tasks import REQUEST_BYTES, SAMPLE_KEY
-from lm_eval_moecache.records.errors import nearest
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.files import task_configs_dir
+from lm_eval_moecache.records.numbers import nearest
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.spec import Cell
 

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from lm_eval_moecache.records.files import PART, check_writable, read_json, write_whole
 from lm_eval_moecache.records.numbers import finite
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.results import ResultsFile
 from lm_eval_moecache.report.results import PACKED, RUNS, read_packed, unpack
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES, source_digest
 from lm_eval_moecache.harness.arguments import Config, read_config
+from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.hardware import RENAMED
-from lm_eval_moecache.records.paths import TINY
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.tiny import MODEL_DIR
 

@@ -23,8 +23,8 @@ from lm_eval_moecache.harness.evaluation_options import check_generation
 from lm_eval_moecache.harness.plugin import SPECULATIVE
 from lm_eval_moecache.harness.preflight import Bare, check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_json
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import (
     ACCURACY,

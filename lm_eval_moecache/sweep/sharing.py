@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.files import write_whole
-from lm_eval_moecache.records.paths import TINY, TINY_DRAFT
+from lm_eval_moecache.records.files import TINY, TINY_DRAFT, write_whole
 from lm_eval_moecache.sweep.files import FAILED
 from lm_eval_moecache.sweep.identity import ResolvedCell, Share, default_config, plan
 from lm_eval_moecache.sweep.spec import REPLAY

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval_moecache.harness.plugin import MODELS
-from lm_eval_moecache.records.errors import unknown
-from lm_eval_moecache.records.files import is_file, read_yaml
+from lm_eval_moecache.records.files import TINY, is_file, read_yaml, recipes_dir
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.paths import TINY, recipes_dir
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import (
     Options,
     Recipe,

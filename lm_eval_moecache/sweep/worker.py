@@ -35,8 +35,8 @@ from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.run_report import run_report
 from lm_eval_moecache.harness.tasks import document_figures, speed_row
 from lm_eval_moecache.records.artifact import versions_of
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.sizes import check_sized, parse_bytes
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import KEPT_SPEED, evaluate, loadable, quiet, six_digits

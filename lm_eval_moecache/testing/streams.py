@@ -39,9 +39,8 @@ from lm_eval_moecache.records.coactivation import (
     Coactivation,
 )
 from lm_eval_moecache.records.data_aware import shapes as data_aware_shapes
-from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.predictor import shapes
 from lm_eval_moecache.records.selection import Selection

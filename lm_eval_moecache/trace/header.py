@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lm_eval_moecache.records.draft import MOST_DRAFTED, Draft
 from lm_eval_moecache.records.files import parse_json
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import MOST_DRAFTED, Draft, Geometry
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import shown
 from lm_eval_moecache.trace.trace import TracedRequest
@@ -125,8 +124,8 @@ def _digest(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> str:
 
 def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
     """Read the metadata key `moecache`; ValueError names the field that does not fit."""
+    from lm_eval_moecache.records.schemas import check
     from lm_eval_moecache.records.schemas.artifacts import TraceHeader
-    from lm_eval_moecache.records.schemas.base import check
 
     if metadata is None or HEADER_KEY not in metadata:
         raise ValueError(f"trace {name}: the file has no metadata key 'moecache'.")

@@ -24,10 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.files import check_writable
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.trace.file import (
     COLUMNS,

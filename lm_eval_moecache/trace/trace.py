@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
-from lm_eval_moecache.records.draft import NO_TARGET, Draft
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import DECODE, PHASES
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 from lm_eval_moecache.records.ledger import GENERATE
 
 Ints = npt.NDArray[np.int32]

@@ -8,10 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from lm_eval_moecache.records.artifact import ARTIFACT_DIR
+from lm_eval_moecache.records.artifact import ARTIFACT_DIR, UseProfile, bare_name, read_use
 from lm_eval_moecache.records.files import check_file, is_file
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.use import UseProfile, bare_name, read_use
 from lm_eval_moecache.trace.importers import MOST_BYTES, load_trace
 from lm_eval_moecache.trace.trace import Trace
 

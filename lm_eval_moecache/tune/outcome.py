@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.report.results import Column, Value
 from lm_eval_moecache.report.tables import Table, as_markdown

@@ -23,12 +23,12 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import policy_names, unmangle
 from lm_eval_moecache.algorithms.registry import AXES, find_algorithm, parameters_of
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
-from lm_eval_moecache.records.errors import unknown
 from lm_eval_moecache.records.files import read_yaml, write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.ledger import GENERATE
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
 from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks

@@ -12,7 +12,7 @@ from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.records.paths import policies_dir
+from lm_eval_moecache.records.files import policies_dir
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_geometry, run
 

@@ -20,11 +20,11 @@ from lm_eval_moecache.engine.compiled import _MODULES, _patience
 from lm_eval_moecache.engine.core import Count
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.jit import has_numba, is_kept
 from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.records.use import UseProfile
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace

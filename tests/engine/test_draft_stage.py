@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.engine.draft_stage import Overlap, solve_cutoff
 from lm_eval_moecache.engine.engine import Engine, Setting
-from lm_eval_moecache.records.draft import Draft
 from lm_eval_moecache.records.event import VERIFY, Event
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.sizes import parse_capacity
 from tests.engine.scripted import (

@@ -16,7 +16,7 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.records.use import UseProfile
+from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.sweep.identity import resolve
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace

@@ -132,8 +132,8 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
         *("tiny/documents.py", "model/checkpoint.py"),
         "profiling/_counts.py",
         # What a run has written for itself, in a folder of its own.
-        *("model/predictor/make.py", "profiling/_texts.py", "trace/partial.py"),
-        *("sweep/replaying.py", "sweep/sharing.py", "harness/judge.py"),
+        *("model/predictor/make.py", "profiling/_texts.py", "trace/file.py"),
+        *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
     }
     words = ("yaml.safe_load(", "yaml.load(", "json.load(", "json.loads(", "torch.load(", "pickle.")
     found = {

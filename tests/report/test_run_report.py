@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from lm_eval_moecache.harness.run_report import settings_without_effect, speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import Ledger, RequestRecord
-from lm_eval_moecache.records.schemas.published import MoecacheRecord, published_schema
+from lm_eval_moecache.records.schemas.results import MoecacheRecord, published_schema
 
 POLICY = {
     "name": "mine",

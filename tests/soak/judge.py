@@ -25,7 +25,7 @@ from lm_eval_moecache.records.data_aware import load_data_aware
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.schemas.base import check
+from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import Board
 from lm_eval_moecache.records.schemas.results import Part
 from lm_eval_moecache.records.sizes import capacity_text, parse_capacity

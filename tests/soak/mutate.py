@@ -14,8 +14,7 @@ import numpy as np
 import yaml
 
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.records.artifact import DATA_AWARE, write_artifact
-from lm_eval_moecache.records.use import write_use
+from lm_eval_moecache.records.artifact import DATA_AWARE, write_artifact, write_use
 from lm_eval_moecache.testing.contracts import GEOMETRY
 from lm_eval_moecache.testing.streams import artifact_for
 from lm_eval_moecache.trace.importers import load_trace

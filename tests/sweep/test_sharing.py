@@ -14,8 +14,8 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.records.artifact import UseProfile, write_use
 from lm_eval_moecache.records.emulation import emulated_names
-from lm_eval_moecache.records.use import UseProfile, write_use
 from lm_eval_moecache.sweep import worker
 from tests.conftest import Moecache
 from tests.sweep.toy import both_ways, figures, frail, made_by, records, swept, write_sweep

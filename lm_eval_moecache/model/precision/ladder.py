@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from lm_eval_moecache.records.errors import unknown
+from lm_eval_moecache.records.numbers import unknown
 
 if TYPE_CHECKING:
     from lm_eval_moecache.model.precision.codecs import Codec

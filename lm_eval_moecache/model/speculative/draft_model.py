@@ -29,8 +29,7 @@ from lm_eval_moecache.model.moe_layers import (
 )
 from lm_eval_moecache.model.precision.ladder import codec
 from lm_eval_moecache.model.precision.stored import expert_bytes, expert_matrices
-from lm_eval_moecache.records.draft import NO_TARGET, Draft
-from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.geometry import NO_TARGET, Draft, Geometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,3 +5,144 @@ A schema says which fields there are and of what kind; what a value means (wheth
 that parameter, a device that bandwidth) is for the module that uses it. Imported where a file is
 read, as pydantic takes a tenth of a second.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, read_number, shown, unknown
+
+# pydantic's names of what does not fit, in words.
+_WORDS = {
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "dict_type": "must be a mapping",
+    "mapping_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "none_required": "must be left out",
+}
+
+
+class Schema(BaseModel):
+    """A mapping whose fields are all known; values are taken as they are, never converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class OpenSchema(BaseModel):
+    """A mapping of somebody else, of which these fields are ours to read."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def number(**bounds: float) -> BeforeValidator:
+    """For `Annotated[float, ...]`: a finite number within these bounds of `read_number`."""
+    return _bounded(read_number, (int, float), bounds)
+
+
+def count(least: int = 0, most: int = MOST_COUNT) -> BeforeValidator:
+    """For `Annotated[int, ...]`: a whole number within these bounds."""
+    return _bounded(read_count, int, {"least": least, "most": most})
+
+
+def _bounded(read: Callable[..., Any], kinds: Any, bounds: dict[str, Any]) -> BeforeValidator:
+    def check(value: object) -> Any:
+        try:
+            # A file has numbers of its own: text that looks like one was quoted by mistake.
+            return read("", value if isinstance(value, kinds) else None, **bounds)
+        except ValueError as error:
+            # The key is told by whoever knows the path.
+            raise ValueError("must be" + str(error).rpartition(" must be")[2].rstrip(".")) from None
+
+    return BeforeValidator(check)
+
+
+def check(schema: type[Kind], data: object, what: str) -> Kind:
+    """Return the data as the schema's record.
+
+    Raises ValueError that begins with `what` (the file), and names the field, its value, what is
+    allowed, and the nearest match of an unknown field.
+    """
+    if not isinstance(data, Mapping):
+        fields = ", ".join(schema.model_fields)
+        raise ValueError(f"{what} must hold a mapping with {fields}; it holds {shown(data)}.")
+    for key in data:
+        if not isinstance(key, str):
+            raise ValueError(f"{what}: the key {shown(key)} must be text.")
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise told(error, what, schema.model_fields) from None
+
+
+def check_as(kind: Any, data: object, what: str) -> Any:
+    """As `check`, for a type that is no schema of its own (a list of schemas)."""
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise told(error, what, ()) from None
+
+
+def told(error: ValidationError, what: str, fields: Any) -> ValueError:
+    """Build our error from the first of pydantic's."""
+    errors = error.errors(include_url=False)
+    missing = [e for e in errors if e["type"] == "missing"]
+    # A field that is misspelt is also one that lacks: its name says more.
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    # Of the kinds that a field may have, the last is the one that was meant: the mapping's.
+    path = _fields_of(first["loc"])
+    if first["type"] == "missing":
+        names = ", ".join(repr(".".join(_fields_of(e["loc"]))) for e in missing)
+        return ValueError(f"{what} lacks {names}.")
+    if first["type"] == "extra_forbidden":
+        # The last step is the field, whatever it looks like: `Tasks` is no kind.
+        path = _fields_of(first["loc"][:-1])
+        where = "".join(f" {name}:" for name in path)
+        field = str(first["loc"][-1])
+        return unknown(f"{what}:{where} field", field, _known(fields, path))
+    if first["type"] == "literal_error":
+        allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
+        return unknown(f"{what}: {'.'.join(path)}", first["input"], allowed)
+    rule = _WORDS.get(first["type"], str(first["msg"]).lower())
+    if first["type"] == "value_error":
+        rule = str(first["ctx"]["error"])
+    return ValueError(f"{what}: {'.'.join(path)}={shown(first['input'])} {rule}.")
+
+
+def _fields_of(path: tuple[int | str, ...]) -> list[str]:
+    """Return the steps of pydantic's path that are fields, and do not name a kind of a union."""
+    kinds = ("str", "int", "float", "bool", "none")
+    return [
+        str(part)
+        for part in path
+        if isinstance(part, int) or not (part in kinds or "[" in part or part[:1].isupper())
+    ]
+
+
+def _known(fields: Any, path: list[str]) -> list[str]:
+    """Return the fields of what lies at the end of a path."""
+    for name in path:
+        if not name.isdigit():
+            inner = _schemas_in(fields[name].annotation) if name in fields else []
+            fields = {k: v for schema in inner for k, v in schema.model_fields.items()}
+    return list(fields)
+
+
+def _schemas_in(kind: Any) -> list[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [schema for part in getattr(kind, "__args__", ()) for schema in _schemas_in(part)]

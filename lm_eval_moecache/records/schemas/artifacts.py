@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lm_eval_moecache.records.draft import MOST_DRAFTED
+from lm_eval_moecache.records.geometry import MOST_DRAFTED
 from lm_eval_moecache.records.numbers import plain_number
-from lm_eval_moecache.records.schemas.base import OpenSchema, Schema, count, number
+from lm_eval_moecache.records.schemas import OpenSchema, Schema, count, number
 
 # Of one expert, or of what is read on the way to a layer's experts.
 MOST_BYTES = 2**53

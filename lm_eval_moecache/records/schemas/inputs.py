@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown
-from lm_eval_moecache.records.schemas.base import Schema, check, count, number
+from lm_eval_moecache.records.schemas import Schema, check, count, number
 
 MOST_JOBS = 1024
 MOST_CHOICES = 1000

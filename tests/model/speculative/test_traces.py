@@ -19,7 +19,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.records.arrays import FloatArray
-from lm_eval_moecache.records.draft import Draft
+from lm_eval_moecache.records.geometry import Draft
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.trace.file import read_trace
 from lm_eval_moecache.trace.importers import load_trace
