@@ -1,4 +1,4 @@
-"""Artifacts that belong to a model, or to the shipped one in another order."""
+"""Artifacts that belong to a model."""
 
 from __future__ import annotations
 
@@ -12,36 +12,15 @@ from lm_eval_moecache.algorithms.policy import Choice, Policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import (
-    ARTIFACT_DIR,
     DATA_AWARE,
     PREDICTOR,
-    SENSITIVITY,
     UseProfile,
-    read_artifact,
     write_artifact,
     write_use,
 )
-from lm_eval_moecache.records.coactivation import PAIRS, SIMILARITY, WEIGHTED
-from lm_eval_moecache.records.sensitivity import LAYERS
-from lm_eval_moecache.testing.streams import (
-    MAKERS,
-    artifact_folder,
-    artifact_for,
-    equip,
-    profile_for,
-    profile_parameter,
-)
+from lm_eval_moecache.testing.streams import MAKERS, artifact_folder, artifact_for, profile_for
 
-__all__ = [
-    "artifact_for",
-    "artifacts_of",
-    "equip",
-    "other_profile",
-    "predictor_of",
-    "profile_for",
-    "profile_parameter",
-    "use_profile",
-]
+__all__ = ["artifacts_of", "predictor_of", "profile_for", "use_profile"]
 
 
 @cache
@@ -87,28 +66,3 @@ def artifacts_of(
     if policy.placed:
         found["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
     return found
-
-
-@cache
-def other_profile(kind: str) -> str:
-    """Return a path like the one that ships for `tiny`, with the order of its experts reversed."""
-    shipped = read_artifact(ARTIFACT_DIR / "tiny" / f"{kind}.safetensors", kind, "profile")
-    arrays = dict(shipped.arrays)
-    if kind == PREDICTOR:
-        ends = len({array.shape[0] for array in arrays.values()} - {shipped.num_experts})
-        assert ends == 1, "all but the hidden stage of the last layer end in experts"
-        for name, array in arrays.items():
-            if array.shape[0] == shipped.num_experts:
-                arrays[name] = array[::-1]
-    elif kind == DATA_AWARE:
-        for name in ("heads.weight", "heads.bias"):
-            by_layer = arrays[name].reshape(shipped.num_layers, shipped.num_experts, -1)
-            arrays[name] = by_layer[:, ::-1].reshape(arrays[name].shape)
-    elif kind == SENSITIVITY:
-        arrays[LAYERS] = arrays[LAYERS][::-1]
-    else:
-        for name in (PAIRS, WEIGHTED, SIMILARITY):
-            arrays[name] = arrays[name][:, ::-1, ::-1]
-    path = Path(artifact_folder().name) / f"other-{kind}.safetensors"
-    write_artifact(path, dataclasses.replace(shipped, arrays=arrays))
-    return str(path)

@@ -19,9 +19,10 @@ from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.report.metrics import task_metrics
+from lm_eval_moecache.testing.streams import artifact_for
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
-from tests.artifacts import artifact_for, predictor_of
+from tests.artifacts import predictor_of
 from tests.conftest import Checkpoint
 from tests.harness import make_instance
 

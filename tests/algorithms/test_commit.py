@@ -191,24 +191,6 @@ def test_tokens_of_which_few_were_right_are_replaced_where_asked() -> None:
     assert fewer is not None and fewer.experts.tolist() == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"alpha1": 1.2}, "alpha1=1.2 has no effect with weights='plain'"),
-        ({"trigger_max": 2}, "trigger_max=2 has no effect"),
-        ({"weights": "owa", "alpha2": 0.0}, "alpha2=0.0 must be above 0"),
-        ({"weights": "owa", "trigger_max": 4}, "must lie between 1 and top_k - 1 = 3"),
-        ({"weights": "owa", "trigger_min": 3, "trigger_max": 2}, "right in part"),
-        ({"weights": "owa", "tokens": "mispredicted"}, "does not go with routing.weights='owa'"),
-        ({"most_right": 2}, "most_right=2 has no effect with tokens='all'"),
-        ({"tokens": "mispredicted", "most_right": 4}, "must lie between 0 and top_k - 1 = 3"),
-    ],
-)
-def test_a_setting_without_sense_is_refused(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        commit(**parameters)
-
-
 def test_it_executes_exactly_what_was_prefetched() -> None:
     served = run(policy_of({}, "commitmoe_no_owa"), make_geometry(), "100%")
     for record in served.engine.ledger.passes:

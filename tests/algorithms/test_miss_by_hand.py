@@ -125,13 +125,6 @@ def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> N
     np.testing.assert_allclose(plan.event.weights, softmax(event.logits)[:, :3])
 
 
-def test_the_safe_ranks_must_leave_something_to_drop() -> None:
-    with pytest.raises(ValueError, match=r"miss\.h=3.*top_k=3.*miss=fetch"):
-        make("drop", h=3)
-    with pytest.raises(ValueError, match=r"miss\.tolerance=0"):
-        make("substitute_score", tolerance=0)
-
-
 # Shares of a token's weight with LOGITS: 0.665, 0.245, 0.090; an even share is 1/3.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -16,23 +16,21 @@ from lm_eval_moecache.algorithms.registry import (
     parameters_of,
 )
 from lm_eval_moecache.records.artifact import BUDDIES, DATA_AWARE, PREDICTOR, SENSITIVITY
-from lm_eval_moecache.testing.streams import make_geometry, policy_of, run
-from tests.artifacts import other_profile, profile_for
+from lm_eval_moecache.testing.streams import make_geometry, policy_of, profile_for, run
 
 GEOMETRY = make_geometry(num_layers=3, num_experts=8, top_k=3)
 NUMBERS = (1, 2, 4, 5, 6, 0.01, 0.05, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 50.0, 95.0)
 # Values that no rule would find; a new parameter needs an entry only if the test says so.
 EXTRA: dict[tuple[str, str, str], tuple[Any, ...]] = {
-    # Above the router's top-k, which is 3 in the streams and 8 in `tiny`.
-    ("routing", "max_rank", "M"): (5, 7, 12, 40),
+    # Above the router's top-k.
+    ("routing", "max_rank", "M"): (5, 7),
     ("routing", "cache_prior", "logit_range"): (0.5, [0.5, 3.0, 6.0]),
     ("miss", "drop_cold", "factor"): (0.2, 0.8),
     # At least t1, which is 0.6.
     ("miss", "cascade", "t2"): (0.61, 0.7, 0.8),
     ("miss", "drop_cascade", "t2"): (0.61, 0.7, 0.8),
-    # One that fits the streams, one that fits `tiny`: what does not fit is refused.
     **{
-        (axis, name, "profile"): (profile_for(kind, GEOMETRY, 1), other_profile(kind))
+        (axis, name, "profile"): (profile_for(kind, GEOMETRY, 1),)
         for axis, name, kind in (
             *(("miss", "buddy", BUDDIES), ("routing", "sensitivity", SENSITIVITY)),
             *(("prefetch", "predictor", PREDICTOR), ("prefetch", "data_aware", DATA_AWARE)),
@@ -93,15 +91,12 @@ def contexts(axis: str, name: str) -> Iterator[tuple[dict[str, Any], str]]:
             yield {**partners, "prefetch": "next_gate"}, capacity
 
 
-Figures = Callable[[dict[str, Any], str], list[object]]
-
-
 def figures(choice: dict[str, Any], capacity: str) -> list[object]:
     return run(policy_of(choice), GEOMETRY, capacity, num_requests=4).figures
 
 
-def moves(axis: str, name: str, parameter: str, figures: Figures = figures) -> bool:
-    """Look for a value of the parameter that changes what `figures` gives."""
+def moves(axis: str, name: str, parameter: str) -> bool:
+    """Look for a value of the parameter that changes a figure."""
     key = f"{axis}.{unmangle(parameter)}"
     found = parameters_of(find_algorithm(axis, name))[parameter]
     values = [*EXTRA.get((axis, name, parameter), ()), *alternatives(found)]
@@ -149,3 +144,68 @@ def test_a_setting_without_sense_is_refused_by_name_and_value(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run(policy_of(overrides), GEOMETRY)
+
+
+BUDDY = {"profile": profile_for(BUDDIES, GEOMETRY), "tau": 0.0, "tau_scale": "absolute"}
+OWA, FEW = {"weights": "owa"}, {"tokens": "mispredicted"}
+# Of a model of three layers with eight experts, of which a token takes three.
+OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
+    ("miss", "buddy"): [
+        ({"rho": 3}, r"miss\.rho=3 must be at least 1 and below the router's top_k=3"),
+        ({"beta": 0}, r"miss\.beta=0 must be above 0"),
+        ({"gamma": 1.5}, r"miss\.gamma=1\.5 must be above 0 and at most 1"),
+        ({"temperature": 0}, r"miss\.temperature=0 must be above 0"),
+        ({"eta": -1}, r"miss\.eta=-1 must be 0 or more"),
+        ({"partitions": 9}, r"miss\.partitions=9 must lie between 1 and 8"),
+        ({"kappa": 0.1}, r"kappa=0\.1 with miss\.partitions=1: the one has no effect"),
+        ({"partitions": 2}, r"partitions=2: the one has no effect"),
+        ({"reuse": 0.5, "weight": "own"}, r"miss\.reuse=0\.5 .* only with weight=missing"),
+        ({"tau": 1.5}, r"miss\.tau=1\.5 must lie between 0 and 1 \(tau_scale=absolute\)"),
+        ({"alpha": 1.5}, r"miss\.alpha=1\.5 must be above 0 and at most 1"),
+        ({"alpha": [0.5, 0.5]}, r"one number, or 3, one for each MoE layer"),
+        ({"k_max": 0}, r"miss\.k_max=0 must be 1 or more"),
+        ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 7"),
+        ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
+    ],
+    ("miss", "drop"): [({"h": 3}, r"miss\.h=3.*top_k=3.*miss=fetch")],
+    ("miss", "substitute_score"): [({"tolerance": 0}, r"miss\.tolerance=0")],
+    ("prefetch", "expert_map"): [({"maps": 0}, "maps=0"), ({"distance": 5}, "distance=5")],
+    ("prefetch", "importance"): [({"experts": 9}, "experts=9"), ({"decay": 1.5}, "decay=1.5")],
+    ("prefetch", "oracle"): [
+        ({name: value}, rf"prefetch\.{name}={value}")
+        for name in ("recall", "precision")
+        for value in (0.0, -0.1, 1.1)
+    ],
+    ("routing", "cache_prior"): [
+        *(({"lambda_": value}, r"routing\.lambda") for value in (0.0, -0.1, 1.1)),
+        ({"logit_range": [1.0, 2.0]}, r"routing\.logit_range.*2 values for 3 MoE layers"),
+        ({"logit_range": 1.0, "delta": "mean"}, r"routing\.logit_range.*routing\.delta='mean'"),
+    ],
+    ("routing", "commit"): [
+        ({"alpha1": 1.2}, "alpha1=1.2 has no effect with weights='plain'"),
+        ({"trigger_max": 2}, "trigger_max=2 has no effect"),
+        ({**OWA, "alpha2": 0.0}, "alpha2=0.0 must be above 0"),
+        ({**OWA, "trigger_max": 3}, "must lie between 1 and top_k - 1 = 2"),
+        ({**OWA, "trigger_min": 2, "trigger_max": 1}, "right in part"),
+        ({**OWA, **FEW}, "does not go with routing.weights='owa'"),
+        ({"most_right": 2}, "most_right=2 has no effect with tokens='all'"),
+        ({**FEW, "most_right": 3}, "must lie between 0 and top_k - 1 = 2"),
+    ],
+    ("routing", "max_rank"): [
+        *(({"M": M}, r"routing\.M.*top_k=3") for M in (3, 9)),
+        *(({"J": J}, r"routing\.J.*top_k=3") for J in (3, -1)),
+    ],
+    ("routing", "pruning"): [({"h": h}, r"routing\.h.*top_k=3") for h in (0, 3)],
+    ("routing", "skip_ratio"): [
+        *(({"k_min": k_min}, r"routing\.k_min") for k_min in (3, 0)),
+        *(({"t": t}, r"routing\.t") for t in (0.0, 1.1)),
+    ],
+}
+
+
+@pytest.mark.parametrize(("axis", "name"), OUT_OF_RANGE)
+def test_a_parameter_that_changes_nothing_or_too_much_is_refused(axis: str, name: str) -> None:
+    usual: dict[str, Any] = BUDDY if name == "buddy" else {}
+    for parameters, words in OUT_OF_RANGE[axis, name]:
+        with pytest.raises(ValueError, match=words):
+            find_algorithm(axis, name)(GEOMETRY, **{**usual, **parameters})

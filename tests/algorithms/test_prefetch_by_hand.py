@@ -102,22 +102,6 @@ def test_importance_is_the_decayed_sum_of_gate_scores() -> None:
     assert list(keeps.propose(event(1, 2, weak))) == [2 * EXPERTS]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "words"),
-    [
-        ("expert_map", {"maps": 0}, "maps=0"),
-        ("expert_map", {"distance": 5}, "distance=5"),
-        ("importance", {"experts": 9}, "experts=9"),
-        ("importance", {"decay": 1.5}, "decay=1.5"),
-    ],
-)
-def test_parameters_out_of_range_are_named(
-    name: str, parameters: dict[str, float], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        find_algorithm("prefetch", name)(GEOMETRY, **parameters)
-
-
 # --- importance as an eviction ---
 
 
@@ -296,10 +280,3 @@ def test_wrong_ones_stand_at_every_place() -> None:
         for place, key in enumerate(proposed[:6]):
             places[place] += key not in event.keys
     assert places.min() > 0.5 * places.mean()
-
-
-@pytest.mark.parametrize("name", ["recall", "precision"])
-@pytest.mark.parametrize("value", [0.0, -0.1, 1.1])
-def test_a_quality_outside_its_range_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"prefetch\.{name}={value}"):
-        find_algorithm("prefetch", "oracle")(WIDE, **{name: value})

@@ -18,8 +18,7 @@ from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
-from lm_eval_moecache.testing.streams import make_hardware, policy_of
-from tests.artifacts import artifact_for
+from lm_eval_moecache.testing.streams import artifact_for, make_hardware, policy_of
 from tests.models import FAMILIES, random_model
 
 TOKENS = torch.arange(2, 14).reshape(1, 12)
