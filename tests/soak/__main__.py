@@ -9,8 +9,8 @@ import time
 from itertools import count
 from pathlib import Path
 
-from tests.soak.judge import FAULTS, Tally, try_table
-from tests.soak.mutate import damages, try_damaged
+from tests.soak.judge import FAULTS, Tally, try_damaged, try_table
+from tests.soak.kinds import damages
 from tests.soak.shadow import Violation, run_case
 
 SHARE_OF_EVENTS = 0.8

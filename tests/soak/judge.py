@@ -14,50 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import main
-from lm_eval_moecache.cli.table import other_table
-from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import read_config, split_arguments
-from lm_eval_moecache.records.artifact import read_artifact
-from lm_eval_moecache.records.data_aware import load_data_aware
-from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.files import read_yaml
-from lm_eval_moecache.records.hardware import load_hardware
-from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.inputs import Board
-from lm_eval_moecache.records.schemas.results import Part
-from lm_eval_moecache.records.sizes import capacity_text, parse_capacity
-from lm_eval_moecache.report import claims as report_claims
-from lm_eval_moecache.report.claims import page
-from lm_eval_moecache.report.compare import Rules, compare
-from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.results import load_runs, setting
-from lm_eval_moecache.report.tables import as_json, as_markdown, distinct, leaderboard
 from lm_eval_moecache.sweep.run import check_cell
-from lm_eval_moecache.sweep.spec import REPLAY, Cell, read_sweep
-from lm_eval_moecache.sweep.worker import check_trace_cell
-from lm_eval_moecache.testing.contracts import GEOMETRY
+from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.tiny import MODEL_DIR
-from lm_eval_moecache.trace.importers import load_trace
-from lm_eval_moecache.trace.use import load_use
-from lm_eval_moecache.tune.measure import Objective
-from lm_eval_moecache.tune.search import open_study, read_space
 from tests.engine import traces
 from tests.report.runs import leaderboard_of_four
 from tests.soak.corpus import Bad, table
-from tests.trace.test_formats import FILES, FOLDER
+from tests.soak.kinds import KINDS, Damaged
 
 GUARD_S = 60
-OF_CELLS = {
-    **{"what": "x", "cells": "cells.json.gz", "expect": {"below": 1}},
-    **{"where": {"eviction": "lru"}, "versus": {"eviction": "lfu"}},
-}
-OBJECTIVE = Objective(
-    **{"pretrained": "tiny", "tasks": ("tiny_arc",), "limit": 2, "capacity": "25%"},
-    **{"hardware": "h200", "bandwidth": None, "metric": "ttft_ms", "budget": 1.0},
-)
 CLEAR, ACCEPTED, UNCLEAR, TRACEBACK, HANG = "clear", "accepted", "unclear", "traceback", "hang"
 LEFT = "refused, but left a file"
 FAULTS = (TRACEBACK, HANG, UNCLEAR, ACCEPTED, LEFT)
@@ -81,86 +48,6 @@ def guarded(seconds: float = GUARD_S) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _use_sweep(path: Path) -> object:
-    """Read the settings of every cell, as is done before the first run."""
-    return [
-        check_trace_cell(cell)
-        if cell.model == REPLAY
-        else read_config(split_arguments(cell.arguments, ())[0])
-        for cell in read_sweep(path).cells()[:20]
-    ]
-
-
-def _use_results(path: Path) -> object:
-    """Do with a results file what commands do with one that they can read."""
-    runs = load_runs(path)
-    tables = [leaderboard(runs), leaderboard(runs, columns=["run", "eviction", "miss_rate"])]
-    names = [setting(run, name).raw for run in runs for name in ("policy", "hardware", "limit")]
-    distinct(runs)
-    return compare(runs, runs, Rules()), [write(tables) for write in (as_markdown, as_json)], names
-
-
-def _use_claims(path: Path) -> object:
-    """Read the claims, and answer those whose runs are there."""
-    found = report_claims.read_claims(path)
-    with contextlib.suppress(ValueError):
-        return page(found, report_claims.answer(found, path.parent))
-    return None
-
-
-def _use_table(path: Path) -> object:
-    """Remake the table beside an analysis' or a search's JSON."""
-    path.with_suffix(".md").touch()
-    try:
-        return other_table(path)
-    finally:
-        path.with_suffix(".md").unlink()
-
-
-def _use_cells(path: Path) -> object:
-    report_claims._cells.cache_clear()
-    return report_claims.measure(Part.model_validate(OF_CELLS), path.parent)
-
-
-def _use_trace(path: Path) -> object:
-    trace = load_trace(str(path), logits=True, predicted=True)
-    size = parse_capacity("100%", trace.geometry)
-    policy, hardware = load_policy("on_demand"), load_hardware("h200")
-    engine = replay(trace, Setting(policy=policy, capacity=size, hardware=hardware))
-    engine.check_integrity()
-    return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
-
-
-OF_OTHERS = [path for path in FOLDER.iterdir() if path.name in FILES and "sglang" not in path.name]
-"""Small traces in the formats of others; SGLang's has to be told its top-k."""
-READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "policy": ("x.yaml", lambda path: load_policy(str(path))),
-    "hardware": ("x.yaml", lambda path: load_hardware(str(path))),
-    "sweep": ("sweep.yaml", _use_sweep),
-    "space": ("space.yaml", read_space),
-    "board": ("table.yaml", lambda path: check(Board, read_yaml(path, str(path)), str(path))),
-    "results": ("x.json", _use_results),
-    "trace": ("x.parquet", _use_trace),
-    "partial": ("x.parquet.partial", _use_trace),
-    "csv": ("x.csv", _use_trace),
-    "jsonl": ("x.jsonl", _use_trace),
-    "npz": ("x.npz", _use_trace),
-    "artifact": ("x.safetensors", lambda path: read_artifact(path, "buddies", "miss.profile")),
-    "data_aware": ("x.safetensors", lambda path: load_data_aware(str(path), GEOMETRY)),
-    "use": ("x.json", lambda path: load_use(str(path)).hottest),
-    "sizes": ("x.json", lambda path: capacity_text(str(path))),
-    "emulated": ("x.yaml", lambda path: load_real_model(str(path)).geometry()),
-    "claims": ("claims.yaml", _use_claims),
-    "rows": ("x.json", _use_table),
-    "front": ("front.json", _use_table),
-    "cells": ("cells.json.gz", _use_cells),
-    "packed": ("runs.jsonl.gz", _use_results),
-    "journal": ("study.journal", lambda path: open_study(path.parent, OBJECTIVE, 0)),
-    **{path.name: (path.name, _use_trace) for path in OF_OTHERS},
-}
-"""Kind of file -> the name it is given, and what reads it."""
 
 
 @dataclass
@@ -244,10 +131,9 @@ def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
 
 def read_bad(kind: str, data: str | bytes, folder: Path, words: str) -> tuple[str, str]:
     """Let the reader of this kind read a file with these contents."""
-    name, reader = READERS[kind]
-    path = folder / name
+    path = folder / KINDS[kind].name
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return judged(lambda: reader(path), words)
+    return judged(lambda: KINDS[kind].read(path), words)
 
 
 def refused_model(given: dict[str, Any]) -> None:
@@ -307,3 +193,16 @@ def try_table(folder: Path, tally: Tally) -> None:
             verdict = LEFT if verdict == CLEAR and left else verdict
             given = f"{bad.kind}: {str(bad.given)[:160]}"
             tally.note(verdict, f"{given}: wanted {bad.words!r}: {told}, left {left}")
+
+
+def try_damaged(damaged: Damaged, folder: Path, tally: Tally) -> None:
+    """Read a damaged file. One that is still sound may be read; the others name their file."""
+    with silent():
+        name = KINDS[damaged.kind].name
+        verdict, told = read_bad(damaged.kind, damaged.data, folder, name)
+    if verdict == UNCLEAR and (damaged.kind == "sweep" or "=" in told):
+        verdict = CLEAR  # names the field instead; a sweep's cells are named by who checks them
+    if verdict == ACCEPTED and not damaged.must_be_refused:
+        tally.still_sound += 1
+    else:
+        tally.note(verdict, f"{damaged.kind} {damaged.how}: {told}")

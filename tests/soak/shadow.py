@@ -8,7 +8,7 @@ eviction algorithm is told, its own bytes and seconds, and compares after every 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing.streams import make_event
 
 PASSES = 240
 
@@ -46,19 +47,16 @@ class Watch:
     """Key -> number of the event in which it came."""
     used: dict[int, int] = field(default_factory=dict)
     inserted: list[int] = field(default_factory=list)
-    evicted: list[int] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     """Keys that were resident at some time of the event in progress."""
-    needed: frozenset[int] = frozenset()
     number: int = 0
     order: str = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def begin(self, needed: Sequence[int], number: int) -> None:
-        self.number, self.needed = number, frozenset(needed)
-        self.inserted, self.evicted, self.seen = [], [], set(self.resident)
+    def begin(self, number: int) -> None:
+        self.number, self.inserted, self.seen = number, [], set(self.resident)
 
     def on_insert(self, key: int, prefetched: bool) -> None:
         must(key not in self.resident, f"{key} came although it was there")
@@ -70,7 +68,6 @@ class Watch:
     def on_evict(self, key: int) -> None:
         must(key in self.resident, f"{key} left although it was not there")
         del self.resident[key], self.used[key]
-        self.evicted.append(key)
         self.inner.on_evict(key)
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
@@ -234,29 +231,17 @@ class Shadow:
         self._check_counts(record, phase, num_tokens)
 
     def _made(self, index: int, phase: str, logits: Any) -> Iterator[Event]:
-        """Build the events as a router hook does: heaviest first, ties to the smaller index."""
         geometry, depth = self.case.geometry, self.engine.depth
         for layer in range(geometry.num_layers):
-            own = logits[layer]
-            experts = np.argsort(-own, axis=-1, kind="stable")[:, : geometry.top_k].astype(np.int64)
-            scores = np.exp(own - own.max(-1, keepdims=True))
-            weights = np.take_along_axis(scores / scores.sum(-1, keepdims=True), experts, -1)
-            base = layer * geometry.num_experts
-            keys = list(dict.fromkeys(int(e) + base for e in experts.ravel()))
             ahead = range(layer + 1, min(layer + 1 + depth, geometry.num_layers))
-            predicted = {
-                target: (logits[target] * 0.7 + logits[target].mean()).astype(np.float32)
-                for target in ahead
-            }
-            yield Event(
-                index, layer, phase, len(own), keys, experts, weights, own, predicted=predicted
-            )
+            predicted = {at: logits[at] * 0.7 + logits[at].mean() for at in ahead}
+            yield make_event(geometry, index, layer, logits[layer], phase, predicted)
 
     def _event(self, event: Event, record: Any) -> None:
         engine = self.engine
         place = event.layer if len(self.watches) > 1 else 0
         watch, pool = self.watches[place], engine.pools[place]
-        watch.begin(event.keys, self.events)
+        watch.begin(self.events)
         started = engine.clock.now
         counts = (record.requests, record.hits, record.misses, record.late, record.stall_s)
         before, resident = engine.link.bytes_moved, set(watch.resident)

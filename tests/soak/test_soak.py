@@ -12,9 +12,9 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.fifo import FIFO
 from lm_eval_moecache.engine.engine import Engine
 from tests.soak.corpus import LIGHT
-from tests.soak.judge import CLEAR, Tally, places_in, try_table
+from tests.soak.judge import CLEAR, Tally, places_in, try_damaged, try_table
 from tests.soak.kills import Ended, Eval, Fault, Sweep
-from tests.soak.mutate import damages, try_damaged
+from tests.soak.kinds import damages
 from tests.soak.shadow import Shadow, Violation, draw, run_case
 
 

@@ -31,7 +31,7 @@ from lm_eval_moecache.tune.outcome import (
 )
 from lm_eval_moecache.tune.search import DEFAULT_SPACE, JOURNAL, Space, open_study, read_space
 from tests.conftest import Checkpoint, Moecache
-from tests.soak.judge import OBJECTIVE
+from tests.soak.kinds import OBJECTIVE
 from tests.sweep.toy import write_tasks
 
 SPACE = {
