@@ -1,11 +1,23 @@
 """Replays real routing over evictions, predictors, capacities and links: results/real_routing.
 
-Usage: python benchmarks/real_routing.py [--out results/real_routing]. A few minutes of one core.
-Writes `cells.json.gz` (cells that are there already are kept), `table.md` and the plots.
+Usage: python benchmarks/real_routing.py [--tiny TRACE] [--out results/real_routing]. A few minutes
+of one core. Writes `cells.json.gz` with `table.md` and the plots, and `claims.json.gz` with
+`claims.md`, which has what S1, S2, S3, S4 and S8 of SpecMD ask for; cells that are there are kept.
 
-Capacity is in token cycles (layers x top-k), the link in transfers: an expert takes `ratio` times
-as long to move as a layer's decode step takes without waiting. Dense sizes and kernels are those
-of the trace's model on the profile `a100-5GBps`; transfers have no latency of their own.
+In the first table capacity is in token cycles (layers x top-k), the link in transfers: an expert
+takes `ratio` times as long to move as a layer's decode step takes without waiting. Dense sizes and
+kernels are those of the trace's model on `a100-5GBps`; transfers have no latency of their own.
+
+The traces have neither weights nor gates: predictors are oracles of stated recall and precision,
+and score eviction is left out. What needs both is asked of the shipped model, charged as
+OLMoE-1B-7B. Its trace (3 MB) is made by
+
+    moecache eval --model moecache --tasks tiny_gsm8k,tiny_bbh --limit 20
+        --model_args pretrained=tiny,policy=specmd,capacity=25%,trace=DIR,trace_keep=all
+
+A cell of the claims is kept as sums over units: sixteen passes of a trace, or one request of the
+shipped model's. Figures are ratios of sums over a run; the 95% intervals are percentiles over 2000
+draws of its units, the same draws for the cells that are compared.
 """
 
 from __future__ import annotations
@@ -13,19 +25,39 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from grid import RESULTS, Run, arguments, fill, frame, sections, setting_of, shipped_traces
+import numpy as np
+from grid import (
+    RESULTS,
+    Floats,
+    Run,
+    arguments,
+    blocks,
+    draws,
+    fill,
+    frame,
+    interval,
+    sections,
+    setting_of,
+    shipped_traces,
+)
 from pandas import DataFrame, Series
+from scipy.stats import spearmanr
 
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
+from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.ledger import PassRecord, total
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.plots import new_figure, save
 from lm_eval_moecache.report.tables import padded
 from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 PLAIN = "lru lfu fifo random fld shallow_first frequency_layer layered_lru lfru least_stale hazard"
@@ -189,11 +221,262 @@ def lines(
     save(figure, file)
 
 
+# --- SpecMD's claims ---
+
+
+MACHINES = {"inside": "specmd-a100", "outside": "a100-5GBps"}
+"""SpecMD's own stack of 30 ms a layer, and one that is as fast as its kernels."""
+CLAIMED_SHARES = ("1%", "5%", "25%", "50%")
+OTHERS = ("lru", "lfu", "fld", "shallow_first", "frequency_layer", "least_stale", "hazard")
+CLAIMED = {name: EVICTIONS[name] for name in (*OTHERS, "least_stale none")}
+SCORES = {
+    f"score {history}": {"eviction": "score", "eviction.history": history}
+    for history in ("sum", "mean", "decayed")
+}
+NONE = {"none": {"prefetch": "none"}}
+ORACLES: dict[str, dict[str, Any]] = {
+    # The recall of a gate's top-k is its precision, too; half as many again find more and less.
+    "top-k": {"prefetch": "oracle", "prefetch.recall": 0.85, "prefetch.precision": 0.85},
+    "score": {"prefetch": "oracle", "prefetch.recall": 0.95, "prefetch.precision": 0.63},
+}
+GATES = {"top-k": {"prefetch": "next_gate"}, "score": {"prefetch": "score"}}
+WIDER: dict[str, dict[str, Any]] = {
+    f"top-k x{over:g}": {"prefetch": "next_gate", "prefetch.overfetch": over} for over in (1.5, 2)
+} | {f"score p{p}": {"prefetch": "score", "prefetch.percentile": p} for p in (70, 75, 85, 90)}
+LEFT_OUT = {"least_stale none", "hazard"}
+"""Not the papers' compositions: not among those that S2 and S8 are about."""
+KEYS = ("trace", "machine", "capacity", "prefetch", "eviction")
+Place = tuple[str, str, str, str]
+"""All of them but the eviction."""
+
+
+def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
+    """Yield each cell with its trace, its future and what it means for a policy."""
+    traces = dict(shipped_traces())
+    if tiny:
+        traces["tiny"] = load_trace(tiny, predicted=True)
+    for name, trace in traces.items():
+        future, shares = Future(trace), CLAIMED_SHARES
+        grids = [({**NONE, **ORACLES}, CLAIMED)]
+        if name == "tiny":
+            only, shares = {"least_stale": CLAIMED["least_stale"]}, CLAIMED_SHARES[:3]
+            grids = [({**NONE, **GATES}, CLAIMED), ({**NONE, **GATES}, SCORES), (WIDER, only)]
+        for machine, share, (prefetchers, evictions) in product(MACHINES, shares, grids):
+            for prefetch, eviction in product(prefetchers, evictions):
+                cell = {"trace": name, "machine": machine, "capacity": share}
+                known = trace, future, {**prefetchers[prefetch], **evictions[eviction]}
+                yield {**cell, "prefetch": prefetch, "eviction": eviction}, known
+
+
+def measure_claim(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
+    trace, future, overrides = known
+    is_tiny = cell["trace"] == "tiny"
+    emulate = load_real_model("OLMoE-1B-7B") if is_tiny else None
+    charged = trace.geometry if emulate is None else emulate.emulated_by(trace.geometry)
+    machine = MACHINES[cell["machine"]]
+    setting = setting_of(charged, cell["capacity"], overrides, hardware=machine)
+    ledger = replay(trace, replace(setting, emulate=emulate), future=future).ledger
+    units = [r.passes for r in ledger.requests] if is_tiny else blocks(ledger.passes)
+    regime = regime_of(charged, setting.capacity.total_bytes, setting.hardware)
+    return {
+        "cycles": round(regime.cycles, 3),
+        "transfer_per_layer": round(regime.transfer_per_layer, 4),
+        "units": [sums(unit) for unit in units],
+    }
+
+
+def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
+    """Add up what the claims are about."""
+    counted = total(passes)
+    decoded = [record for record in passes if record.phase == DECODE]
+    return {
+        "requests": counted.requests,
+        "absent": counted.misses + counted.late,
+        "collisions": counted.collisions,
+        "proposed": counted.predicted,
+        "right": counted.predicted_right,
+        "predictable": counted.predictable,
+        "stall_s": round(sum(record.stall_s for record in decoded), 9),
+        "decode_s": round(sum(record.duration_s for record in decoded), 9),
+        "decoded": len(decoded),
+        "prefill_s": round(sum(r.duration_s for r in passes if r.phase == PREFILL), 9),
+    }
+
+
+class Cell:
+    """Figures of one run as ratios of sums: of the run first, then of each draw."""
+
+    def __init__(self, run: Run) -> None:
+        self.cycles, self.ratio = run["cycles"], run["transfer_per_layer"]
+        self.units = DataFrame(run["units"])
+        self._weights = draws(len(self.units))
+        self.collisions = 100 * self.rate("collisions", "requests")
+        self.misses = 100 * self.rate("absent", "requests")
+        self.ms_per_token = 1000 * self.rate("decode_s", "decoded")
+        self.stall_ms = 1000 * self.rate("stall_s", "decoded")
+        self.prefill_s: Floats = self._weights @ self.units.prefill_s.to_numpy()
+
+    def rate(self, over: str, under: str) -> Floats:
+        above, below = (self._weights @ self.units[name].to_numpy() for name in (over, under))
+        rate: Floats = np.divide(above, below, out=np.zeros(len(below)), where=below > 0)
+        return rate
+
+
+Cells = dict[Place, dict[str, Cell]]
+"""Place -> eviction -> the run."""
+AT = ["Trace", "Regime (transfer/layer)", "Capacity", "Prefetch"]
+
+
+def by_place(runs: Sequence[Run]) -> Cells:
+    found: Cells = {}
+    for run in sorted(runs, key=lambda run: run["cell"]["trace"]):
+        trace, machine, capacity, prefetch, eviction = (run["cell"][key] for key in KEYS)
+        found.setdefault((trace, machine, capacity, prefetch), {})[eviction] = Cell(run)
+    return found
+
+
+def usual(cells: Cells) -> Cells:
+    """Return what was run with all evictions: no prefetch, and one of each kind."""
+    return {place: own for place, own in cells.items() if place[3] in (*NONE, *ORACLES)}
+
+
+def change(new: Floats, old: Floats) -> Floats:
+    """Return by how many percent the new figure is above the old."""
+    return 100 * (np.divide(new, old, out=np.ones_like(new), where=old > 0) - 1)
+
+
+def evictions_of(cells: Cells) -> list[str]:
+    return sorted({eviction for own in cells.values() for eviction in own})
+
+
+def named(place: Place, cell: Cell) -> list[str]:
+    trace, machine, capacity, prefetch = place
+    regime = f"{machine} ({cell.ratio:.2g})"
+    return [trace, regime, f"{capacity} = {cell.cycles:.2g} cycles", prefetch]
+
+
+def collisions(cells: Cells) -> str:
+    """S1: how many times fewer collisions, and what becomes of the misses."""
+    rows = []
+    for place, own in usual(cells).items():
+        lru, stale, other = (own[name] for name in ("lru", "least_stale", "least_stale none"))
+        factor = "-"
+        if stale.collisions[0] > 0:
+            some = np.maximum(stale.units.collisions.sum(), 1)
+            least = np.maximum(stale.collisions, stale.collisions[0] / some)
+            factor = interval(lru.collisions / least)
+        elif lru.collisions[0] > 0:
+            factor = "all"
+        shares = [f"{cell.collisions[0]:.2f}" for cell in (lru, stale, other)]
+        points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
+        rows.append([*named(place, lru), *shares, factor, *(interval(p, "{:.2f}") for p in points)])
+    headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
+    return padded([*AT, *headers, "collisions, points", "misses, points"], rows)
+
+
+def swapped(cells: Cells, figure: str) -> str:
+    """S2: percent of change where Least-Stale takes the place of an eviction."""
+    evictions = [e for e in evictions_of(cells) if e not in LEFT_OUT | {"least_stale"}]
+    rows = []
+    for place, own in usual(cells).items():
+        stale, row = getattr(own["least_stale"], figure), named(place, own["least_stale"])
+        if stale[0] == 0:
+            continue
+        for eviction in evictions:
+            text = ""
+            if cell := own.get(eviction):
+                percent = change(stale, getattr(cell, figure))
+                # One prefill alone has no interval.
+                alone = figure == "prefill_s" and np.count_nonzero(cell.units[figure]) < 2
+                text = f"{percent[0]:.1f}" if alone else interval(percent)
+            row.append(text)
+        rows.append(row)
+    return padded([*AT, *evictions], rows)
+
+
+def of_scores(cells: Cells) -> str:
+    """S3: collisions / misses of every eviction on the shipped model."""
+    cells = {place: own for place, own in usual(cells).items() if place[0] == "tiny"}
+    evictions, rows = evictions_of(cells), []
+    for place, own in cells.items():
+        order = sorted(evictions, key=lambda name: -float(own[name].collisions[0]))
+        scores = [own[name] for name in order if name.startswith("score")]
+        rival = next(own[name] for name in order if not name.startswith("score"))
+        gaps = [
+            interval(c.collisions - rival.collisions, "{:.2f}") for c in (scores[-1], scores[0])
+        ]
+        cells_of_row = (own[name] for name in evictions)
+        shares = [f"{c.collisions[0]:.2f} / {c.misses[0]:.1f}" for c in cells_of_row]
+        rows.append([*named(place, own[order[0]]), order[0], *gaps, *shares])
+    headers = ["worst", "least score - worst other, points", "most score - worst other, points"]
+    return padded([*AT, *headers, *evictions], rows)
+
+
+def predictors(cells: Cells) -> str:
+    """S4: what predictors propose, and what comes of it, under Least-Stale."""
+    rows = []
+    for place, own in cells.items():
+        if place[3] in NONE:
+            continue
+        base, cell = cells[(*place[:3], "top-k")]["least_stale"], own["least_stale"]
+        proposed = cell.units.proposed.sum() / base.units.predictable.sum()
+        rates = [cell.rate("right", of)[0] for of in ("proposed", "predictable")]
+        told = [f"{proposed:.2f}", *(f"{rate:.3f}" for rate in rates)]
+        told += [f"{100 - cell.misses[0]:.1f}", interval(base.misses - cell.misses, "{:.2f}")]
+        told += [f"{cell.stall_ms[0]:.2f}", interval(cell.stall_ms - base.stall_ms, "{:.2f}")]
+        told += [interval(change(cell.ms_per_token, base.ms_per_token))]
+        rows.append([*named(place, cell), *told])
+    headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
+    return padded([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
+
+
+def winners(cells: Cells) -> str:
+    """S8: the fastest at each capacity, and whether one is the fastest at all of them."""
+    speeds: dict[Any, dict[str, dict[str, Floats]]] = {}
+    for (trace, machine, share, prefetch), own in cells.items():
+        times = {f"{prefetch} + {e}": c.ms_per_token for e, c in own.items() if e not in LEFT_OUT}
+        speeds.setdefault((trace, machine), {}).setdefault(share, {}).update(times)
+    rows = []
+    for place, at in speeds.items():
+        policies = sorted(at["1%"], key=lambda name: name.split(" + "))
+        best = {s: min(policies, key=lambda p, own=own: own[p][0]) for s, own in at.items()}
+        behind = {
+            p: max((change(own[p], own[best[s]]) for s, own in at.items()), key=lambda v: v[0])
+            for p in policies
+        }
+        steady = min(policies, key=lambda p: behind[p][0])
+        first, _, last = ([own[p][0] for p in policies] for own in list(at.values())[:3])
+        fastest = [
+            f"{best[s]} {at[s][best[s]][0]:.1f} ms" if s in at else "" for s in CLAIMED_SHARES
+        ]
+        alike = f"{spearmanr(first, last).statistic:.2f}"
+        rows.append([*place, *fastest, steady, interval(behind[steady]), alike])
+    headers = ["Trace", "Regime", *CLAIMED_SHARES, "least behind", "at worst behind by %"]
+    return padded([*headers, "rank correlation 1% and 25%"], rows)
+
+
+def render_claims(runs: Sequence[Run]) -> str:
+    cells = by_place(runs)
+    return sections(
+        {
+            "S1: collision misses, LRU and Least-Stale": collisions(cells),
+            "S2: time to the first token, percent of change": swapped(cells, "prefill_s"),
+            "S2: time per token, percent of change": swapped(cells, "ms_per_token"),
+            "S3: collisions / misses in percent, shipped model as OLMoE-1B-7B": of_scores(cells),
+            "S4: predictors under Least-Stale, changes against top-k": predictors(cells),
+            "S8: the fastest at each capacity": winners(cells),
+        }
+    )
+
+
 def main() -> None:
-    out = arguments(__doc__, out=RESULTS / "real_routing").out
+    options = arguments(__doc__, tiny=None, out=RESULTS / "real_routing")
+    out = options.out
     runs = fill(out / "cells.json.gz", cells(), measure)
     (out / "table.md").write_text(render(runs))
     draw(runs, out / "plots")
+    runs = fill(out / "claims.json.gz", claim_cells(options.tiny), measure_claim)
+    (out / "claims.md").write_text(render_claims(runs))
 
 
 if __name__ == "__main__":

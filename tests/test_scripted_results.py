@@ -13,7 +13,6 @@ import lossy_accuracy
 import policy_space
 import pytest
 import real_routing
-import routing_claims
 from grid import RESULTS, TRACES, load
 
 from lm_eval_moecache.algorithms.policy import policy_names
@@ -31,7 +30,7 @@ ANSWERS = load(RESULTS / "miss_answers/cells.json.gz")
 TABLES = {
     "layer_sizes/table.md": (layer_sizes.render, ROWS),
     "real_routing/table.md": (real_routing.render, ROUTING),
-    "real_routing/claims.md": (routing_claims.render, CLAIMS),
+    "real_routing/claims.md": (real_routing.render_claims, CLAIMS),
     "evictions/table.md": (partial(evictions.render, costs=EVICTION_COSTS), EVICTIONS),
     "lossy_answers/accuracy/table.md": (lossy_accuracy.render, LOSSY),
     "policy_space/table.md": (policy_space.render_space, SPACE),
