@@ -49,7 +49,7 @@ from tests.engine import traces
 from tests.records.test_artifact import make
 from tests.report.runs import record
 from tests.soak.corpus import BOARD, CLAIMS, EMULATED, HARDWARE, POLICY, SPACE, SWEEP, arrays_of
-from tests.trace.recording import forget, half_a_recording
+from tests.trace.recording import half_a_recording
 from tests.trace.test_formats import FILES, FOLDER
 from tests.trace.test_trace import CSV, JSONL, ROUTED
 
@@ -130,7 +130,7 @@ def _use(folder: Path) -> Path:
 
 
 def _partial(folder: Path) -> Path:
-    forget(half_a_recording(folder, keep_until=2))
+    half_a_recording(folder, keep_until=2)
     [path] = folder.iterdir()
     return path
 
