@@ -18,8 +18,7 @@ from statistics import median
 
 import torch
 from grid import arguments
-from memory_limit import forget_cached
-from setup import load_whole, random_model
+from setup import forget_cached, load_whole, random_model
 from vs_accelerate import ours
 
 WAYS = ("plain", "ram", "disk")
