@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.records.paths import task_configs_dir
+from lm_eval_moecache.records.files import task_configs_dir
 from tests.conftest import Checkpoint
 
 
