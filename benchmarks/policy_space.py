@@ -215,17 +215,23 @@ def draw_space(runs: Sequence[Run], folder: Path) -> None:
         values = gains[hardware][list(CAPACITIES)].to_numpy()
         image = axes.imshow(np.log2(values), cmap="RdBu", vmin=-2, vmax=2, aspect="auto")
         axes.set_title(f"{hardware}\n{model}")
-        axes.set_xticks(range(len(CAPACITIES)), CAPACITIES)
-        axes.set_yticks(range(len(gains)), labels if not place else [""] * len(gains))
-        axes.grid(False)
-        for (y, x), gain in np.ndenumerate(values):
-            color = "w" if abs(np.log2(gain)) > 1.2 else "k"
-            text = "-" if np.isnan(gain) else f"{gain:.2f}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
+        named = labels if not place else [""] * len(gains)
+        texts = np.vectorize(lambda gain: "-" if np.isnan(gain) else f"{gain:.2f}")(values)
+        write_cells(axes, texts, CAPACITIES, named, abs(np.log2(values)) > 1.2)
     bar = figure.colorbar(image, ax=panels, ticks=[-2, -1, 0, 1, 2], shrink=0.5)
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     bar.set_label(f"tok/s over {BASE}")
     save(figure, folder / "speed.svg")
+
+
+def write_cells(axes: Any, texts: Any, columns: Any, rows: Any, is_dark: Any = None) -> None:
+    """Name the cells of an image, and write into each; where it is dark, in white."""
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.grid(False)
+    for place, text in np.ndenumerate(texts):
+        color = "w" if is_dark is not None and is_dark[place] else "k"
+        axes.text(*place[::-1], text, ha="center", va="center", fontsize=7, color=color)
 
 
 def speeds_of(runs: Sequence[Run]) -> DataFrame:
@@ -283,14 +289,10 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
 def draw_map(axes: Any, names: DataFrame, gains: DataFrame) -> None:
     places = names.map(LOSSLESS.index)
     axes.imshow(places, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
-    axes.set_xticks(range(len(names.columns)), [f"{link:g}" for link in names.columns])
-    axes.set_yticks(range(len(names)), [f"{host:g}" for host in names.index])
+    texts = names.map(lambda name: name.removeprefix("host, ")) + gains.map("\nx{:.2f}".format)
+    write_cells(axes, texts, *([f"{rate:g}" for rate in of] for of in (names.columns, names.index)))
     axes.set_xlabel("link [GB/s]")
     axes.set_ylabel("host memory [GB/s]")
-    axes.grid(False)
-    for (y, x), name in np.ndenumerate(names.to_numpy()):
-        text = f"{name.removeprefix('host, ')}\nx{gains.iloc[y, x]:.2f}"
-        axes.text(x, y, text, ha="center", va="center", fontsize=7)
 
 
 def perplexity_costs(folder: Path) -> dict[str, str]:
