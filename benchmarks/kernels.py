@@ -1,4 +1,4 @@
-"""Counts the kernels of one decode step, for the constants of `engine/virtual/clock.py`.
+"""Counts the kernels of one decode step, for the constants of `engine/virtual/link.py`.
 
 Every operator that reaches the dispatcher counts, less those that only change a tensor's view.
 

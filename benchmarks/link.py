@@ -18,7 +18,7 @@ from grid import arguments
 from setup import COMMON, device_of, prompts, random_model, run, spread, take, wall
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.model.device import locked_copy, synchronize
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.sizes import parse_bandwidth

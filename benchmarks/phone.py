@@ -20,8 +20,7 @@ from grid import arguments, text_table
 from scipy import optimize
 
 from lm_eval_moecache.analysis.validation import HIT, READ, WALL, Series, read_measured
-from lm_eval_moecache.engine.virtual.clock import VirtualClock
-from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
 from lm_eval_moecache.profiling._fit import with_figures
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware

@@ -18,7 +18,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.prefetch.data_aware import DataAware
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.virtual.clock import VirtualClock
+from lm_eval_moecache.engine.virtual.link import VirtualClock
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers

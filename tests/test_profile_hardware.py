@@ -12,7 +12,7 @@ import transformers
 
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.setting import check_host
-from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
+from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.profiling import hardware
 from lm_eval_moecache.profiling._wall import (

@@ -23,8 +23,8 @@ from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, Sta
 from lm_eval_moecache.engine.decide import Plan
 from lm_eval_moecache.engine.engine import Engine, TokenPass
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.clock import VirtualClock, attention_s
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
+from lm_eval_moecache.engine.virtual.link import VirtualClock, attention_s
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import NO_PREDICTIONS, PHASES, Event
 from lm_eval_moecache.records.geometry import Geometry

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
-from lm_eval_moecache.engine.link import Clock
-from lm_eval_moecache.engine.prefetches import Prefetches
-from lm_eval_moecache.engine.virtual.clock import VirtualClock
+from lm_eval_moecache.engine.cache import Clock
+from lm_eval_moecache.engine.decide import Prefetches
 from lm_eval_moecache.engine.virtual.link import Traffic as VirtualTraffic
-from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
+from lm_eval_moecache.engine.wall.link import Traffic as WallTraffic
 from lm_eval_moecache.engine.wall.link import WallClock, WallLink
-from lm_eval_moecache.engine.wall.transfers import Traffic as WallTraffic
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.hardware import Hardware

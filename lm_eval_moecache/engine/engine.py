@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
-from lm_eval_moecache.engine.cache import ExpertCache
+from lm_eval_moecache.engine.cache import Clock, ExpertCache, Link
 from lm_eval_moecache.engine.decide import Plan, Rules
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.link import Clock, Link
 from lm_eval_moecache.engine.setting import CONTEXT, Setting, offline, without_draft
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.wall.executor import WallExecutor
-from lm_eval_moecache.engine.wall.worker import Mover
+from lm_eval_moecache.engine.wall.link import Mover
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import DECODE, NO_PREDICTIONS, PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry

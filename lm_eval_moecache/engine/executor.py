@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from lm_eval_moecache.engine.cache import ExpertCache
-from lm_eval_moecache.engine.decide import Plan, Rules, decide
+from lm_eval_moecache.engine.cache import Clock, ExpertCache, Link
+from lm_eval_moecache.engine.decide import Plan, Prefetches, Rules, decide
 from lm_eval_moecache.engine.draft_stage import DraftStage
-from lm_eval_moecache.engine.link import Clock, Link
-from lm_eval_moecache.engine.prefetches import Prefetches
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.geometry import Geometry

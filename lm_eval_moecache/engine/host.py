@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm_eval_moecache.engine.setting import check_host
-from lm_eval_moecache.engine.virtual.clock import VirtualClock
-from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.records.event import DROPPED, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry

@@ -21,7 +21,7 @@ from torch import nn
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.grouped import Matrices

@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import MOST_READS, TOGETHER
-from lm_eval_moecache.engine.virtual.clock import DENSE_KERNELS, EXPERT_KERNELS
+from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS
 from lm_eval_moecache.profiling._texts import say
 from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.files import write_whole

@@ -25,9 +25,8 @@ from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import FLAT, PRIORITY, TOGETHER, Setting
-from lm_eval_moecache.engine.virtual.clock import VirtualClock
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.engine.virtual.link import VirtualLink
+from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import Event, Fetch

@@ -13,7 +13,7 @@ from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware

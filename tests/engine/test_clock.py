@@ -21,7 +21,7 @@ from lm_eval_moecache.engine.regime import (
 )
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import CONTEXT
-from lm_eval_moecache.engine.virtual.clock import (
+from lm_eval_moecache.engine.virtual.link import (
     DENSE_KERNELS,
     EXPERT_KERNELS,
     GATE_KERNELS,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.fetch_cached_first import FetchCachedFirst
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.virtual.clock import EXPERT_KERNELS, GATE_KERNELS
+from lm_eval_moecache.engine.virtual.link import EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.records.artifact import DATA_AWARE
 from lm_eval_moecache.records.event import PASS_START, Event
 from lm_eval_moecache.records.geometry import Geometry

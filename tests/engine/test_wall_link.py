@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.engine.link import Link
-from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.engine.cache import Link
+from lm_eval_moecache.engine.wall.link import Traffic, Transfer, TransferError, WallLink, Worker
 from lm_eval_moecache.engine.wall.slots import SlottedCache
-from lm_eval_moecache.engine.wall.transfers import Traffic
-from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
 from tests.engine.scripted import OldestFirst, StillMover, make_geometry
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import SlottedCache
-from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.records import jit
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event
 from lm_eval_moecache.records.ledger import PassRecord

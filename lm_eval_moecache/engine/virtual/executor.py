@@ -10,8 +10,13 @@ from lm_eval_moecache.engine.draft_stage import VirtualDraftStage
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.host import HostStage
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE, CONTEXT, FIFO, Setting
-from lm_eval_moecache.engine.virtual.clock import VirtualClock, attention_s
-from lm_eval_moecache.engine.virtual.link import Traffic, VirtualLink, read_shares
+from lm_eval_moecache.engine.virtual.link import (
+    Traffic,
+    VirtualClock,
+    VirtualLink,
+    attention_s,
+    read_shares,
+)
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.data_aware import cost_of
 from lm_eval_moecache.records.event import Event, Fetch, num_assignments

@@ -16,10 +16,17 @@ from lm_eval_moecache.engine.draft_stage import WallDraftStage
 from lm_eval_moecache.engine.executor import Executor
 from lm_eval_moecache.engine.host import HOST, HostShare
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.wall.link import WallClock, WallLink
+from lm_eval_moecache.engine.wall.link import (
+    Mover,
+    Traffic,
+    Transfer,
+    WallClock,
+    WallLink,
+    bring,
+    time_load,
+    transfer_of,
+)
 from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
-from lm_eval_moecache.engine.wall.transfers import Traffic, bring, time_load, transfer_of
-from lm_eval_moecache.engine.wall.worker import Mover, Transfer
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord

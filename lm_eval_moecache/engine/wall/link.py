@@ -1,14 +1,226 @@
-"""The machine's clock, and its link: the same queue of prefetches, and a thread that moves."""
+"""The machine's clock and its link: a queue of prefetches, a thread that moves, and its traffic."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Hashable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from lm_eval_moecache.engine.link import Link
-from lm_eval_moecache.engine.wall.worker import DONE, Mover, Transfer, Worker
+from lm_eval_moecache.engine.cache import Link
+from lm_eval_moecache.engine.decide import Prefetches
+from lm_eval_moecache.engine.wall.slots import PlacedCache
+
+WAITING, MOVING, DONE = "waiting", "moving", "done"
+_POLL_S = 0.5
+
+
+class TransferError(RuntimeError):
+    """Moving an expert failed; the run cannot go on."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One expert on its way into a slot."""
+
+    key: int
+    slot: int
+    nbytes: int
+    due: int = 0
+    """The event a prefetch is for."""
+    level: int = 0
+    """The precision level at which it is copied."""
+    drops: Sequence[int] = ()
+    """Slots that are no more: what lies there is of no use any longer (`Mover.place`)."""
+    after: object = None
+    """What must have happened on the device before the slot may be written (`Mover.fence`)."""
+    state: str = WAITING
+    submitted_s: float = field(default_factory=time.perf_counter)
+    moved_s: float = 0.0
+    """Once it is there: how long it had the link."""
+    ended_s: float = 0.0
+    """Once it is there: when that was, by the rate of a link that is slowed down."""
+    lag_s: float = 0.0
+    """Once it is there: how long it took to begin, on a link that had nothing else to do."""
+
+
+class Mover(Protocol):
+    """Copies an expert's bytes into a slot. `begin` and `finish` run in the worker's thread."""
+
+    depth: int
+    """How many transfers may be begun before the first of them is finished."""
+
+    def fence(self) -> object:
+        """Return what new transfers have to wait for; called where their slots are given away."""
+
+    def place(self, transfer: Transfer) -> None:
+        """Make the slot of a transfer where there is none; called before `fence`.
+
+        Only where slots differ in size, and by the thread that decides: what it drops may be in
+        use by kernels that it has launched, and the fence comes after these.
+        """
+
+    def begin(self, transfer: Transfer) -> object:
+        """Start the copy (or make it) and return what `finish` waits for."""
+
+    def finish(self, token: object) -> float | None:
+        """Return once the bytes are in the slot: the seconds that they moved.
+
+        None where nothing but moving has taken time since `begin`.
+        """
+
+    def synchronize(self) -> None:
+        """Return once the device has executed all it was given."""
+
+
+class Worker:
+    """Serves transfers in the order: demanded ones, then prefetches, each as they came.
+
+    With `bytes_per_s` a transfer takes at least its bytes over that rate, measured from the end of
+    the one before where it was waiting by then, so that waking up late does not add up. What goes
+    wrong in the thread is raised, as TransferError, by the next call that waits or puts.
+    """
+
+    def __init__(self, mover: Mover, bytes_per_s: float | None = None) -> None:
+        self._mover = mover
+        self._bytes_per_s = bytes_per_s
+        self._demanded: deque[Transfer] = deque()
+        self._prefetches: deque[Transfer] = deque()
+        self._finished: list[Transfer] = []
+        self._awaited: Container[int] = ()
+        self._wanted = 0
+        """How many of the awaited keys the caller is waiting for; 0 where it is not."""
+        self._error: BaseException | None = None
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self.busy_s = 0.0
+        """Seconds in which at least one transfer was on the link."""
+        self._free_s = 0.0
+        self._busy_until_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="moecache-link", daemon=True)
+        self._thread.start()
+
+    def put(self, transfer: Transfer, demanded: bool) -> None:
+        with self._changed:
+            self._check()
+            (self._demanded if demanded else self._prefetches).append(transfer)
+            self._changed.notify_all()
+
+    def promote(self, transfer: Transfer) -> None:
+        """Serve a prefetch as if it had been demanded; one that moves already goes on."""
+        with self._changed:
+            if transfer.state == WAITING:
+                self._prefetches.remove(transfer)
+                self._demanded.append(transfer)
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take a prefetch back; False where it moves already."""
+        with self._changed:
+            if transfer.state != WAITING:
+                return False
+            self._prefetches.remove(transfer)
+            return True
+
+    def collect(self) -> list[Transfer]:
+        """Return what has arrived since the last call."""
+        with self._changed:
+            self._check()
+            finished, self._finished = self._finished, []
+            return finished
+
+    def wait_for(self, keys: Container[int], count: int = 1) -> None:
+        """Return once `count` of these keys have arrived and were not collected yet."""
+        with self._changed:
+            while self._arrived(keys) < count:
+                self._check()
+                self._awaited, self._wanted = keys, count
+                self._changed.wait(_POLL_S)
+            self._wanted = 0
+
+    def close(self) -> None:
+        """End the thread; what waits is forgotten. Safe to call twice."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _arrived(self, keys: Container[int]) -> int:
+        return sum(transfer.key in keys for transfer in self._finished)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise TransferError(
+                f"moving experts failed: {type(self._error).__name__}: {self._error}"
+            ) from self._error
+        if self._closing.is_set() or not self._thread.is_alive():
+            raise TransferError("moving experts: the link is closed.")
+
+    def _run(self) -> None:
+        moving: deque[tuple[Transfer, float, object]] = deque()
+        try:
+            while True:
+                transfer = self._next(wait=not moving)
+                if transfer is not None:
+                    begun_s = time.perf_counter()
+                    moving.append((transfer, begun_s, self._mover.begin(transfer)))
+                    if len(moving) < self._mover.depth:
+                        continue
+                if not moving:
+                    return
+                self._finish(*moving.popleft())
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self, wait: bool) -> Transfer | None:
+        """Take the next transfer; None where there is none (after waiting: at the end)."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(self._has_work)
+            if self._closing.is_set():
+                return None
+            for queue in (self._demanded, self._prefetches):
+                if queue:
+                    transfer = queue.popleft()
+                    transfer.state = MOVING
+                    return transfer
+            return None
+
+    def _has_work(self) -> bool:
+        return self._closing.is_set() or bool(self._demanded or self._prefetches)
+
+    def _finish(self, transfer: Transfer, begun_s: float, token: object) -> None:
+        moved_s = self._mover.finish(token)
+        end_s = time.perf_counter()
+        if moved_s is not None:
+            # Before that it waited for the device to be done with the slot, not for the link.
+            begun_s = max(begun_s, end_s - moved_s)
+        free_s = max(self._free_s, transfer.submitted_s)
+        due_s, copied_s = end_s, end_s - begun_s
+        if self._bytes_per_s is not None:
+            least_s = transfer.nbytes / self._bytes_per_s
+            due_s, copied_s = max(free_s + least_s, end_s), max(copied_s, least_s)
+        self._free_s = transfer.ended_s = due_s
+        transfer.lag_s = max(due_s - free_s - copied_s, 0.0)
+        while end_s < due_s and not self._closing.wait(due_s - end_s):
+            end_s = time.perf_counter()
+        with self._changed:
+            transfer.moved_s = end_s - max(begun_s, self._busy_until_s)
+            self._busy_until_s = end_s
+            self.busy_s += transfer.moved_s
+            transfer.state = DONE
+            self._finished.append(transfer)
+            # Each needless waking would take the interpreter from the next copy.
+            if self._wanted and self._arrived(self._awaited) >= self._wanted:
+                self._changed.notify_all()
+
 
 WEIGHT = 0.25
 """Of the newest in what is learned of times: one that stands out is soon forgotten."""
@@ -184,3 +396,121 @@ class WallLink(Link):
         transfer.submitted_s = time.perf_counter()
         self._flying[transfer.key] = transfer
         self._worker.put(transfer, demanded)
+
+
+TRIALS = 3
+
+
+def transfer_of(cache: PlacedCache, key: int, level: int) -> Transfer:
+    """Return what brings a key, which has been given a slot, there."""
+    nbytes = cache.size_of(key, level)
+    return Transfer(key, cache.slots[key], nbytes, level=level, drops=cache.take_dropped())
+
+
+class Traffic:
+    """Issues those prefetches whose turn on the link comes before the next visit.
+
+    An issued prefetch has taken another expert's place already, so one that does not begin before
+    its event is cancelled has evicted for nothing; where too few are issued the link stands idle.
+    Each kind of visit learns when the next one follows, and the link how fast it is.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[PlacedCache],
+        link: WallLink,
+        prefetches: Prefetches,
+        num_experts: int,
+    ) -> None:
+        self._caches = caches
+        self._link = link
+        self._prefetches = prefetches
+        self._num_experts = num_experts
+        self._gaps: dict[Hashable, float] = {}
+        """Kind of visit -> seconds to the next one, those left out that the compute waits in."""
+        self._last: tuple[Hashable, float] | None = None
+
+    def drain(
+        self, pinned: Set[int], layer: int, visit: Hashable = None, awaited: bool = False
+    ) -> None:
+        """Land what has arrived, then issue what begins to move before the next visit.
+
+        `awaited` is whether the compute waits for what was given to the link before.
+        """
+        link = self._link
+        self.settle(link.arrivals())
+        now = time.perf_counter()
+        if self._last is not None:
+            before, since_s = self._last
+            known = self._gaps.get(before, now - since_s)
+            self._gaps[before] = known + (now - since_s - known) * WEIGHT
+        self._last = (visit, now)
+        begins_s = link.free_s(now) if awaited else now
+        self._issue(pinned, layer, now, begins_s + self._gaps.get(visit, 0.0))
+
+    def stood_still(self, seconds: float) -> None:
+        """Note that the compute waited since the last visit."""
+        if self._last is not None:
+            self._last = (self._last[0], self._last[1] + seconds)
+
+    def _issue(self, pinned: Set[int], layer: int, now: float, until_s: float) -> None:
+        """Issue what begins until then; of a batch, all that is left of it."""
+        link, batch = self._link, None
+        while True:
+            key, before = link.head(), batch
+            if key is None:
+                return
+            batch = link.batch_of_head()
+            if link.free_s(now) > until_s and (batch is None or batch != before):
+                return
+            cache = self._caches[key // self._num_experts]
+            level = self._prefetches.level_of(key)
+            if key in cache.resident:
+                link.withdraw(key)
+            elif cache.make_room(cache.size_of(key, level), pinned, layer, key):
+                cache.reserve(key, level)
+                link.issue(transfer_of(cache, key, level))
+            else:
+                return
+
+    def settle(self, keys: Sequence[int]) -> None:
+        """Make arrived keys resident."""
+        for key in keys:
+            self._caches[key // self._num_experts].land(key)
+
+    def cancel(self, due: int, wanted: Set[int]) -> None:
+        """Drop the prefetches of events up to `due`, also issued ones that have not begun."""
+        self._link.cancel_due(due)
+        for key in self._link.withdraw_issued(due, wanted):
+            self._caches[key // self._num_experts].withdraw(key)
+
+
+def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:
+    """Move keys into their slots, at the best level, and wait for all of them."""
+    # A pass that broke off may have left kernels behind that read these slots.
+    link.launched()
+    for key, slot in places:
+        drops = cache.take_dropped() if cache.slots else ()
+        link.move(Transfer(key, slot, cache.size_of(key), drops=drops))
+    if places:
+        link.wait_for({key for key, _ in places}, len(places))
+
+
+def time_load(cache: PlacedCache, link: WallLink, count: int) -> float:
+    """Return the median seconds of loading `count` experts of the first layer together.
+
+    Where fewer fit into the cache, as many as do, and their time for each. What is resident is
+    loaded once more to where it lies.
+    """
+    size = cache.size_of(0)
+    fits = max(1, min(count, len(cache.slots) or cache.capacity_bytes // size))
+    seconds, moved = [], 0
+    for _ in range(TRIALS):
+        places = list(cache.slots.items())[:fits]
+        if not places:
+            places = list(enumerate(cache.trial_slots(fits)))
+        moved = sum(cache.size_of(key) for key, _ in places)
+        start_s = time.perf_counter()
+        bring(cache, link, places)
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds) * count * size / moved

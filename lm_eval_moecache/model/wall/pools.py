@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import slots_of
-from lm_eval_moecache.engine.wall.worker import Transfer
 from lm_eval_moecache.model.device import can_time, copy_stream, locked_empty, on_stream
 from lm_eval_moecache.model.precision.codecs import Codec
 from lm_eval_moecache.model.precision.stored import Encoded, expert_matrices, matrix_shape
@@ -66,7 +66,7 @@ def shapes_of(experts: nn.Module, codec: Codec) -> Shapes:
 
 
 class DeviceMover(ABC):
-    """The mover of the wall clock (`engine.wall.worker.Mover`), for slots of any kind.
+    """The mover of the wall clock (`engine.wall.link.Mover`), for slots of any kind.
 
     On a device with streams copies go on one of their own, from pinned memory, after what their
     fence marks; `finish` waits for them in the worker's thread. A device with one queue (MPS) gets

@@ -13,7 +13,7 @@ import torch
 from transformers import core_model_loading
 
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from docs.wall_table import LADDER, settings_that_run
 from lm_eval_moecache.engine.wall.executor import WallExecutor
-from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import check_arguments

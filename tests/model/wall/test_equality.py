@@ -16,7 +16,7 @@ import torch
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.wall.executor import WallExecutor
-from lm_eval_moecache.engine.wall.worker import TransferError
+from lm_eval_moecache.engine.wall.link import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall import store

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from docs.wall_table import LADDER
-from lm_eval_moecache.engine.wall.worker import TransferError
+from lm_eval_moecache.engine.wall.link import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.precision import encoded_store

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm_eval_moecache.engine.wall.worker import Transfer
+from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.model.device import accelerator, devices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names
 from lm_eval_moecache.model.wall.pools import DeviceMover

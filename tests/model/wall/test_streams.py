@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.engine.wall.worker import Transfer, TransferError, Worker
+from lm_eval_moecache.engine.wall.link import Transfer, TransferError, WallLink, Worker
 from lm_eval_moecache.model import device
 from lm_eval_moecache.model.wall import pools, store, tiers
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools
