@@ -467,7 +467,9 @@ def find_column(runs: Sequence[Run], name: str) -> Column:
     if found is not None:
         return found
     if is_setting(name, ()) or any(setting(run, name).raw is not None for run in runs):
-        heading, is_number = name.replace("_", " ").capitalize(), name == "capacity_bytes"
+        # An algorithm's parameter is headed as one types it: routing.M is no other key's name.
+        heading = name if "." in name else name.replace("_", " ").capitalize()
+        is_number = name == "capacity_bytes"
         return Column(name, heading, is_number=is_number, read=lambda run: setting(run, name))
     tasks = [task for run in runs for task in run.results]
     given = [key for run in runs for key in (*run.model_args, *KEYS)]
