@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,24 +16,28 @@ from lm_eval_moecache.records.files import task_configs_dir
 from tests.conftest import Checkpoint
 
 
-@pytest.mark.slow
-def test_one_command_gives_accuracy_and_speed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def evaluate(model: str, arguments: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Run three documents through the command in `folder`; return what it prints and writes."""
     # `lm_eval run` where the start-up file is installed; else the way that needs none.
     starts = importlib.util.find_spec("lm_eval_moecache_startup")
     module = ("lm_eval", "run") if starts else ("lm_eval_moecache", "eval")
-    arguments = f"pretrained={checkpoint('olmoe')},policy=specmd,capacity=25%,bandwidth=1GB/s"
-    command = [sys.executable, "-m", *module, "--model", "moecache", "--model_args", arguments]
+    command = [sys.executable, "-m", *module, "--model", model, "--model_args", arguments]
     command += ["--device", "cpu", "--tasks", "tiny_gsm8k", "--limit", "3"]
-    command += ["--include_path", str(task_configs_dir())]
-    command += ["--output_path", str(tmp_path / "out")]
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home")}
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    command += ["--include_path", str(task_configs_dir()), "--output_path", str(folder / "out")]
+    env = {**os.environ, "HF_HOME": str(folder / "home")}
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "exact_match" in result.stdout
+    [path] = (folder / "out").rglob("results_*.json")
+    return result.stdout, json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_one_command_gives_accuracy_and_speed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    arguments = f"pretrained={checkpoint('olmoe')},policy=specmd,capacity=25%,bandwidth=1GB/s"
+    printed, results = evaluate("moecache", arguments, tmp_path)
+    assert "exact_match" in printed
     title = "moecache (specmd: standard + score + least_stale + fetch), capacity: 25%"
-    assert title in result.stdout and "|**all**" in result.stdout
-    [path] = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(path.read_text())
+    assert title in printed and "|**all**" in printed
     assert "exact_match,strict-match" in results["results"]["tiny_gsm8k"]
     ours = results["config"]["moecache"]
     assert (ours["policy"]["name"], ours["capacity"]) == ("specmd", "25%")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,49 +11,29 @@ from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Checkpoint
 from tests.sweep.toy import records, write_sweep
-from tests.test_end_to_end import command, write_task
+from tests.test_end_to_end import evaluate
 
 
 @pytest.mark.slow
 def test_one_command_gives_accuracy_speed_and_acceptance(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    write_task(tasks)
     model = checkpoint("olmoe")
     arguments = f"pretrained={model},policy=sp_moe,capacity=25%,draft=self:int8,draft_tokens=2"
-    result = subprocess.run(
-        [
-            *command(),
-            *("--model", "moecache-spec", "--model_args", arguments, "--device", "cpu"),
-            *("--tasks", "three_sums", "--include_path", str(tasks)),
-            *("--output_path", str(tmp_path / "out")),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HOME": str(tmp_path / "hf")},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "draft: self:int8, 2 tokens" in result.stdout
-    (path,) = (tmp_path / "out").rglob("results_*.json")
-    report = json.loads(path.read_text())["config"]["moecache"]
+    printed, results = evaluate("moecache-spec", arguments, tmp_path)
+    assert "draft: self:int8, 2 tokens" in printed
+    report = results["config"]["moecache"]
     assert report["draft"]["cutoff"]["used"] <= 3
-    assert 0 <= report["tasks"]["three_sums"]["draft_acceptance"] <= 1
+    assert 0 <= report["tasks"]["tiny_gsm8k"]["draft_acceptance"] <= 1
     assert report["policy"]["prefetch"]["name"] == "draft"
 
 
 def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    write_task(tasks)
     base = {"pretrained": str(checkpoint("olmoe")), "device": "cpu", "policy": "on_demand"}
     drafted = {"model": "moecache-spec", "draft": "self:int8"}
-    settings = {"base": base, "tasks": ["three_sums"], "include_path": [str(tasks)]}
+    settings = {"base": base, "tasks": ["tiny_gsm8k"], "limit": 3}
     runs = [{}, {**drafted, "draft_tokens": 1}, {**drafted, "draft_tokens": 4}]
     path = write_sweep(tmp_path / "sweep", **settings, grid={}, runs=runs)
     report = run_sweep(read_sweep(path), path.parent)
@@ -67,7 +44,7 @@ def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
     assert drafts == [1, 4]
     for record in records(path.parent).values():
         (score,) = record["scores"].values()
-        assert set(score["exact_match,none"].values()) == {0.0}
+        assert set(score["exact_match,strict-match"].values()) == {0.0}
     bad = write_sweep(tmp_path / "bad", **settings, grid={}, runs=[{**drafted, "draft_tokens": 0}])
     with pytest.raises(
         ValueError, match=r"1 of 1 runs cannot start.\n  model_args: draft_tokens=0"
