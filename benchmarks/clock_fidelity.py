@@ -19,8 +19,7 @@ import torch
 from grid import arguments
 from setup import device_of, prompts, random_model, run, take, virtual, wall
 
-from lm_eval_moecache.profiling._wall import measure_on_wall
-from lm_eval_moecache.profiling.hardware import measure
+from lm_eval_moecache.profiling._measure import measure, measure_on_wall
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord

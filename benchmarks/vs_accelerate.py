@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lm_eval_moecache.model.checkpoint import weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall.assemble import assemble
-from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity

@@ -22,16 +22,7 @@ from lm_eval_moecache.engine.virtual.link import VirtualClock
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.predictor import make as making
-from lm_eval_moecache.model.predictor.accuracy import (
-    certainty,
-    certainty_rows,
-    correlation_rows,
-    count_right,
-    judge,
-    layer_rows,
-)
-from lm_eval_moecache.model.predictor.make import Recipe, train
+from lm_eval_moecache.model.predictor import training as making
 from lm_eval_moecache.model.predictor.network import (
     Foresight,
     PredictorNetwork,
@@ -39,7 +30,19 @@ from lm_eval_moecache.model.predictor.network import (
     network_from,
     sparsemax,
 )
-from lm_eval_moecache.model.predictor.samples import Pairs, RouterCapture, Samples, write_shard
+from lm_eval_moecache.model.predictor.samples import (
+    Pairs,
+    RouterCapture,
+    Samples,
+    certainty,
+    certainty_rows,
+    correlation_rows,
+    count_right,
+    judge,
+    layer_rows,
+    write_shard,
+)
+from lm_eval_moecache.model.predictor.training import Recipe, train
 from lm_eval_moecache.profiling._texts import read_prompts
 from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,

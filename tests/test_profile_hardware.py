@@ -14,18 +14,18 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.setting import check_host
 from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, VirtualClock
 from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.profiling import hardware
-from lm_eval_moecache.profiling._wall import (
+from lm_eval_moecache.profiling import _measure
+from lm_eval_moecache.profiling._measure import (
     MOST_LAYERS,
     NOBODYS,
     Parts,
     Step,
+    _weights,
     measure_on_wall,
     model_like,
     parts_of,
     profile_of,
 )
-from lm_eval_moecache.profiling.hardware import _weights
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 from tests.engine.scripted import make_hardware
@@ -60,9 +60,9 @@ def test_a_measured_profile_can_be_loaded(tmp_path: Path) -> None:
 def test_a_host_is_measured_as_fast_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 64^3 FLOP in 1 ms, and 4 matrices of 4 MiB read once in 2 ms."""
     times = iter([2e-3, 1e-3])
-    monkeypatch.setattr(hardware, "typical_s", lambda work, device: (work(), next(times))[1])
-    monkeypatch.setattr(hardware, "_matmul_s", lambda *_: 1e-3)
-    figures, source = hardware._measure_host(16 * 2**20, 64)
+    monkeypatch.setattr(_measure, "typical_s", lambda work, device: (work(), next(times))[1])
+    monkeypatch.setattr(_measure, "_matmul_s", lambda *_: 1e-3)
+    figures, source = _measure._measure_host(16 * 2**20, 64)
     assert figures["host_flops"] == pytest.approx(2 * 64**3 / 1e-3)
     assert figures["host_memory_bytes_per_s"] == pytest.approx(16 * 2**20 / 2e-3)
     assert "with 4 float32 matrices" in source["host_memory_bytes_per_s"]
@@ -73,9 +73,9 @@ def test_a_slow_device_multiplies_smaller_matrices(
     monkeypatch: pytest.MonkeyPatch, small_s: float, edge: int
 ) -> None:
     """A product of 256 in 0.03 s takes 0.24 s at 512 and 1.9 s at 1024: over a quarter second."""
-    monkeypatch.setattr(hardware, "_matmul_s", lambda *_: small_s)
-    assert hardware._edge_in_time(torch.device("cpu"), torch.bfloat16, 2048) == edge
-    assert hardware._edge_in_time(torch.device("cpu"), torch.bfloat16, 64) == 64
+    monkeypatch.setattr(_measure, "_matmul_s", lambda *_: small_s)
+    assert _measure._edge_in_time(torch.device("cpu"), torch.bfloat16, 2048) == edge
+    assert _measure._edge_in_time(torch.device("cpu"), torch.bfloat16, 64) == 64
 
 
 def test_a_product_of_a_device_reads_enough_to_hide_its_launch() -> None:

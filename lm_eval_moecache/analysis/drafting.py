@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
 from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.moe_layers import MoELayer
-from lm_eval_moecache.model.speculative.draft_model import make_draft, matching_layers
+from lm_eval_moecache.model.speculative import make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax
 
 TITLE = "Predicting a layer's experts, by layer"

@@ -20,8 +20,11 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import geometry_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.predictor.accuracy import (
+from lm_eval_moecache.model.predictor.network import PredictorNetwork
+from lm_eval_moecache.model.predictor.samples import (
     Judged,
+    RouterCapture,
+    Samples,
     certainty_rows,
     correlation_rows,
     decile_rows,
@@ -29,8 +32,6 @@ from lm_eval_moecache.model.predictor.accuracy import (
     judge,
     layer_rows,
 )
-from lm_eval_moecache.model.predictor.network import PredictorNetwork
-from lm_eval_moecache.model.predictor.samples import RouterCapture, Samples
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor

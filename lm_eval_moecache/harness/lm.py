@@ -38,10 +38,14 @@ from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_ta
 from lm_eval_moecache.harness.tasks import watch_evaluations
 from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
-from lm_eval_moecache.model.router_events import shadow_prefetchers_of
-from lm_eval_moecache.model.speculative.draft_model import DraftModel, make_draft, measure_overlap
-from lm_eval_moecache.model.speculative.drafting import DraftHooks, ReadAlong
-from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel
+from lm_eval_moecache.model.speculative import (
+    DraftHooks,
+    DraftModel,
+    ReadAlong,
+    make_draft,
+    measure_overlap,
+)
+from lm_eval_moecache.model.wrap import FinishedSequences, WrappedModel, shadow_prefetchers_of
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import check_typed

@@ -15,15 +15,12 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.model.device import name_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
-from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
+from lm_eval_moecache.model.precision.codecs import Encoded
 from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.precision.loading import encoding, take
-from lm_eval_moecache.model.precision.store import LadderStore
-from lm_eval_moecache.model.precision.stored import Encoded
-from lm_eval_moecache.model.speculative.draft_model import ExpertsOf
-from lm_eval_moecache.model.store import Store, implementation_of
-from lm_eval_moecache.model.wall.assemble import assemble
-from lm_eval_moecache.model.wall.loading import ExpertLoader
+from lm_eval_moecache.model.precision.loading import EncodedExpertStore, encoding, take
+from lm_eval_moecache.model.speculative import ExpertsOf
+from lm_eval_moecache.model.store import LadderStore, Store, implementation_of
+from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.records.geometry import Geometry
 
 

@@ -34,11 +34,11 @@ from lm_eval_moecache.harness.arguments import (
 from lm_eval_moecache.model.checkpoint import check_weights, model_path, skeleton
 from lm_eval_moecache.model.device import best_device, devices
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
+from lm_eval_moecache.model.precision.codecs import expert_bytes
 from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.precision.stored import expert_bytes
-from lm_eval_moecache.model.speculative.draft_model import matching_layers, measure
+from lm_eval_moecache.model.speculative import matching_layers, measure
 from lm_eval_moecache.model.store import IMPLEMENTATION, STORE_ATTRIBUTE
-from lm_eval_moecache.model.wall.assemble import LOADS_OTHERWISE, check_wall
+from lm_eval_moecache.model.wall.loading import LOADS_OTHERWISE, check_wall
 from lm_eval_moecache.model.weighting import check_rules
 from lm_eval_moecache.records.files import check_place
 from lm_eval_moecache.records.geometry import Geometry

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.speculative.draft_model import DraftModel
-from lm_eval_moecache.model.speculative.drafting import DraftHooks, watched_by
+from lm_eval_moecache.model.speculative import DraftHooks, DraftModel, watched_by
 
 
 class MoECacheSpecLM(MoECacheLM):

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lm_eval_moecache.model.gate import Gate, state_of
+from lm_eval_moecache.model.precision.codecs import expert_bytes
 from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.precision.stored import expert_bytes
 from lm_eval_moecache.records.geometry import Geometry
 
 _ROUTER_NAMES = ("gate", "router")

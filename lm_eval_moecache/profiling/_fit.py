@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from jsonargparse import Namespace
 from scipy import optimize, stats
 
 from lm_eval_moecache.analysis.validation import (
@@ -20,11 +23,17 @@ from lm_eval_moecache.analysis.validation import (
     WALL,
     Series,
     Values,
+    compare,
     foretell,
+    read_measured,
+    read_tokens,
+    same_tokens,
+    setting_of,
 )
-from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.hardware import Hardware
-from lm_eval_moecache.records.numbers import unknown
+from lm_eval_moecache.engine.setting import MOST_READS, Setting
+from lm_eval_moecache.records.hardware import Hardware, load_hardware
+from lm_eval_moecache.records.numbers import finite, read_count, unknown
+from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 
 FITTED = (
@@ -64,6 +73,61 @@ class Fitted:
     """Figures that the data cannot tell apart: pairs, and how their errors go together."""
     unknown: list[str]
     """Figures of which the data say nothing: their interval spans a factor of two and more."""
+
+
+def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:
+    """Fit to measured tables; return the profile, and how certain each figure is."""
+    runs, base = _measured_runs(arguments)
+    names = DEFAULT if arguments.fit is None else tuple(arguments.fit.split(","))
+    fitted = fit(runs, base, names)
+    where = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
+    sources = dict(base.sources)
+    for name, (low, high) in fitted.intervals.items():
+        sources[name] = f"fitted on {where}; 95% within {low:.3g} to {high:.3g}"
+    if fitted.hardware.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
+        sources[BY_COLUMN] = f"measured on {where}: mgmt_ms over read_bytes"
+    profile = replace(fitted.hardware, name=profile_name, source=sources)
+    nearness = {}
+    for run in runs:
+        ours = foretell(run.trace, replace(run.setting, hardware=profile))
+        nearness[run.name] = compare(*same_tokens(ours, run.series, run.tokens))
+    report = {
+        "figures": {name: getattr(profile, name) for name in names},
+        "intervals": {name: list(pair) for name, pair in fitted.intervals.items()},
+        "cannot_tell_apart": [list(pair) for pair in fitted.alike],
+        "says_nothing_of": fitted.unknown,
+        "runs": nearness,
+    }
+    return profile, finite(report)
+
+
+def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
+    files = getattr(arguments, "from")
+    if len(files) % 2:
+        raise ValueError(f"from={files!r} must be pairs: TRACE MEASURED [TRACE MEASURED ...].")
+    for key in ("base", "capacity"):
+        if getattr(arguments, key) is None:
+            raise ValueError(f"--from needs --{key} with it.")
+    given = arguments.reads.split(",")
+    reads = [read_count("reads", each, least=1, most=MOST_READS) for each in given]
+    pairs = list(zip(files[::2], files[1::2], strict=True))
+    reads = reads * len(pairs) if len(reads) == 1 else reads
+    if len(reads) != len(pairs):
+        raise ValueError(f"reads={arguments.reads!r} must be one number or one for each pair.")
+    base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
+    engine = SimpleNamespace(
+        policy=arguments.policy_of,
+        eviction=arguments.eviction,
+        capacity=arguments.capacity,
+        execute=arguments.execute,
+    )
+    for (trace_file, table), each in zip(pairs, reads, strict=True):
+        trace = load_trace(trace_file)
+        setting, series = setting_of(trace, base, engine, each), read_measured(Path(table), {})
+        same_tokens(foretell(trace, setting), series, tokens)
+        name = Path(trace_file).name.split(".")[0]
+        runs.append(Measured(name=name, trace=trace, setting=setting, series=series, tokens=tokens))
+    return runs, base
 
 
 def fit(runs: Sequence[Measured], start: Hardware, names: Sequence[str]) -> Fitted:

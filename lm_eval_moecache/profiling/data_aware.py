@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
     from lm_eval_moecache.harness.preflight import geometry_of
     from lm_eval_moecache.model.checkpoint import model_path
     from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-    from lm_eval_moecache.model.predictor.learn_data_aware import Recipe, record_texts, train
+    from lm_eval_moecache.model.predictor.training import TextRecipe, record_texts, train_on_texts
     from lm_eval_moecache.report.tables import rows_as_markdown
 
     geometry_of(arguments.pretrained)  # says what cannot be read
@@ -48,7 +48,9 @@ def run(arguments: Namespace) -> int:
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     layers = find_moe_layers(model)
     geometry = describe(model, layers, arguments.pretrained)
-    recipe = Recipe(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Recipe)})
+    recipe = TextRecipe(
+        **{f.name: getattr(arguments, f.name) for f in dataclasses.fields(TextRecipe)}
+    )
     texts = record_texts(
         model,
         transformers.AutoTokenizer.from_pretrained(path),
@@ -58,7 +60,7 @@ def run(arguments: Namespace) -> int:
         batch_size=arguments.prompts_per_batch,
         truncate=max(recipe.truncate, geometry.top_k),
     )
-    found = train(texts, model.get_input_embeddings(), geometry, recipe)
+    found = train_on_texts(texts, model.get_input_embeddings(), geometry, recipe)
     counts = {"prompts": len(prompts), "tokens": sum(len(text.ids) for text in texts)}
     made_from = data | dataclasses.asdict(recipe) | counts | found.told()
     arrays = {name: value.half().numpy() for name, value in found.network.state_dict().items()}

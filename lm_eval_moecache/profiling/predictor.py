@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
     prompts, data = collect_prompts(arguments)
     # Imported late: they bring torch, and a wrong option should not wait for it.
     from lm_eval_moecache.harness.preflight import geometry_of
-    from lm_eval_moecache.model.predictor.make import Recipe, make
+    from lm_eval_moecache.model.predictor.training import Recipe, make
     from lm_eval_moecache.report.tables import rows_as_markdown
 
     geometry_of(arguments.pretrained)  # says what cannot be read

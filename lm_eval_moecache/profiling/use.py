@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
+import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._counts import read_counts
 from lm_eval_moecache.profiling._texts import say
-from lm_eval_moecache.records.artifact import bare_name, write_use
+from lm_eval_moecache.records.artifact import UseProfile, bare_name, write_use
+from lm_eval_moecache.records.files import check_file, open_file, read_text
 from lm_eval_moecache.trace.use import load_use
 
 
@@ -50,3 +56,143 @@ def run(arguments: Namespace) -> int:
     lines += [f"  the {part} most used: {share:.1%}" for part, share in shares.items()]
     say(found, lines, arguments.json)
     return 0
+
+
+_MOST = 1 << 34
+_LAYERS, _EXPERTS = 10_000, 32_767
+_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_TEXT, _LIST, _F32 = 8, 9, 0
+Counts = Mapping[int, Mapping[int, float]]
+"""Layer, as the engine numbers it -> expert -> count."""
+
+
+def read_counts(file: str, key: str) -> UseProfile | None:
+    """Return the profile in a file of counts, or None where it is none.
+
+    Layers that an engine numbers with its dense ones count from 0 here. ValueError begins with
+    `key` and the value.
+    """
+    path, what = Path(file), f"{key}={file!r}"
+    with open_file(path, what, _MOST) as opened:
+        head = opened.read(4096)
+    first = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip().replace(" ", "")
+    reader: Callable[[Path, str], tuple[Counts, int | None]]
+    if head.startswith(b"GGUF"):
+        reader = _imatrix
+    elif path.suffix == ".pt":
+        reader = _recorder
+    elif first.startswith("layer_id,expert_id,count") or path.name.endswith("coli_usage"):
+        reader = _lines
+    else:
+        return None
+    counts, num_experts = reader(path, what)
+    if not counts:
+        raise ValueError(f"{what} holds no counts of experts.")
+    last = max(max(layer, default=0) for layer in counts.values())
+    width = last + 1 if num_experts is None else num_experts
+    if last >= width or width > _EXPERTS or len(counts) > _LAYERS:
+        raise ValueError(f"{what}: expert {last} of {width}, in {len(counts)} layers.")
+    rows = [[counts[layer].get(expert, 0) for expert in range(width)] for layer in sorted(counts)]
+    found = np.asarray(rows, dtype=np.float64)
+    if not np.isfinite(found).all() or (found < 0).any():
+        raise ValueError(f"{what}: counts must be 0 or more.")
+    whole = tuple(tuple(round(count) for count in row) for row in found.tolist())
+    return UseProfile(model="", counts=whole, name=path.name)
+
+
+def _lines(path: Path, what: str) -> tuple[Counts, int | None]:
+    """Lines `layer expert count`, or with commas and a title.
+
+    `-1 layers experts` at the head says the model's size.
+    """
+    counts: dict[int, dict[int, float]] = {}
+    num_experts = None
+    for number, line in enumerate(read_text(path, what).splitlines(), start=1):
+        words = line.replace(",", " ").split()
+        if not words or line.lstrip().startswith(("#", "layer_id")):
+            continue
+        try:
+            layer, expert, count = int(float(words[0])), int(float(words[1])), float(words[2])
+        except (ValueError, OverflowError, IndexError):
+            raise ValueError(f"{what}: line {number} is not `layer expert count`.") from None
+        if layer < 0:
+            num_experts = int(count)
+        else:
+            counts.setdefault(layer, {})[expert] = count
+    return counts, num_experts
+
+
+def _recorder(path: Path, what: str) -> tuple[Counts, int | None]:
+    """SGLang's dump: `logical_count` [..., layers, experts]."""
+    import torch
+
+    check_file(path, what, _MOST)
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+        reason = str(error).split("\n")[0][:200]
+        raise ValueError(f"{what} is no file that torch reads: {reason}.") from None
+    table = found.get("logical_count") if isinstance(found, dict) else None
+    if not isinstance(table, torch.Tensor) or table.dim() < 2:
+        raise ValueError(f"{what} has no tensor `logical_count` [..., layers, experts].")
+    total = table.double().reshape(-1, *table.shape[-2:]).sum(dim=0).tolist()
+    return {n: dict(enumerate(row)) for n, row in enumerate(total)}, table.shape[-1]
+
+
+def _imatrix(path: Path, what: str) -> tuple[Counts, int | None]:
+    """The tensors `blk.N.ffn_*_exps.weight.counts` of a GGUF: evaluated tokens by expert."""
+    counts: dict[int, dict[int, float]] = {}
+    with open_file(path, what, _MOST) as file:
+        try:
+            for name, values in _tensors(file):
+                parts = name.split(".")
+                if name.endswith("_exps.weight.counts") and parts[0] == "blk":
+                    own = dict(enumerate(values))
+                    counts.setdefault(int(parts[1]), own)
+        except (struct.error, ValueError, KeyError, UnicodeDecodeError, MemoryError) as error:
+            raise ValueError(f"{what} is no whole GGUF file: {error}.") from None
+    width = {len(layer) for layer in counts.values()}
+    return counts, max(width, default=None)
+
+
+def _tensors(file: BinaryIO) -> list[tuple[str, list[float]]]:
+    """Return the float32 tensors that end in `.counts`, by their names."""
+
+    def take(form: str) -> Any:
+        size = struct.calcsize("<" + form)
+        return struct.unpack("<" + form, file.read(size))[0]
+
+    def text() -> str:
+        length = take("Q")
+        if length > 1 << 20:
+            raise ValueError(f"a text of {length} bytes")
+        return file.read(length).decode()
+
+    def value(kind: int) -> Any:
+        if kind == _TEXT:
+            return text()
+        if kind == _LIST:
+            inner, length = take("I"), take("Q")
+            return [value(inner) for _ in range(min(length, 1 << 20))]
+        return take(_GGUF_NUMBERS[kind])
+
+    file.seek(4)
+    if take("I") not in (2, 3):
+        raise ValueError("its version is not 2 or 3")
+    num_tensors, num_values = take("Q"), take("Q")
+    about = {text(): value(take("I")) for _ in range(num_values)}
+    infos = []
+    for _ in range(num_tensors):
+        name, dims = text(), take("I")
+        shape = [take("Q") for _ in range(min(dims, 8))]
+        infos.append((name, int(np.prod(shape)), take("I"), take("Q")))
+    align = int(about.get("general.alignment", 32))
+    begin = -(-file.tell() // align) * align
+    found = []
+    for name, size, kind, offset in infos:
+        if name.endswith(".counts") and kind == _F32 and size <= _EXPERTS:
+            file.seek(begin + offset)
+            found.append((name, np.frombuffer(file.read(4 * size), dtype="<f4").tolist()))
+            if len(found[-1][1]) != size:
+                raise ValueError(f"{name} is cut short")
+    return found

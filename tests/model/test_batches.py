@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.model.grouped import GroupedCall, Matrices
 from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.store import GroupedCall, Matrices
 from tests.model.batches import END, PAD, Batch, assert_exact
 from tests.models import FAMILY_CASES, random_model
 

@@ -15,8 +15,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.router_events import RouterEvents
-from lm_eval_moecache.model.wrap import WrappedModel
+from lm_eval_moecache.model.wrap import RouterEvents, WrappedModel
 from tests.families.configs import small_model
 from tests.models import FAMILIES, FAMILY_CASES, random_model
 from tests.test_equality import logits_of, make_engine, wrap_virtual

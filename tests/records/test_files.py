@@ -127,12 +127,12 @@ def test_every_yaml_and_json_file_goes_through_these_readers() -> None:
     allowed = {
         "records/files.py",
         # A second look at text that has been parsed, and lines that are checked one by one.
-        *("records/artifact.py", "trace/importers.py", "model/wall/tiers.py"),
+        *("records/artifact.py", "trace/importers.py", "model/wall/pools.py"),
         # What ships with the package, and what says whether a checkpoint is an adapter's.
         *("tiny/documents.py", "model/checkpoint.py"),
-        "profiling/_counts.py",
+        "profiling/use.py",
         # What a run has written for itself, in a folder of its own.
-        *("model/predictor/make.py", "profiling/_texts.py", "trace/file.py"),
+        *("model/predictor/training.py", "profiling/_texts.py", "trace/file.py"),
         *("sweep/worker.py", "sweep/sharing.py", "harness/judge.py"),
     }
     words = ("yaml.safe_load(", "yaml.load(", "json.load(", "json.loads(", "torch.load(", "pickle.")

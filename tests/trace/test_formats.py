@@ -17,7 +17,7 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.cli.trace import only_request
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import detail_of
-from lm_eval_moecache.profiling._counts import read_counts
+from lm_eval_moecache.profiling.use import read_counts
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PHASES, Event, unique_in_order

@@ -1,12 +1,52 @@
-"""Trains a network until its loss on what was held out falls no more."""
+"""Trains predictors: CommitMoE's of each layer's next router, and SiDA's, which reads whole texts.
+
+CommitMoE's as its sections 4.2 and 5.1 say: recorded, trained layer by layer, judged. The working
+folder holds recordings and trained layers under a digest of what they depend on, so that an
+interrupted run goes on and another loss uses the same recordings.
+
+Shapes: N samples (of SiDA's: truncated experts), D hidden size, E experts, B texts of a batch,
+T tokens, L layers.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import save
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lm_eval_moecache.model.checkpoint import model_path
+from lm_eval_moecache.model.device import best_device
+from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.predictor.network import DataAwareNetwork, PredictorNetwork, new_network
+from lm_eval_moecache.model.predictor.samples import (
+    HELD_OUT_SHARE,
+    Halves,
+    Pairs,
+    Samples,
+    certainty_rows,
+    digest_prompts,
+    generate,
+    judge,
+    layer_rows,
+    record,
+    top_k,
+)
+from lm_eval_moecache.records.artifact import PREDICTOR, Artifact
+from lm_eval_moecache.records.files import write_whole
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.predictor import array_name, num_stages
 
 
 class Best(NamedTuple):
@@ -41,3 +81,370 @@ def fit(
             break
     network.load_state_dict(kept)
     return best
+
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How to train. The paper gives no batch size, no patience and no most number of epochs."""
+
+    loss: str = "kl"
+    learning_rate: float = 5e-5
+    halve_every: int = 5
+    batch_size: int = 32
+    max_epochs: int = 30
+    patience: int = 5
+    seed: int = 42
+
+
+def make(
+    pretrained: str,
+    prompts: Sequence[str],
+    work: Path,
+    data: Mapping[str, Any],
+    *,
+    num_tokens: int,
+    prompts_per_batch: int,
+    recipe: Recipe,
+) -> Artifact:
+    """Make the predictor of a model; the same arguments give the same bytes, resumed or not.
+
+    `data` says where the prompts come from. What was found on the held-out ones stands in the
+    artifact's `made_from`, as the tables `layers` and `certainty`.
+    """
+    path = model_path(pretrained)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval().to(best_device())
+    layers = find_moe_layers(model)
+    geometry, routers = describe(model, layers, pretrained), router_digest(layers)
+    num_layers, top = geometry.num_layers, geometry.top_k
+    settings = {
+        "routers": routers,
+        "prompts": digest_prompts(prompts),
+        "tokens": num_tokens,
+        "prompts_per_batch": prompts_per_batch,
+    }
+    recorded = work / f"recorded-{_digest(settings)}"
+    sizes = {"num_tokens": num_tokens, "batch_size": prompts_per_batch}
+    samples = Samples(record(model, tokenizer, layers, prompts, recorded, **sizes))
+    known, held_out = samples.split(recipe.seed)
+    folder = work / f"trained-{_digest(settings | asdict(recipe))}"
+    arrays: dict[str, Any] = {}
+    trainings: Rows = []
+    for layer in tqdm(range(num_layers), desc="training", unit="layer"):
+        file = folder / f"{layer:03d}.safetensors"
+        if not file.is_file():
+            pairs = samples.pairs(layer, num_layers)
+            parts = [pairs.where(np.isin(pairs.prompts_N, own)) for own in (known, held_out)]
+            for name, part in zip(("training", "held-out"), parts, strict=True):
+                if not len(part.prompts_N):
+                    raise ValueError(
+                        f"prompts: none of the {name} ones gives a sample for layer {layer}. Give "
+                        "more prompts, or such as are answered at length."
+                    )
+            stages = num_stages(layer, num_layers)
+            found = train(*parts, stages=stages, num_chosen=top, recipe=recipe, layer=layer)
+            write_whole(file, _as_file(found, layer))
+        with safe_open(file, "numpy") as trained:
+            arrays |= {name: trained.get_tensor(name) for name in trained.keys()}  # noqa: SIM118
+            trainings.append(json.loads(trained.metadata()["row"]))
+    made_from: dict[str, Any] = {
+        **data,
+        **asdict(recipe),
+        "tokens": num_tokens,
+        "prompts": len(prompts),
+        "held_out_prompts": len(held_out),
+        "samples": len(samples.prompts),
+    }
+    artifact = Artifact(
+        kind=PREDICTOR,
+        model=geometry.model,
+        num_layers=num_layers,
+        num_experts=geometry.num_experts,
+        top_k=top,
+        router_digest=routers,
+        made_from=made_from,
+        arrays=arrays,
+    )
+    network = PredictorNetwork(artifact)
+    judged = judge(samples, network, layers, num_chosen=top, known=known, held_out=held_out)
+    rows = zip(layer_rows(judged, top), trainings, strict=True)
+    made_from["layers"] = [{**row, **training} for row, training in rows]
+    made_from["certainty"] = certainty_rows(judged, top)
+    return artifact
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _as_file(found: Trained, layer: int) -> bytes:
+    """Return a safetensors file of one layer's trained stages, and of how the training went."""
+    arrays = {
+        array_name(layer, stage, what): array
+        for stage, linear in enumerate(found.stages)
+        for what, array in zip(("weight", "bias"), linear, strict=True)
+    }
+    best = found.best
+    row = {"epochs": best.epochs, "best_epoch": best.epoch, "loss": best.held_out_loss}
+    data: bytes = save(arrays, metadata={"row": json.dumps(row)})
+    return data
+
+
+_CHUNK = 65536
+
+
+class Trained(NamedTuple):
+    """The arrays of one layer's stages, (weight, bias) each, and how the training went."""
+
+    stages: list[tuple[Halves, Halves]]
+    best: Best
+
+
+def train(
+    pairs: Pairs, held_out: Pairs, *, stages: int, num_chosen: int, recipe: Recipe, layer: int
+) -> Trained:
+    """Train one layer's predictor; the same samples, recipe and layer give the same arrays.
+
+    Adam with its learning rate halved every few epochs.
+    """
+    torch.manual_seed(recipe.seed * 1009 + layer)
+    order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
+    network = new_network(pairs.inputs_ND.shape[1], pairs.targets_NE.shape[1], stages)
+    inputs, targets = _tensors(pairs, recipe.loss, num_chosen)
+    judged = _tensors(held_out, recipe.loss, num_chosen)
+    adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
+    halving = torch.optim.lr_scheduler.StepLR(adam, step_size=recipe.halve_every, gamma=0.5)
+
+    def epoch() -> float:
+        total = 0.0
+        for rows in torch.split(torch.randperm(len(inputs), generator=order), recipe.batch_size):
+            loss = _loss(network(inputs[rows].float()), targets[rows], recipe.loss)
+            adam.zero_grad()
+            torch.autograd.backward(loss)
+            adam.step()
+            total += float(loss.detach()) * len(rows)
+        halving.step()
+        return total / len(inputs)
+
+    def held_out_loss() -> float:
+        with torch.no_grad():
+            parts = [
+                float(_loss(network(x.float()), y, recipe.loss)) * len(x)
+                for x, y in zip(*(torch.split(values, _CHUNK) for values in judged), strict=True)
+            ]
+        return sum(parts) / len(judged[0])
+
+    best = fit(network, epoch, held_out_loss, range(recipe.max_epochs), recipe.patience)
+    linears = [module for module in network if isinstance(module, nn.Linear)]
+    arrays = [
+        (linear.weight.detach().half().numpy(), linear.bias.detach().half().numpy())
+        for linear in linears
+    ]
+    return Trained(arrays, best)
+
+
+def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """Return inputs, and as targets the distribution (`kl`) or the set (`bce`) of the router."""
+    inputs = torch.from_numpy(pairs.inputs_ND)
+    if loss == "kl":
+        return inputs, torch.from_numpy(pairs.targets_NE).float().softmax(-1)
+    chosen = np.zeros(pairs.targets_NE.shape, dtype=np.float32)
+    np.put_along_axis(chosen, top_k(pairs.targets_NE, num_chosen), 1.0, axis=-1)
+    return inputs, torch.from_numpy(chosen)
+
+
+def _loss(predicted: Tensor, targets: Tensor, loss: str) -> Tensor:
+    """Return eq. 4, or the binary cross-entropy of the chosen experts."""
+    if loss == "kl":
+        return nn.functional.kl_div(predicted.log_softmax(-1), targets, reduction="batchmean")
+    return nn.functional.binary_cross_entropy_with_logits(predicted, targets)
+
+
+_IGNORED = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRecipe:
+    """How to train. `truncate` experts of each router are distilled, those with most logit."""
+
+    width: int = 128
+    truncate: int = 30
+    hard_weight: float = 0.1
+    """Of the cross-entropy of the chosen experts, beside the distillation."""
+    learning_rate: float = 1e-3
+    batch_size: int = 16
+    max_epochs: int = 60
+    patience: int = 5
+    seed: int = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text: its tokens [T], and of each router the best experts and their logits [T, L, N]."""
+
+    ids: Tensor
+    best: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedOnTexts:
+    """The network with the least held-out loss, and how often it names what is chosen."""
+
+    network: DataAwareNetwork
+    epochs: int
+    held_out_loss: float
+    recall: list[float]
+    """Of each layer: share of the router's top-k among the network's, held-out texts."""
+    frequency: list[float]
+    """The same for the most used experts of the texts trained on."""
+
+    def told(self) -> dict[str, Any]:
+        """Return what an artifact says of the training, with one row a layer."""
+        shares = enumerate(zip(self.recall, self.frequency, strict=True))
+        rows = [{"layer": n, "data_aware": own, "frequency": most} for n, (own, most) in shares]
+        return {"epochs": self.epochs, "held_out_loss": self.held_out_loss, "layers": rows}
+
+
+@torch.no_grad()
+def record_texts(
+    model: Any,
+    tokenizer: Any,
+    layers: Sequence[MoELayer],
+    prompts: Sequence[str],
+    *,
+    num_tokens: int,
+    batch_size: int,
+    truncate: int,
+) -> list[Text]:
+    """Let the model answer the prompts greedily and note its routers' logits along each text."""
+    found = []
+    truncate = min(truncate, layers[0].num_experts)
+    seen: list[Tensor] = []
+
+    def keep(layer: MoELayer) -> Any:
+        def hook(router: nn.Module, args: Any, output: Any) -> None:
+            logits = layer.gate.read(output).logits
+            seen.append(logits.reshape(-1, logits.shape[-1]).float())
+
+        return hook
+
+    for start in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
+        batch = prompts[start : start + batch_size]
+        answered, real, _ = generate(model, tokenizer, batch, num_tokens)
+        handles = [layer.router.register_forward_hook(keep(layer)) for layer in layers]
+        for row, own in zip(answered, real, strict=True):
+            seen.clear()
+            model(row[own][None])
+            values, best = torch.stack(seen, dim=1).topk(truncate)
+            found.append(Text(row[own].cpu(), best.cpu(), values.cpu()))
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def train_on_texts(
+    texts: Sequence[Text], embedding: nn.Module, geometry: Geometry, recipe: TextRecipe
+) -> TrainedOnTexts:
+    """Train until the loss of held-out texts has stopped to fall; the same texts, the same bits.
+
+    Distilled is the router's distribution over its `truncate` best experts (SiDA's truncated
+    knowledge distillation; how many, and the weight of the hard labels, are our reading).
+    """
+    torch.manual_seed(recipe.seed)
+    texts = [texts[i] for i in np.random.default_rng(recipe.seed).permutation(len(texts))]
+    count = max(1, round(HELD_OUT_SHARE * len(texts)))
+    if count >= len(texts):
+        raise ValueError(f"prompts: {len(texts)} cannot be divided into train and held-out.")
+    held_out, known = texts[:count], texts[count:]
+    hidden = next(embedding.parameters()).shape[-1]
+    sizes = (hidden, recipe.width, geometry.num_layers, geometry.num_experts)
+    network, top_k = DataAwareNetwork(*sizes), geometry.top_k
+    adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
+    order = np.random.default_rng(recipe.seed)
+
+    def epoch() -> float:
+        shuffled, losses = [known[i] for i in order.permutation(len(known))], []
+        for start in range(0, len(shuffled), recipe.batch_size):
+            batch = shuffled[start : start + recipe.batch_size]
+            adam.zero_grad()
+            loss = _text_loss(network, batch, embedding, top_k, recipe)
+            torch.autograd.backward(loss)
+            adam.step()
+            losses.append(float(loss.detach()))
+        return float(np.mean(losses))
+
+    @torch.no_grad()
+    def held_out_loss() -> float:
+        starts = range(0, len(held_out), recipe.batch_size)
+        parts = [held_out[start : start + recipe.batch_size] for start in starts]
+        tokens = [sum(len(text.ids) for text in part) for part in parts]
+        losses = [float(_text_loss(network, part, embedding, top_k, recipe)) for part in parts]
+        return float(np.average(losses, weights=tokens))
+
+    epochs = tqdm(range(recipe.max_epochs), desc="training", unit="epoch")
+    best = fit(network, epoch, held_out_loss, epochs, recipe.patience)
+    # What is judged is what is stored: halves.
+    network.load_state_dict({k: value.half().float() for k, value in network.state_dict().items()})
+    return TrainedOnTexts(
+        network=network.eval(),
+        epochs=best.epochs,
+        held_out_loss=best.held_out_loss,
+        **_recalls(network, known, held_out, embedding, top_k),
+    )
+
+
+def _text_loss(
+    network: DataAwareNetwork,
+    batch: Sequence[Text],
+    embedding: nn.Module,
+    top_k: int,
+    recipe: TextRecipe,
+) -> Tensor:
+    """Return the mean over tokens and layers: truncated distillation and weighted hard labels."""
+
+    def padded(values: list[Tensor], filler: int) -> Tensor:
+        return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=filler)
+
+    ids = padded([text.ids for text in batch], 0)
+    best = padded([text.best for text in batch], _IGNORED)
+    teacher = padded([text.logits for text in batch], 0)
+    with torch.no_grad():
+        embedded = embedding(ids)
+    # Padding stands behind the text, which a causal network never looks at.
+    logits_BTLE = network(embedded)[0]
+    real = best[..., 0] != _IGNORED
+    best, teacher, student = best[real], teacher[real], logits_BTLE[real]
+    soft = nn.functional.kl_div(
+        student.gather(-1, best).log_softmax(-1), teacher.softmax(-1), reduction="batchmean"
+    )
+    hard = -student.log_softmax(-1).gather(-1, best[:, :top_k]).mean()
+    total: Tensor = soft + recipe.hard_weight * hard
+    return total
+
+
+@torch.no_grad()
+def _recalls(
+    network: DataAwareNetwork,
+    known: Sequence[Text],
+    held_out: Sequence[Text],
+    embedding: nn.Module,
+    top_k: int,
+) -> dict[str, list[float]]:
+    """Return which share of the routers' choices both name, layer by layer."""
+    true = torch.cat([text.best[..., :top_k] for text in held_out])
+    named = [network(embedding(text.ids[None]))[0][0].topk(top_k).indices for text in held_out]
+    chosen = torch.cat([text.best[..., :top_k] for text in known])
+    num_experts = network.per_layer[1]
+    counts = torch.stack(
+        [torch.bincount(own.flatten(), minlength=num_experts) for own in chosen.unbind(1)]
+    )
+    most = counts.argsort(dim=-1, descending=True, stable=True)[None, :, :top_k]
+    found = {}
+    for name, told in (("recall", torch.cat(named)), ("frequency", most.expand_as(true))):
+        right_TLK = (told[..., :, None] == true[..., None, :]).any(-2).float()
+        found[name] = right_TLK.mean(-1).mean(0).tolist()
+    return found

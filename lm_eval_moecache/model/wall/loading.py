@@ -1,13 +1,14 @@
-"""Loads a model with its experts in a tier: the rest goes to the device, nothing is held twice.
+"""Puts a model behind the wall clock, loaded with its experts in a tier: nothing is held twice.
 
-Experts that a checkpoint has as they are executed are read from its files, where they lie.
+Experts that a checkpoint has as they are executed are read from its files, where they lie. What
+cannot go behind the wall clock is refused before.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,28 +17,54 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.device import CPU, peak_memory
+from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.host import HostCosts
+from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.slots import slots_of
+from lm_eval_moecache.model.checkpoint import Source, can_leave_out, leaving_out, sources_of
+from lm_eval_moecache.model.device import (
+    CPU,
+    available_host_bytes,
+    own_bytes,
+    peak_memory,
+    synchronize,
+    total_memory,
+    watched,
+)
 from lm_eval_moecache.model.moe_layers import MoELayer, find_moe_layers
-from lm_eval_moecache.model.precision.codecs import AsStored, Codec
-from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
-from lm_eval_moecache.model.precision.loading import encoding, settle_layer, take
-from lm_eval_moecache.model.precision.stored import (
+from lm_eval_moecache.model.precision.codecs import (
+    AsStored,
+    Codec,
     expert_bytes,
     expert_matrices,
     shape_without_memory,
 )
-from lm_eval_moecache.model.sources import Source, can_leave_out, leaving_out, sources_of
-from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
-from lm_eval_moecache.model.wall.pools import expert_parameters, part_of, stored_parameters
-from lm_eval_moecache.model.wall.tiers import (
+from lm_eval_moecache.model.precision.loading import (
+    EncodedExpertStore,
+    encoding,
+    settle_layer,
+    take,
+)
+from lm_eval_moecache.model.store import GroupedCall, implementation_of, up_name
+from lm_eval_moecache.model.wall.pools import (
     DiskTier,
+    LadderPools,
     OnDisk,
     RamTier,
+    SlotPools,
     Stored,
     Tier,
+    expert_parameters,
     joined,
+    part_of,
+    shapes_of,
+    stored_parameters,
     tensors_in,
 )
+from lm_eval_moecache.model.wall.store import KERNELS, Elsewhere, SlotStore
+from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.sizes import Capacity
 
 PREFIX = "experts-"
 """Begins the name of a folder that goes when the experts in it have been opened."""
@@ -249,3 +276,161 @@ def _place(
         for parts in experts
     )
     return [joined(parts) for parts in experts] if fits else None
+
+
+# Ways of loading or of placing that would not leave the experts where the store finds them.
+LOADS_OTHERWISE = (
+    "autogptq delta device_map gguf_file gptqmodel load_in_4bit load_in_8bit parallelize peft "
+    "quantization_config tp_plan"
+).split()
+
+
+def check_wall(
+    model: Any,
+    geometry: Geometry,
+    capacity: Capacity,
+    theirs: Mapping[str, Any],
+    store: str = "ram",
+) -> None:
+    """Raise ValueError for what the wall clock cannot do with this model and these arguments."""
+    for key in LOADS_OTHERWISE:
+        if theirs.get(key):
+            raise ValueError(
+                f"{key}={theirs[key]!r} does not go with clock='wall', which loads and places the "
+                "experts itself, behind one cache on one device. Allowed: one device per process "
+                "(`accelerate launch` runs one process, with its own cache, on each), or "
+                "clock=virtual, whose cache is emulated wherever the layers lie."
+            )
+    kernel = theirs.get("experts_implementation") or implementation_of(model)
+    if kernel not in KERNELS:
+        raise ValueError(
+            f"experts_implementation={kernel!r} cannot run from cache slots. Allowed with "
+            f"clock='wall': {', '.join(KERNELS)}."
+        )
+    partitions = capacity.partitions(geometry.num_layers)
+    if not geometry.compute_bytes:  # Slots of encoded experts have the size of what lies there.
+        for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
+            slots_of(size, geometry, layers)
+    device, slots = str(theirs["device"]), capacity.total_bytes
+    own = [p for layer in find_moe_layers(model) for p in layer.experts.parameters()]
+    dense = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in own)
+    memory = None if device == "cpu" else total_memory(torch.device(device))
+    if memory is not None and slots + dense > memory:
+        raise ValueError(
+            f"capacity: {slots} bytes of experts and {dense} bytes of the model's other weights "
+            f"do not fit into the {memory} bytes of {device}. Allowed with clock='wall': at most "
+            f"{max(memory - dense, 0)} bytes."
+        )
+    # The host has to hold experts at every level, and all else on a CPU.
+    experts = sum(map(sum, geometry.expert_bytes)) * geometry.num_experts if store == "ram" else 0
+    needed = {"experts": experts}
+    if device == "cpu":
+        needed |= {"slots": slots, "the model's other weights": dense}
+    available = available_host_bytes()
+    if available is not None and sum(needed.values()) > available:
+        parts = " and ".join(f"{size} bytes of {what}" for what, size in needed.items() if size)
+        where = "memory" if device == "cpu" else "locked memory"
+        other = "store=disk, or more memory" if store == "ram" else "a smaller capacity"
+        raise ValueError(
+            f"store={store!r}: {parts} have to lie in {where}, but the host has {available} bytes "
+            f"to give. Allowed: {other}."
+        )
+
+
+def assemble(
+    model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
+) -> tuple[Engine, SlotStore]:
+    """Build slots, engine and store for a model whose experts a loader has taken."""
+    layers, device = find_moe_layers(model), model.device
+    codecs = loader.codecs or ()
+    pools: SlotPools | LadderPools
+    if codecs:
+        shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
+        pools = LadderPools(shapes, loader.tiers, geometry.num_experts, device)
+    else:
+        pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], device)
+    engine = Engine(geometry, setting, mover=pools)
+    store = SlotStore(pools, geometry, str(implementation_of(model)), device.type, codecs)
+    prepare_host(engine, store, layers[0].experts, device)
+    return engine, store
+
+
+def prepare_host(
+    engine: Engine, store: SlotStore, experts: nn.Module, device: torch.device
+) -> None:
+    """Let a policy that executes on the host know this machine, by the first layer's experts."""
+    executor = engine.executor
+    assert isinstance(executor, WallExecutor)
+    if executor.host is None:
+        return
+    store.note_host = executor.note_host
+    if executor.host.asks_for_costs:
+        elsewhere = store.at(0, engine.waves).elsewhere
+        executor.host.costs = measure_host(engine, elsewhere, experts, device)
+
+
+FEW, MANY = 1, 32
+"""Tokens of the two measurements that a line is laid through."""
+TRIALS = 5
+
+
+@torch.no_grad()
+def measure_host(
+    engine: Engine, elsewhere: Elsewhere, module: nn.Module, device: torch.device
+) -> HostCosts:
+    """Measure one expert of the first layer on the host, on the device, and over the link."""
+    up = getattr(module, up_name(module))
+    _, rows, columns = up.shape
+    hidden_size, width = (rows, columns) if module.is_transposed else (columns, rows)
+
+    def ones(*shape: int, on: Any = device) -> torch.Tensor:
+        return torch.ones(shape, dtype=up.dtype, device=on)
+
+    def on_host(tokens: int) -> Callable[[], object]:
+        hidden_TD, index = ones(tokens, hidden_size, on="cpu"), torch.zeros((tokens, 1)).long()
+
+        def once() -> None:
+            call = GroupedCall(module, hidden_TD, index, torch.ones((tokens, 1)), len(up))
+            call.run([(0, 0)], elsewhere(module, [0]))
+
+        return once
+
+    def on_device(tokens: int) -> Callable[[], object]:
+        """The two products alone: what else a kernel does is the same for every expert."""
+        hidden_TD, up_DH = ones(tokens, hidden_size), ones(hidden_size, width)
+        down_HD = ones(width // 2, hidden_size)
+
+        def once() -> None:
+            (hidden_TD @ up_DH)[:, : width // 2] @ down_HD
+            synchronize(device)
+
+        return once
+
+    host_fixed, host_each = _line(on_host)
+    device_fixed, device_each = _line(on_device)
+    hidden = ones(1, hidden_size)
+    return HostCosts(
+        host_fixed_s=host_fixed,
+        host_each_s=host_each,
+        device_fixed_s=device_fixed,
+        device_each_s=device_each,
+        load_s=engine.time_load(1),
+        way_s=0.0 if device.type == "cpu" else _fastest(hidden.cpu),
+    )
+
+
+def _line(of_tokens: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
+    """Return the seconds that a call takes at all, and for each token more."""
+    few_s, many_s = _fastest(of_tokens(FEW)), _fastest(of_tokens(MANY))
+    each_s = max(many_s - few_s, 0.0) / (MANY - FEW)
+    return max(few_s - FEW * each_s, 0.0), each_s
+
+
+def _fastest(function: Callable[[], object]) -> float:
+    """Return the least of a few times, after a first call that does not count."""
+    seconds = []
+    for _ in range(1 + TRIALS):
+        start_s = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start_s)
+    return min(seconds[1:])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +20,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lm_eval_moecache.engine.host import HOST
 from lm_eval_moecache.model.device import copy_to_device, copy_to_host
-from lm_eval_moecache.model.grouped import GroupedCall, Matrices
-from lm_eval_moecache.model.precision.codecs import Codec
-from lm_eval_moecache.model.precision.stored import decode, matrix_shape
-from lm_eval_moecache.model.store import OnSlots, Slots, Store, Waves
-from lm_eval_moecache.model.wall.host import Host
-from lm_eval_moecache.model.wall.pools import LadderPools, SlotPools, expert_parameters, part_of
-from lm_eval_moecache.model.wall.tiers import Row
+from lm_eval_moecache.model.precision.codecs import Codec, decode, matrix_shape
+from lm_eval_moecache.model.store import GroupedCall, Matrices, OnSlots, Slots, Store, Waves
+from lm_eval_moecache.model.wall.pools import (
+    LadderPools,
+    Row,
+    SlotPools,
+    expert_parameters,
+    part_of,
+)
 from lm_eval_moecache.records.arrays import BoolArray
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -38,6 +40,40 @@ DECODED_BYTES = 64 * 2**20
 """Experts are decoded together up to this size, and at least one."""
 Places = Mapping[int, int]
 """Expert of the layer -> where it lies."""
+
+AT_ONCE = 8
+"""Experts whose weights are read from a file, or decoded, together."""
+Elsewhere = Callable[[nn.Module, Sequence[int]], Matrices]
+"""Returns experts of a layer as they are stored in host memory."""
+
+
+class Host:
+    """One thread that executes experts on the host while the caller goes on."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "moecache-host")
+
+    def run(
+        self, call: GroupedCall, elsewhere: Elsewhere, module: nn.Module, experts: Sequence[int]
+    ) -> Future[float]:
+        """Execute the assignments to these experts; the result is the seconds it took."""
+        # Modes are each thread's own: this one has to be as the caller.
+        inference = torch.is_inference_mode_enabled()
+
+        def work() -> float:
+            start_s = time.perf_counter()
+            with torch.inference_mode() if inference else torch.no_grad():
+                for start in range(0, len(experts), AT_ONCE):
+                    some = experts[start : start + AT_ONCE]
+                    places = ((expert, place) for place, expert in enumerate(some))
+                    call.run(places, elsewhere(module, some))
+            return time.perf_counter() - start_s
+
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._pool.shutdown()
 
 
 class SlotStore(Store):

@@ -16,10 +16,16 @@ import torch
 from hqq.core.quantize import Quantizer
 from torch import Tensor, nn
 
-from lm_eval_moecache.model.precision import codecs, stored
-from lm_eval_moecache.model.precision.codecs import CODECS, HalfQuadratic, pieces
+from lm_eval_moecache.model.precision import codecs
+from lm_eval_moecache.model.precision.codecs import (
+    CODECS,
+    HalfQuadratic,
+    encode,
+    pieces,
+    side_by_side,
+    workers,
+)
 from lm_eval_moecache.model.precision.ladder import ALIASES, NAMES, codec, codec_names
-from lm_eval_moecache.model.precision.stored import encode, side_by_side, workers
 
 SHAPE = (48, 128)
 # Bits per weight, by hand: the weight itself, and its share of the scales. A row has 128 weights.
@@ -323,4 +329,4 @@ def test_memory_bounds_how_many_are_encoded_at_a_time(threads: None) -> None:
     assert workers(2048 * 2048) == 3
     # OLMoE's larger matrix takes 84 MB for a moment, Mixtral's 2.3 GB: all threads work on one.
     assert workers(14336 * 2 * 4096) == 1
-    assert workers(2**30 // stored.BYTES_PER_WEIGHT // 2) == 2
+    assert workers(2**30 // codecs.BYTES_PER_WEIGHT // 2) == 2

@@ -17,10 +17,9 @@ from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.precision import encoded_store, loading
-from lm_eval_moecache.model.precision.codecs import AsStored
-from lm_eval_moecache.model.precision.encoded_store import EncodedExpertStore
-from lm_eval_moecache.model.precision.stored import Encoded, encode
+from lm_eval_moecache.model.precision import loading
+from lm_eval_moecache.model.precision.codecs import AsStored, Encoded, encode
+from lm_eval_moecache.model.precision.loading import EncodedExpertStore
 from tests.harness import answers
 from tests.model.wall.models import HOST, on_disk, read_experts
 from tests.models import save_model
@@ -82,7 +81,7 @@ def test_what_was_made_of_something_else_is_not_used(
     elif change == "dtype":
         given["dtype"] = "float32"
     elif change == "version":
-        monkeypatch.setattr(encoded_store, "version", lambda library: "99.0")
+        monkeypatch.setattr(loading, "version", lambda library: "99.0")
     else:
         given["precision"] = "int8:nf4/g128"
     load(path, folder, **given)
@@ -117,7 +116,7 @@ def test_a_full_disk_costs_the_next_load_its_time(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(encoded_store, "write_whole", full)
+    monkeypatch.setattr(loading, "write_whole", full)
     first = answers(load(path, folder, clock=clock))
     monkeypatch.undo()
     assert answers(load(path, folder, clock=clock)) == first

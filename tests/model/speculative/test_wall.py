@@ -11,7 +11,7 @@ import pytest
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.model.wall import assemble
+from lm_eval_moecache.model.wall import loading
 from lm_eval_moecache.records.event import PREFILL
 from tests.harness import make_instance
 from tests.model.speculative.drafts import STOP, generated, prompts
@@ -29,7 +29,7 @@ def asked(count: int) -> list[Any]:
 def lm() -> Iterator[MoECacheSpecLM]:
     loaded = {"device": "cpu", "dtype": "float32", "clock": "wall"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "SlotPools", LatePools)
+        patch.setattr(loading, "SlotPools", LatePools)
         made = MoECacheSpecLM(pretrained="tiny", draft="tiny", policy="sp_moe", **loaded)
         yield made
         made.wrapped.unwrap()

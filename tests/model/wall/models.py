@@ -17,20 +17,20 @@ from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.precision.codecs import store_experts
 from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.precision.stored import store_experts
 from lm_eval_moecache.model.store import implementation_of
-from lm_eval_moecache.model.wall.assemble import prepare_host
+from lm_eval_moecache.model.wall.loading import prepare_host
 from lm_eval_moecache.model.wall.pools import (
     DeviceMover,
     LadderPools,
+    RamTier,
     SlotPools,
     expert_parameters,
     shapes_of,
     stored_parameters,
 )
 from lm_eval_moecache.model.wall.store import SlotStore
-from lm_eval_moecache.model.wall.tiers import RamTier
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.test_equality import make_setting

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.wall.assemble import assemble
-from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.model.wall.tiers import DiskTier, tensors_in
+from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
+from lm_eval_moecache.model.wall.pools import DiskTier, tensors_in
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.model.wall.races import Judge, Recording
 from tests.models import random_model

@@ -40,8 +40,8 @@ from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import check_arguments
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools, expert_parameters
 from lm_eval_moecache.model.wall.store import WorkInGroups
 from lm_eval_moecache.records.ledger import PassRecord

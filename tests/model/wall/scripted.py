@@ -412,7 +412,7 @@ def scripted(script: str, seed: int = 0) -> Iterator[Device]:
     if not _register():
         pytest.skip("this torch has no backends in Python")
     from lm_eval_moecache.model import device
-    from lm_eval_moecache.model.wall import pools, tiers
+    from lm_eval_moecache.model.wall import pools
 
     DEVICE.begin(script, seed)
     KEPT.clear()
@@ -434,8 +434,8 @@ def scripted(script: str, seed: int = 0) -> Iterator[Device]:
             (torch.accelerator, "set_stream", DEVICE.set_stream),
             (torch.accelerator, "synchronize", lambda device=None: DEVICE.compute.synchronize()),
             (device, "can_lock", lambda: True),
-            (tiers, "can_lock", lambda: True),
-            (tiers, "locked_copy", lock_copy),
+            (pools, "can_lock", lambda: True),
+            (pools, "locked_copy", lock_copy),
             (pools, "locked_empty", DEVICE.lock_memory),
             (pools, "can_time", lambda device: True),
             (pools.SlotPools, "__init__", kept),

@@ -20,7 +20,7 @@ from docs.wall_table import LADDER
 from lm_eval_moecache.engine.wall.link import TransferError
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
-from lm_eval_moecache.model.precision import encoded_store
+from lm_eval_moecache.model.precision import loading
 from lm_eval_moecache.model.wall.pools import DeviceMover
 from tests.model.wall.races import Family, Way, generate, sizes_of
 from tests.models import save_model
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full_or_a_folder_that_is_removed_while_it_is_written_is_
     name: str, fault: str, shared: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Removed as by somebody who cleans up: before what was written has its layer's name."""
-    write, written = encoded_store.write_whole, itertools.count()
+    write, written = loading.write_whole, itertools.count()
 
     def failing(path: Path, data: bytes) -> None:
         number = next(written)
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_or_a_folder_that_is_removed_while_it_is_written_is_
             for folder in (tmp_path / "store", tmp_path / "encoded"):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    monkeypatch.setattr(encoded_store, "write_whole", failing)
+    monkeypatch.setattr(loading, "write_whole", failing)
     words = rf"store='disk': the model cannot be loaded.*{fault}"
     with pytest.raises(ValueError, match=words) as caught:
         load(WAYS[name], shared, tmp_path)

@@ -13,8 +13,8 @@ from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.model.grouped import GroupedCall
 from lm_eval_moecache.model.moe_layers import find_moe_layers
+from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.store import WorkOnPool
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch

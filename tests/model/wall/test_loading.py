@@ -22,13 +22,17 @@ from lm_eval_moecache.harness import preflight
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.harness.preflight import check_arguments
-from lm_eval_moecache.model import sources
 from lm_eval_moecache.model.checkpoint import skeleton, weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall import assemble
+from lm_eval_moecache.model.wall import loading
 from lm_eval_moecache.model.wall.loading import find_in_place
-from lm_eval_moecache.model.wall.pools import SlotPools, expert_parameters
-from lm_eval_moecache.model.wall.tiers import DiskTier, joined, tensors_in
+from lm_eval_moecache.model.wall.pools import (
+    DiskTier,
+    SlotPools,
+    expert_parameters,
+    joined,
+    tensors_in,
+)
 from tests.conftest import Checkpoint
 from tests.harness import answers
 from tests.model.wall.models import HOST, on_disk, read_experts
@@ -84,7 +88,7 @@ def test_the_slots_of_a_cache_are_freed_before_the_next_one_is_built(
             super().__init__(*args)
             alive.add(self)
 
-    monkeypatch.setattr(assemble, "SlotPools", Counted)
+    monkeypatch.setattr(loading, "SlotPools", Counted)
     lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), **HOST, **WALL)
     answers(lm)
     lm.install(read_config(WALL))
@@ -109,19 +113,19 @@ def test_what_memory_cannot_hold_is_refused_before_the_weights_are_loaded(
             check_arguments(path, arguments)
 
     monkeypatch.setattr(preflight, "devices", lambda: ["cpu", "cuda", "cuda:0"])
-    monkeypatch.setattr(assemble, "total_memory", lambda device: 60_000)
+    monkeypatch.setattr(loading, "total_memory", lambda device: 60_000)
     whole = {"capacity": "100%"}
     refused(r"capacity: \d+ bytes of experts.*60000 bytes of cuda", {**on_device, **whole})
     check_arguments(path, {**given, **whole, "device": "cpu"})
-    monkeypatch.setattr(assemble, "total_memory", lambda device: 2**40)
-    monkeypatch.setattr(assemble, "available_host_bytes", lambda: 60_000)
+    monkeypatch.setattr(loading, "total_memory", lambda device: 2**40)
+    monkeypatch.setattr(loading, "available_host_bytes", lambda: 60_000)
     refused(r"store='ram': \d+ bytes.*has 60000 bytes.*store=disk", on_device)
     check_arguments(path, {**on_device, "store": "disk"})
     experts = r"store='ram': \d+ bytes of experts and \d+ bytes of slots and \d+ bytes of the model"
     refused(experts, {**given, "device": "cpu"})
     slots = r"store='disk': \d+ bytes of slots and .* has 60000 bytes.*a smaller capacity"
     refused(slots, {**given, "device": "cpu", "store": "disk"})
-    monkeypatch.setattr(assemble, "available_host_bytes", lambda: None)
+    monkeypatch.setattr(loading, "available_host_bytes", lambda: None)
     check_arguments(path, {**given, "device": "cpu"})
 
 
@@ -293,7 +297,7 @@ def test_a_release_that_loads_in_another_way_converts(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint("olmoe")
-    monkeypatch.setattr(sources, "can_leave_out", lambda: False)
+    monkeypatch.setattr("lm_eval_moecache.model.checkpoint.can_leave_out", lambda: False)
     monkeypatch.setattr("lm_eval_moecache.model.wall.loading.can_leave_out", lambda: False)
     expected = answers(HFLM(pretrained=str(path), dtype="bfloat16", **HOST))
     lm = on_disk(path, tmp_path / "store")

@@ -10,8 +10,8 @@ import pytest
 
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.link import WallLink
-from lm_eval_moecache.model.wall.host import Host
 from lm_eval_moecache.model.wall.pools import DeviceMover
+from lm_eval_moecache.model.wall.store import Host
 from tests.model.wall import races
 from tests.model.wall.races import Family, compare, missing, share_of, ways
 from tests.models import FAMILIES, family_case

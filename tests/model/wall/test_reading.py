@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_eval_moecache.model.wall import memory, tiers
-from lm_eval_moecache.model.wall.memory import available_host_bytes, own_bytes, watched
-from lm_eval_moecache.model.wall.tiers import FileReader
+from lm_eval_moecache.model import device
+from lm_eval_moecache.model.device import available_host_bytes, own_bytes, watched
+from lm_eval_moecache.model.wall import pools
+from lm_eval_moecache.model.wall.pools import FileReader
 
 SIZE = 3 * 2**20 + 777
 
@@ -50,8 +51,8 @@ def test_any_pieces_are_those_of_the_file(file: Path, data: st.DataObject) -> No
         places.append((start, data.draw(st.integers(1, SIZE - start))))
     expected = [whole[start : start + size] for start, size in places]
     patch = pytest.MonkeyPatch()
-    patch.setattr(tiers, "DIRECT_FROM", data.draw(st.sampled_from([1, 5000, 2**20])))
-    patch.setattr(tiers, "PART", data.draw(st.sampled_from([4096, 100_000, 2**21])))
+    patch.setattr(pools, "DIRECT_FROM", data.draw(st.sampled_from([1, 5000, 2**20])))
+    patch.setattr(pools, "PART", data.draw(st.sampled_from([4096, 100_000, 2**21])))
     try:
         for past_cache in (False, True):
             assert read(FileReader([str(file)], past_cache), file, places) == expected
@@ -177,7 +178,7 @@ def test_the_peak_is_of_the_block_and_not_of_what_was_before() -> None:
     """The system's own figure (ru_maxrss) is of the whole life of a process."""
     text = (
         "import os, time\n"
-        "from lm_eval_moecache.model.wall.memory import own_bytes, watched\n"
+        "from lm_eval_moecache.model.device import own_bytes, watched\n"
         "before = bytearray(os.urandom(200 << 20))\n"
         "del before\n"
         "start = own_bytes()\n"
@@ -208,8 +209,8 @@ def test_a_control_groups_limit_is_room_too(
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    monkeypatch.setattr(memory, "_PROC", proc)
-    monkeypatch.setattr(memory, "_GROUPS", groups)
+    monkeypatch.setattr(device, "_PROC", proc)
+    monkeypatch.setattr(device, "_GROUPS", groups)
     assert available_host_bytes() == 8000 * 1024
     kind, limit, used, cached = {
         1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -15,9 +15,8 @@ import torch
 
 from lm_eval_moecache.engine.wall.link import Transfer, TransferError, WallLink, Worker
 from lm_eval_moecache.model import device
-from lm_eval_moecache.model.wall import pools, store, tiers
-from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools
-from lm_eval_moecache.model.wall.tiers import RamTier
+from lm_eval_moecache.model.wall import pools, store
+from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier
 from tests.model.wall.models import assert_same, wrap_wall
 from tests.model.wall.on_device import (
     SIZES,
@@ -191,11 +190,9 @@ def _pageable_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_look_at_the_devices_memory(patch: pytest.MonkeyPatch) -> None:
-    from lm_eval_moecache.model import router_events
+    from lm_eval_moecache.model import wrap
 
-    patch.setattr(
-        router_events, "copy_to_host", lambda tensors, valid: [t.numpy() for t in tensors]
-    )
+    patch.setattr(wrap, "copy_to_host", lambda tensors, valid: [t.numpy() for t in tensors])
 
 
 def _a_table_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
@@ -289,7 +286,7 @@ def test_locked_memory_has_the_size_of_what_lies_there(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(tiers, "can_lock", lambda: True)
+    monkeypatch.setattr(pools, "can_lock", lambda: True)
     source = torch.randn(3, 700)
     copied = device.locked_copy(source)
     assert torch.equal(copied, source) and copied.data_ptr() != source.data_ptr()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lm_eval_moecache.model import router_events
+from lm_eval_moecache.model import wrap
 from lm_eval_moecache.model.device import copy_to_device, copy_to_host
 from lm_eval_moecache.model.wall import store
 from tests.model.wall.models import wrap_wall
@@ -49,7 +49,7 @@ class Waits(TorchFunctionMode):
                 frame = frame.f_back
             file = frame.f_code.co_filename
             # What is executed on the host has come there.
-            if "lm_eval_moecache" in file and not file.endswith("/grouped.py"):
+            if "lm_eval_moecache" in file and not file.endswith("/model/store.py"):
                 self.found.append(f"{file.rpartition('/')[2]}:{frame.f_lineno}")
         return function(*args, **(kwargs or {}))
 
@@ -81,7 +81,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
         finally:
             noted.inside = False
 
-    monkeypatch.setattr(router_events, "copy_to_host", once)
+    monkeypatch.setattr(wrap, "copy_to_host", once)
     monkeypatch.setattr(store, "copy_to_host", once)
     return noted
 

@@ -1,16 +1,18 @@
-"""Measure what the wall clock takes on this machine: decode steps of a model, part by part.
+"""Measures this machine: its products and copies, and what the wall clock takes, part by part.
 
-Run twice under one policy, with room for all experts and with room for some: the first says what a
-layer, its bookkeeping and the rest of a pass take, the second what a wait for the link adds.
+For the wall clock a model decodes twice under one policy, with room for all experts and with room
+for some: the first says what a layer, its bookkeeping and the rest of a pass take, the second what
+a wait for the link adds.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,17 +26,201 @@ from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.checkpoint import model_path
-from lm_eval_moecache.model.grouped import Matrices
+from lm_eval_moecache.model.device import (
+    CPU,
+    best_device,
+    locked_copy,
+    name_of,
+    synchronize,
+    total_memory,
+)
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
+from lm_eval_moecache.model.store import Matrices
 from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wall.pools import SlotPools
 from lm_eval_moecache.model.wall.store import SlotStore
 from lm_eval_moecache.model.wrap import WrappedModel
-from lm_eval_moecache.profiling._timing import typical_s
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
+
+_REPEATS = 7
+_SMALL_BYTES = 4096
+_LAYERS = 8
+_TOP_K = 2
+_CPU_EDGE = 1024
+_SMALL_EDGE = 256
+_PRODUCT_S = 0.25
+
+
+def typical_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the median of several runs: how fast the machine is as it is used."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    # The first one also allocates and compiles.
+    return statistics.median(times[1:])
+
+
+def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int) -> Hardware:
+    """Measure a device. On a CPU, the link is a copy from one place in memory to another."""
+    dtype, device = _dtype(dtype_name), _device(device_name)
+    memory_bytes = int(total_memory(device) or total_memory(CPU) or 0)
+    if nbytes < 16 * _SMALL_BYTES:
+        raise ValueError(f"size={nbytes} bytes is too small to tell bandwidth from latency.")
+    if nbytes > memory_bytes:
+        raise ValueError(f"size={nbytes} bytes is more than the {memory_bytes} bytes of {device}.")
+
+    def copy_s(count: int) -> float:
+        source = torch.ones(count, dtype=torch.uint8)
+        source = source if device.type == "cpu" else locked_copy(source)
+        target = torch.empty(count, dtype=torch.uint8, device=device)
+        return typical_s(lambda: target.copy_(source, non_blocking=True), device)
+
+    device_edge = _edge_in_time(device, dtype, edge)
+    flops = 2 * device_edge**3 / _matmul_s(device, dtype, device_edge)
+    weights = _weights(device, dtype, nbytes)
+    memory = weights.nbytes / typical_s(_products_with(weights), device)
+    large_s, small_s = copy_s(nbytes), copy_s(_SMALL_BYTES)
+    layer_s = _launches_s(device, dtype, memory)
+    num_kernels = DENSE_KERNELS + EXPERT_KERNELS
+    host, host_source = _measure_host(nbytes, edge)
+    where = _describe(device)
+    how = f"measured on {where} with torch {torch.__version__}: "
+    matrices = f"{len(weights)} matrices of {' x '.join(map(str, weights[0].shape))}"
+    return Hardware(
+        name=name,
+        peak_flops=flops,
+        memory_bytes_per_s=memory,
+        link_bytes_per_s=(nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
+        link_latency_s=small_s,
+        kernel_overhead_s=layer_s / num_kernels,
+        memory_bytes=float(memory_bytes),
+        **host,
+        source={
+            "peak_flops": f"{how}{_cube(device_edge)} product in {dtype_name}",
+            "memory_bytes_per_s": f"{how}products of one row with {matrices}",
+            "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
+            "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
+            "kernel_overhead_s": f"{how}{layer_s:.3g} s a layer beyond reading, over the "
+            f"{num_kernels} kernels that the clock counts",
+            "memory_bytes": f"reported by {where}",
+            **host_source,
+        },
+    )
+
+
+def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the processor reaches at an expert's work, and where each figure comes from.
+
+    With all its threads, at what it multiplies fastest: float32. Half precisions are products of
+    float32 on most processors, at a fraction of the speed that engines with kernels of their own
+    reach.
+    """
+    cpu = torch.device("cpu")
+    weights = _weights(cpu, torch.float32, nbytes)
+    read_s = typical_s(_products_with(weights), cpu)
+    how = f"measured on {_describe(cpu)} with torch {torch.__version__}: "
+    rows = f"products of one row with {len(weights)} float32 matrices"
+    figures = {
+        "host_flops": 2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
+        "host_memory_bytes_per_s": weights.nbytes / read_s,
+    }
+    source = {
+        "host_flops": f"{how}{_cube(edge)} product in float32",
+        "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
+    }
+    return figures, source
+
+
+def _dtype(dtype_name: str) -> torch.dtype:
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype_name!r} is not known. Allowed: bfloat16, float16, float32.")
+    return dtype
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(best_device() if name == "auto" else name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={name!r} cannot be used: {error}") from error
+    return device
+
+
+def _describe(device: torch.device) -> str:
+    return f"{platform.machine()} {name_of(device)}" if device.type == "cpu" else name_of(device)
+
+
+def _cube(edge: int) -> str:
+    return f"{edge} x {edge} x {edge}"
+
+
+def _edge_in_time(device: torch.device, dtype: torch.dtype, edge: int) -> int:
+    """Halve the edge until a product takes a quarter of a second at most.
+
+    A CPU without instructions for half precision would take a minute for the usual one.
+    """
+    seconds = _matmul_s(device, dtype, min(edge, _SMALL_EDGE))
+    while edge > _SMALL_EDGE and seconds * (edge / _SMALL_EDGE) ** 3 > _PRODUCT_S:
+        edge //= 2
+    return edge
+
+
+def _matmul_s(device: torch.device, dtype: torch.dtype, edge: int) -> float:
+    # Transposed, as a model's layers multiply: for half precisions, CPUs without instructions for
+    # them take up to nine times as long for the plain product.
+    left = torch.randn(edge, edge, device=device, dtype=dtype)
+    return typical_s(lambda: left @ left.t(), device)
+
+
+def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+    # On a GPU, one row's product with a matrix has to take longer than its launch.
+    edge = _CPU_EDGE if device.type == "cpu" else 8192
+    count = max(1, nbytes // (edge * edge * dtype.itemsize))
+    return torch.full((count, edge, edge), 0.01, device=device, dtype=dtype)
+
+
+def _products_with(weights: torch.Tensor) -> Callable[[], object]:
+    """Read weights as a decode step does: each matrix once, for one row."""
+    row = weights[0, :1].clone()
+    return lambda: [row @ matrix.t() for matrix in weights]
+
+
+def _launches_s(device: torch.device, dtype: torch.dtype, bytes_per_s: float) -> float:
+    """Time a decode step of a small model, less the time its weights take to be read, per layer.
+
+    What is left is what transformers takes to launch a layer's kernels among real memory traffic,
+    and what a profile of this machine stands for; the shipped ones stand for engines that fuse.
+    """
+    config = transformers.OlmoeConfig(
+        vocab_size=64,
+        hidden_size=768,
+        intermediate_size=512,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=8,
+        num_experts=8,
+        num_experts_per_tok=_TOP_K,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+    layer = model.model.layers[0]
+    experts = sum(p.nbytes for p in layer.mlp.experts.parameters())
+    dense = sum(p.nbytes for p in layer.parameters()) - experts
+    read_s = (dense + experts * _TOP_K / config.num_experts) / bytes_per_s
+    steps = [torch.full((1, 1), token, device=device) for token in range(2, 18)]
+    with torch.no_grad():
+        # Different tokens choose different experts: nothing stays in a processor's caches.
+        step_s = typical_s(lambda: [model(step) for step in steps], device) / len(steps)
+    return max(float(step_s / _LAYERS - read_s), 0.0)
+
 
 ROUNDS = 3
 """How often both are run, in turn: machines change their speed."""
@@ -189,6 +375,22 @@ def measure_on_wall(
         "wait_overhead_s": f"{how}layers that waited, less the moving, beside those that did not",
     }
     return dataclasses.replace(found, source=sources)
+
+
+def decoding(
+    pretrained: str,
+    device_name: str,
+    dtype_name: str,
+    hardware: Hardware,
+    policy: str,
+    bytes_per_s: float | None,
+) -> Hardware:
+    """Return `measure_on_wall` for a model of this shape, on a device and at a dtype by name."""
+    device = _device(device_name)
+    model = model_like(pretrained, _dtype(dtype_name), device)
+    loader = ExpertLoader("ram", None, model)
+    loader.take_experts(model, device)
+    return measure_on_wall(hardware, model, loader, policy, bytes_per_s)
 
 
 class _WallRun:

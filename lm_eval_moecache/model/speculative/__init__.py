@@ -1,1 +1,0 @@
-"""Speculative decoding behind the expert cache: the harness model `moecache-spec`."""
