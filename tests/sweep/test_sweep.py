@@ -156,8 +156,8 @@ def _sweep_in_child(path: Path) -> None:
 def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     tmp_path: Path, base: dict[str, Any]
 ) -> None:
-    capacities = ["15%", "25%", "40%", "50%", "75%"]
-    # Twice as many runs as there are kills, so that there is something left to kill.
+    capacities = ["15%", "20%", "25%", "30%", "40%", "50%", "60%", "75%"]
+    # Three times as many runs as there are kills, so that there is something left to kill.
     grid = {"capacity": capacities, "policy": ["on_demand", "specmd", "fate", "pruning"]}
     path = write_sweep(tmp_path / "killed", base=base, grid=grid, limit=1)
     # The server imports lm-eval and torch once; the sweeps that are killed start in no time.
@@ -173,7 +173,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
         target = len(written(path)) + chance.choice((0, 1, 1))
         while time.monotonic() < deadline and child.is_alive() and len(written(path)) < target:
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.2))
+        time.sleep(chance.uniform(0, 0.1))
         child.kill()
         child.join()
         num_killed += child.exitcode == -signal.SIGKILL
@@ -183,8 +183,8 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     assert counts == sorted(counts)
     before = written(path)
     last = run_sweep(read_sweep(path), path.parent, live=True)
-    assert len(records(path.parent)) == 20
-    assert len(last.done) == 20 - counts[-1]
+    assert len(records(path.parent)) == 32
+    assert len(last.done) == 32 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert not list((path.parent / "runs").glob(".*.part"))
     calm = swept(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
