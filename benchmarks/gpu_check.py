@@ -39,7 +39,6 @@ NEEDS_A_DEVICE = {
     "vs_accelerate": "offloading to host memory (the disk tier alone)",
 }
 """What a CPU leaves out of each check."""
-RUNS = ("virtual", "wall")
 ONCE = "--rounds 1 --tokens 2 --prompt 8"
 CHECKS: Mapping[str, tuple[str, str, str]] = {
     "link": ("link.py", "--rounds 5", "--rounds 1 --tokens 2"),
@@ -66,62 +65,59 @@ Of several figures, all have to be within.
 """
 
 
-def run_tests(device: str, limit_s: float) -> dict[str, Any]:
-    """Run the tests of a device; on a CPU the same ones on scripted streams."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+def commands_of(name: str, device: str, shape: str, quick: bool, runs: Path) -> list[list[str]]:
+    """Return the commands of one check, which this Python runs."""
+    if name == "tests":
+        tests = "-m pytest -q -p no:cacheprovider -m gpu tests/model/wall/test_on_device.py"
+        return [tests.split()]
+    if name == "runs":
+        given = f"pretrained=tiny,policy=on_demand,capacity=25%,device={device}"
+        command = f"-m lm_eval_moecache eval --model moecache --limit {1 if quick else 10}"
+        command += f" --tasks tiny_gsm8k --log_samples --model_args {given}"
+        return [
+            [*f"{command},clock={clock} --output_path".split(), str(runs / clock)]
+            for clock in ("virtual", "wall")
+        ]
+    script, usual, once = CHECKS[name]
+    given = f"--device {device} --shape {shape} {usual} {once if quick else ''}"
+    return [[str(ROOT / "benchmarks" / script), *given.split()]]
+
+
+def _run(arguments: list[str], device: str, limit_s: float) -> tuple[int, str]:
+    """Return a command's exit code and all that it said. A CPU's tests are on scripted streams."""
     name = "scripted" if device == "cpu" else device
-    environment = {**os.environ, "MOECACHE_TEST_DEVICE": name}
-    result = _run([*command, "tests/model/wall/test_on_device.py"], limit_s, environment)
-    lines = result["output"].strip().splitlines() or [""]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    said = "; ".join([*failed, lines[-1]])
-    return {**result, "found": {}, "said": said, "passed": result["code"] == 0}
+    given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT}
+    given |= {"env": {**os.environ, "MOECACHE_TEST_DEVICE": name}, "text": True}
+    try:
+        done = subprocess.run([sys.executable, *arguments], timeout=limit_s, **given)
+    except subprocess.TimeoutExpired as error:
+        return 124, f"{error.stdout or ''}\nstopped after {limit_s:.0f} s"
+    return done.returncode, done.stdout
 
 
-def run_script(name: str, device: str, shape: str, limit_s: float, quick: bool) -> dict[str, Any]:
-    """Run one benchmark and read its figures."""
-    script, given, once = CHECKS[name]
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--device", device]
-    given = f"{given} {once}" if quick else given
-    result = _run([*command, "--shape", shape, *given.split()], limit_s)
+def run_check(
+    name: str, device: str, shape: str, limit_s: float, quick: bool, runs: Path
+) -> dict[str, Any]:
+    """Run one check and read its figures."""
+    start = time.perf_counter()
+    codes, outputs = zip(
+        *(_run(each, device, limit_s) for each in commands_of(name, device, shape, quick, runs)),
+        strict=True,
+    )
+    code, output, said = next(filter(None, codes), 0), "".join(outputs), ""
     found = {
-        words: [float(x) for x in re.findall(pattern, result["output"])]
+        words: [float(x) for x in re.findall(pattern, output)]
         for words, (check, pattern, _) in FIGURES.items()
         if check == name
     }
-    passed = result["code"] == 0 and all(found.values())
-    return {**result, "found": found, "said": "", "passed": passed}
-
-
-def run_tiny(device: str, limit_s: float, folder: Path, quick: bool) -> dict[str, Any]:
-    """Answer questions with the shipped model under both clocks, as `moecache table` reads them."""
-    output, seconds, code = "", 0.0, 0
-    for clock in RUNS:
-        given = f"pretrained=tiny,policy=on_demand,capacity=25%,clock={clock},device={device}"
-        command = [sys.executable, "-m", "lm_eval_moecache", "eval", "--model", "moecache"]
-        command += ["--model_args", given, "--tasks", "tiny_gsm8k", "--log_samples"]
-        command += ["--limit", "1" if quick else "10", "--output_path", str(folder / clock)]
-        result = _run(command, limit_s)
-        output, code = output + result["output"], code or result["code"]
-        seconds += result["seconds"]
-    return {
-        "code": code, "output": output, "seconds": seconds, "found": {},
-        "said": f"moecache table {folder}", "passed": code == 0,
-    }  # fmt: skip
-
-
-def _run(
-    command: list[str], limit_s: float, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    start, both = time.perf_counter(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, text=True, timeout=limit_s, env=environment, **both
-        )
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        code, output = 124, str(error.stdout or "") + f"\nstopped after {limit_s:.0f} s"
-    return {"code": code, "output": output, "seconds": time.perf_counter() - start}
+    if name == "tests":
+        lines = output.strip().splitlines() or [""]
+        said = "; ".join([*(x for x in lines if x.startswith(("FAILED", "ERROR"))), lines[-1]])
+    elif name == "runs":
+        said = f"moecache table {runs}"
+    passed = not any(codes) and all(found.values())
+    result = {"code": code, "output": output, "seconds": time.perf_counter() - start}
+    return {**result, "found": found, "said": said, "passed": passed}
 
 
 def check(
@@ -130,22 +126,12 @@ def check(
     """Run all checks, one after another; return what they found."""
     results = {}
     for name in checks:
-        if name == "tests":
-            results[name] = run_tests(device, limit_s)
-        elif name == "runs":
-            results[name] = run_tiny(device, limit_s, folder / "runs", quick)
-        else:
-            results[name] = run_script(name, device, shape, limit_s, quick)
+        results[name] = run_check(name, device, shape, limit_s, quick, folder / "runs")
         state = "passed" if results[name]["passed"] else f"FAILED ({results[name]['code']})"
         print(f"{name}: {state}, {results[name]['seconds']:.0f} s", flush=True)
-    return {
-        "device": name_of(torch.device(device)),
-        "on_a_gpu": device != "cpu",
-        "shape": shape,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "checks": results,
-    }
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    about = {"device": name_of(torch.device(device)), "on_a_gpu": device != "cpu", "shape": shape}
+    return {**about, **versions, "checks": results}
 
 
 def table(report: Mapping[str, Any]) -> str:

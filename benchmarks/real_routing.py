@@ -245,9 +245,7 @@ WIDER: dict[str, dict[str, Any]] = {
 } | {f"score p{p}": {"prefetch": "score", "prefetch.percentile": p} for p in (70, 75, 85, 90)}
 LEFT_OUT = {"least_stale none", "hazard"}
 """Not the papers' compositions: not among those that S2 and S8 are about."""
-KEYS = ("trace", "machine", "capacity", "prefetch", "eviction")
-Place = tuple[str, str, str, str]
-"""All of them but the eviction."""
+KEYS = ["trace", "machine", "capacity", "prefetch", "eviction"]
 
 
 def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
@@ -303,41 +301,40 @@ def sums(passes: Sequence[PassRecord]) -> dict[str, float]:
     }
 
 
-class Cell:
-    """Figures of one run as ratios of sums: of the run first, then of each draw."""
-
-    def __init__(self, run: Run) -> None:
-        self.cycles, self.ratio = run["cycles"], run["transfer_per_layer"]
-        self.units = DataFrame(run["units"])
-        self._weights = draws(len(self.units))
-        self.collisions = 100 * self.rate("collisions", "requests")
-        self.misses = 100 * self.rate("absent", "requests")
-        self.ms_per_token = 1000 * self.rate("decode_s", "decoded")
-        self.stall_ms = 1000 * self.rate("stall_s", "decoded")
-        self.prefill_s: Floats = self._weights @ self.units.prefill_s.to_numpy()
-
-    def rate(self, over: str, under: str) -> Floats:
-        above, below = (self._weights @ self.units[name].to_numpy() for name in (over, under))
-        rate: Floats = np.divide(above, below, out=np.zeros(len(below)), where=below > 0)
-        return rate
-
-
-Cells = dict[Place, dict[str, Cell]]
-"""Place -> eviction -> the run."""
 AT = ["Trace", "Regime (transfer/layer)", "Capacity", "Prefetch"]
 
 
-def by_place(runs: Sequence[Run]) -> Cells:
-    found: Cells = {}
-    for run in sorted(runs, key=lambda run: run["cell"]["trace"]):
-        trace, machine, capacity, prefetch, eviction = (run["cell"][key] for key in KEYS)
-        found.setdefault((trace, machine, capacity, prefetch), {})[eviction] = Cell(run)
-    return found
+def figures_of(runs: Sequence[Run]) -> DataFrame:
+    """Return a row a run, of figures that are arrays: of the run first, then of each draw."""
+    cells, rows = frame(sorted(runs, key=lambda run: run["cell"]["trace"])), []
+    for units in cells.units.map(DataFrame):
+        sums = {name: draws(len(units)) @ own.to_numpy() for name, own in units.items()}
+
+        def rate(over: str, under: str, sums: dict[Any, Floats] = sums) -> Floats:
+            below = sums[under]
+            return np.divide(sums[over], below, out=np.zeros(len(below)), where=below > 0)
+
+        rows.append(
+            {
+                **{f"{name}_sum": of for name, of in sums.items()},
+                "collisions": 100 * rate("collisions", "requests"),
+                "misses": 100 * rate("absent", "requests"),
+                "precision": rate("right", "proposed")[0],
+                "recall": rate("right", "predictable")[0],
+                "ms_per_token": 1000 * rate("decode_s", "decoded"),
+                "stall_ms": 1000 * rate("stall_s", "decoded"),
+                "num_prefills": np.count_nonzero(units.prefill_s),
+            }
+        )
+    return cells.join(DataFrame(rows)).set_index(KEYS)
 
 
-def usual(cells: Cells) -> Cells:
-    """Return what was run with all evictions: no prefetch, and one of each kind."""
-    return {place: own for place, own in cells.items() if place[3] in (*NONE, *ORACLES)}
+def by_place(cells: DataFrame) -> Iterator[tuple[list[str], DataFrame]]:
+    """Yield each place as tables name it, and its runs by eviction."""
+    for (trace, machine, capacity, prefetch), own in cells.groupby(KEYS[:-1], sort=False):
+        regime = f"{machine} ({own.transfer_per_layer.iloc[0]:.2g})"
+        size = f"{capacity} = {own.cycles.iloc[0]:.2g} cycles"
+        yield [trace, regime, size, prefetch], own.droplevel(KEYS[:-1])
 
 
 def change(new: Floats, old: Floats) -> Floats:
@@ -345,124 +342,109 @@ def change(new: Floats, old: Floats) -> Floats:
     return 100 * (np.divide(new, old, out=np.ones_like(new), where=old > 0) - 1)
 
 
-def evictions_of(cells: Cells) -> list[str]:
-    return sorted({eviction for own in cells.values() for eviction in own})
-
-
-def named(place: Place, cell: Cell) -> list[str]:
-    trace, machine, capacity, prefetch = place
-    regime = f"{machine} ({cell.ratio:.2g})"
-    return [trace, regime, f"{capacity} = {cell.cycles:.2g} cycles", prefetch]
-
-
-def collisions(cells: Cells) -> str:
+def collisions(cells: DataFrame) -> str:
     """S1: how many times fewer collisions, and what becomes of the misses."""
     rows = []
-    for place, own in usual(cells).items():
-        lru, stale, other = (own[name] for name in ("lru", "least_stale", "least_stale none"))
-        factor = "-"
+    for place, own in by_place(cells):
+        lru, stale, other = (own.loc[name] for name in ("lru", "least_stale", "least_stale none"))
+        factor = "all" if lru.collisions[0] > 0 else "-"
         if stale.collisions[0] > 0:
-            some = np.maximum(stale.units.collisions.sum(), 1)
-            least = np.maximum(stale.collisions, stale.collisions[0] / some)
-            factor = interval(lru.collisions / least)
-        elif lru.collisions[0] > 0:
-            factor = "all"
-        shares = [f"{cell.collisions[0]:.2f}" for cell in (lru, stale, other)]
+            least = stale.collisions[0] / stale.collisions_sum[0]
+            factor = interval(lru.collisions / np.maximum(stale.collisions, least))
+        shares = [f"{run.collisions[0]:.2f}" for run in (lru, stale, other)]
         points = [stale.collisions - lru.collisions, stale.misses - lru.misses]
-        rows.append([*named(place, lru), *shares, factor, *(interval(p, "{:.2f}") for p in points)])
+        rows.append([*place, *shares, factor, *(interval(each, "{:.2f}") for each in points)])
     headers = ["LRU %", "Least-Stale %", "protect=none %", "times fewer"]
     return padded([*AT, *headers, "collisions, points", "misses, points"], rows)
 
 
-def swapped(cells: Cells, figure: str) -> str:
+def swapped(cells: DataFrame, figure: str) -> str:
     """S2: percent of change where Least-Stale takes the place of an eviction."""
-    evictions = [e for e in evictions_of(cells) if e not in LEFT_OUT | {"least_stale"}]
-    rows = []
-    for place, own in usual(cells).items():
-        stale, row = getattr(own["least_stale"], figure), named(place, own["least_stale"])
+    names = cells.index.unique("eviction")
+    evictions, rows = sorted({*names} - LEFT_OUT - {"least_stale"}), []
+    for place, own in by_place(cells):
+        stale = own.loc["least_stale", figure]
         if stale[0] == 0:
             continue
         for eviction in evictions:
             text = ""
-            if cell := own.get(eviction):
-                percent = change(stale, getattr(cell, figure))
+            if eviction in own.index:
+                percent = change(stale, own.loc[eviction, figure])
                 # One prefill alone has no interval.
-                alone = figure == "prefill_s" and np.count_nonzero(cell.units[figure]) < 2
+                alone = figure == "prefill_s_sum" and own.num_prefills[eviction] < 2
                 text = f"{percent[0]:.1f}" if alone else interval(percent)
-            row.append(text)
-        rows.append(row)
+            place.append(text)
+        rows.append(place)
     return padded([*AT, *evictions], rows)
 
 
-def of_scores(cells: Cells) -> str:
+def of_scores(cells: DataFrame) -> str:
     """S3: collisions / misses of every eviction on the shipped model."""
-    cells = {place: own for place, own in usual(cells).items() if place[0] == "tiny"}
-    evictions, rows = evictions_of(cells), []
-    for place, own in cells.items():
-        order = sorted(evictions, key=lambda name: -float(own[name].collisions[0]))
-        scores = [own[name] for name in order if name.startswith("score")]
-        rival = next(own[name] for name in order if not name.startswith("score"))
-        gaps = [
-            interval(c.collisions - rival.collisions, "{:.2f}") for c in (scores[-1], scores[0])
-        ]
-        cells_of_row = (own[name] for name in evictions)
-        shares = [f"{c.collisions[0]:.2f} / {c.misses[0]:.1f}" for c in cells_of_row]
-        rows.append([*named(place, own[order[0]]), order[0], *gaps, *shares])
+    evictions, rows = sorted(cells.index.unique("eviction")), []
+    for place, own in by_place(cells):
+        shares = own.collisions.str[0][evictions].sort_values(ascending=False, kind="stable")
+        is_score = shares.index.str.startswith("score")
+        scores, rival = shares.index[is_score], own.collisions[shares.index[~is_score][0]]
+        gaps = [interval(own.collisions[e] - rival, "{:.2f}") for e in (scores[-1], scores[0])]
+        told = [f"{shares[e]:.2f} / {own.misses[e][0]:.1f}" for e in evictions]
+        rows.append([*place, shares.index[0], *gaps, *told])
     headers = ["worst", "least score - worst other, points", "most score - worst other, points"]
     return padded([*AT, *headers, *evictions], rows)
 
 
-def predictors(cells: Cells) -> str:
+def predictors(cells: DataFrame) -> str:
     """S4: what predictors propose, and what comes of it, under Least-Stale."""
-    rows = []
-    for place, own in cells.items():
-        if place[3] in NONE:
+    stale, rows = cells.xs("least_stale", level="eviction", drop_level=False), []
+    for (place, own), key in zip(by_place(stale), stale.index, strict=True):
+        if place[-1] in NONE:
             continue
-        base, cell = cells[(*place[:3], "top-k")]["least_stale"], own["least_stale"]
-        proposed = cell.units.proposed.sum() / base.units.predictable.sum()
-        rates = [cell.rate("right", of)[0] for of in ("proposed", "predictable")]
-        told = [f"{proposed:.2f}", *(f"{rate:.3f}" for rate in rates)]
-        told += [f"{100 - cell.misses[0]:.1f}", interval(base.misses - cell.misses, "{:.2f}")]
-        told += [f"{cell.stall_ms[0]:.2f}", interval(cell.stall_ms - base.stall_ms, "{:.2f}")]
-        told += [interval(change(cell.ms_per_token, base.ms_per_token))]
-        rows.append([*named(place, cell), *told])
+        run, base = own.iloc[0], cells.loc[(*key[:3], "top-k", "least_stale")]
+        told = [f"{run.proposed_sum[0] / base.predictable_sum[0]:.2f}"]
+        told += [f"{run.precision:.3f}", f"{run.recall:.3f}"]
+        told += [f"{100 - run.misses[0]:.1f}", interval(base.misses - run.misses, "{:.2f}")]
+        told += [f"{run.stall_ms[0]:.2f}", interval(run.stall_ms - base.stall_ms, "{:.2f}")]
+        rows.append([*place, *told, interval(change(run.ms_per_token, base.ms_per_token))])
     headers = ["proposed / needed", "precision", "recall", "hits %", "hits, points"]
     return padded([*AT, *headers, "stall ms/token", "stall, ms", "ms/token, %"], rows)
 
 
-def winners(cells: Cells) -> str:
+def winners(cells: DataFrame) -> str:
     """S8: the fastest at each capacity, and whether one is the fastest at all of them."""
-    speeds: dict[Any, dict[str, dict[str, Floats]]] = {}
-    for (trace, machine, share, prefetch), own in cells.items():
-        times = {f"{prefetch} + {e}": c.ms_per_token for e, c in own.items() if e not in LEFT_OUT}
-        speeds.setdefault((trace, machine), {}).setdefault(share, {}).update(times)
-    rows = []
-    for place, at in speeds.items():
-        policies = sorted(at["1%"], key=lambda name: name.split(" + "))
-        best = {s: min(policies, key=lambda p, own=own: own[p][0]) for s, own in at.items()}
-        behind = {
-            p: max((change(own[p], own[best[s]]) for s, own in at.items()), key=lambda v: v[0])
-            for p in policies
-        }
-        steady = min(policies, key=lambda p: behind[p][0])
-        first, _, last = ([own[p][0] for p in policies] for own in list(at.values())[:3])
+    kept, rows = cells[~cells.index.isin(LEFT_OUT, level="eviction")], []
+    for place, own in kept.ms_per_token.groupby(level=["trace", "machine"], sort=False):
+        times = own.droplevel(["trace", "machine"]).unstack("capacity").sort_index()
+        shares = [share for share in CLAIMED_SHARES if share in times]
+        means = times.map(lambda values: values[0])
+        best = means[shares].idxmin()
+        behind = Series(
+            {
+                policy: max((change(ms[policy], ms[best[s]]) for s, ms in times[shares].items()),
+                            key=lambda values: values[0])
+                for policy in times.index
+            }
+        )  # fmt: skip
+        steady = behind.str[0].idxmin()
         fastest = [
-            f"{best[s]} {at[s][best[s]][0]:.1f} ms" if s in at else "" for s in CLAIMED_SHARES
+            f"{' + '.join(best[s])} {means[s].min():.1f} ms" if s in best else ""
+            for s in CLAIMED_SHARES
         ]
-        alike = f"{spearmanr(first, last).statistic:.2f}"
-        rows.append([*place, *fastest, steady, interval(behind[steady]), alike])
+        alike = f"{spearmanr(means[shares[0]], means[shares[2]]).statistic:.2f}"
+        rows.append([*place, *fastest, " + ".join(steady), interval(behind[steady]), alike])
     headers = ["Trace", "Regime", *CLAIMED_SHARES, "least behind", "at worst behind by %"]
     return padded([*headers, "rank correlation 1% and 25%"], rows)
 
 
 def render_claims(runs: Sequence[Run]) -> str:
-    cells = by_place(runs)
+    cells = figures_of(runs)
+    # What was run with all evictions: no prefetch, and one of each kind.
+    usual = cells[cells.index.isin([*NONE, *ORACLES], level="prefetch")]
+    tiny = usual.xs("tiny", level="trace", drop_level=False)
     return sections(
         {
-            "S1: collision misses, LRU and Least-Stale": collisions(cells),
-            "S2: time to the first token, percent of change": swapped(cells, "prefill_s"),
-            "S2: time per token, percent of change": swapped(cells, "ms_per_token"),
-            "S3: collisions / misses in percent, shipped model as OLMoE-1B-7B": of_scores(cells),
+            "S1: collision misses, LRU and Least-Stale": collisions(usual),
+            "S2: time to the first token, percent of change": swapped(usual, "prefill_s_sum"),
+            "S2: time per token, percent of change": swapped(usual, "ms_per_token"),
+            "S3: collisions / misses in percent, shipped model as OLMoE-1B-7B": of_scores(tiny),
             "S4: predictors under Least-Stale, changes against top-k": predictors(cells),
             "S8: the fastest at each capacity": winners(cells),
         }

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,22 +28,21 @@ SAID = {
 
 
 def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def answer(command: list[str], limit_s: float, environment: Any = None) -> dict[str, Any]:
-        if "pytest" in command:
-            assert environment["MOECACHE_TEST_DEVICE"] == "scripted"
-            return {"code": 1, "output": "x\n1 failed, 25 passed", "seconds": 3.0}
-        if "eval" in command:
-            return {"code": 0, "output": "", "seconds": 1.0}
-        script = Path(command[1]).name
+    def answer(arguments: list[str], device: str, limit_s: float) -> tuple[int, str]:
+        if "pytest" in arguments:
+            return 1, "x\n1 failed, 25 passed"
+        if "eval" in arguments:
+            return 0, ""
+        script = Path(arguments[0]).name
         (name,) = (n for n, (file, *_) in gpu_check.CHECKS.items() if file == script)
-        return {"code": 0, "output": SAID[name], "seconds": 1.0}
+        return 0, SAID[name]
 
     monkeypatch.setattr(gpu_check, "_run", answer)
     report = gpu_check.check(
         "cpu", "nano", ["tests", *gpu_check.CHECKS, "runs"], 9.0, quick=False, folder=tmp_path
     )
     table = gpu_check.table(report)
-    assert "| tests | failed: exit 1 1 failed, 25 passed | | 3 s |" in table
+    assert "| tests | failed: exit 1 1 failed, 25 passed | | 0 s |" in table
     assert "| link, share of one large copy | 0.912 | at least 0.9 | met |" in table
     assert "| link at 1GB/s, share of it | 0.401 | at least 0.9 | missed |" in table
     assert "| decode / transformers at 100% | 0.99 | at least 1.0 | missed |" in table
@@ -60,8 +58,7 @@ def test_figures_are_read_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_script_that_says_nothing_has_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    silent = {"code": 0, "output": "", "seconds": 0.0}
-    monkeypatch.setattr(gpu_check, "_run", lambda *_: silent)
+    monkeypatch.setattr(gpu_check, "_run", lambda *_: (0, ""))
     report = gpu_check.check("cpu", "nano", ["vs_hf"], 9.0, quick=True, folder=tmp_path)
     assert not report["checks"]["vs_hf"]["passed"]
     assert "| decode / transformers at 100% | not said |" in gpu_check.table(report)

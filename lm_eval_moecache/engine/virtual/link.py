@@ -16,9 +16,9 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 
 # Kernels launched per layer and pass. Eager transformers launches 52 before the experts of an OLMoE
-# layer and 16 in them (benchmarks/kernels.py); engines fuse norms, casts and rotary embedding, and
-# the device profiles stand for such an engine. A gate used as a predictor is a product, a cast and
-# a softmax.
+# layer and 16 in them (DECISIONS.md, section 6); engines fuse norms, casts and rotary embedding,
+# and the device profiles stand for such an engine. A gate used as a predictor is a product, a cast
+# and a softmax.
 DENSE_KERNELS = 30
 EXPERT_KERNELS = 15
 GATE_KERNELS = 3
