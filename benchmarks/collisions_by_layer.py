@@ -19,14 +19,11 @@ from pathlib import Path
 import numpy as np
 from grid import RESULTS, arguments
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.records.emulation import load_real_model
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.event import Event
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.report.plots import legend, look, new_figure, save_as
-from lm_eval_moecache.report.replays import SweepSetting, one_replay
+from lm_eval_moecache.sweep.replays import Replays
 
 EVICTIONS = ("fld", "score", "lru", "least_stale")
 PREFETCHERS = {"score": "score prefetch", "next_gate": "top-k prefetch"}
@@ -35,15 +32,11 @@ CAPACITY = "17.5%"
 
 def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
     """Return by layer the share of requests that were evicted earlier in the same pass."""
-    setting = SweepSetting(
-        policies=[load_policy("specmd", {"prefetch": prefetch, "eviction": eviction})],
-        capacities=[CAPACITY],
-        hardwares=[load_hardware("specmd-a100")],
-        emulate=load_real_model("OLMoE-1B-7B"),
-        bound=False,
-    )
-    found, built, future = one_replay([str(trace)], setting)
-    counts = np.zeros((2, found.geometry.num_layers))
+    given = {"policy": "specmd", "prefetch": prefetch, "eviction": eviction, "capacity": CAPACITY}
+    given |= {"hardware": "specmd-a100", "emulate": "OLMoE-1B-7B"}
+    config = read_config(given, replayed=True).with_changes(seed=None)
+    replays = Replays(str(trace), [config], None, bound=False)
+    counts = np.zeros((2, replays.trace.geometry.num_layers))
 
     def watch(engine: Engine) -> None:
         run = engine.run
@@ -58,7 +51,7 @@ def shares(trace: Path, prefetch: str, eviction: str) -> list[float]:
 
         engine.run = counting  # type: ignore[assignment, method-assign]
 
-    replay(found, built, future=future, on_engine=watch, compiled=False)
+    replays.replay(replays.setting(config), on_engine=watch, compiled=False)
     collisions, requests = counts
     return [round(float(share), 6) for share in collisions / requests]
 

@@ -10,6 +10,7 @@ and LRU and the bound on misses are of it.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,112 +18,93 @@ from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
-from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.cli.main import make_parser, print_result
-from lm_eval_moecache.engine.setting import (
-    ATTENTIONS,
-    EXECUTIONS,
-    FLAT,
-    LINKS,
-    MOST_READS,
-    PRIORITY,
-    TOGETHER,
-)
-from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.files import parse_yaml, read_yaml
-from lm_eval_moecache.records.hardware import DEFAULT_PROFILE, load_hardware
-from lm_eval_moecache.records.numbers import read_count, shown, unknown
+from lm_eval_moecache.engine.setting import MOST_READS
+from lm_eval_moecache.harness.arguments import CHOICES, Config, ModelArguments, read_config
+from lm_eval_moecache.records.files import parse_yaml, read_yaml, write_whole
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, shown, unknown
 from lm_eval_moecache.records.schemas.inputs import read_jobs
 from lm_eval_moecache.records.sizes import parse_bytes
-from lm_eval_moecache.report.replays import (
-    Row,
-    SweepSetting,
-    as_json,
-    as_table,
-    cells_of,
-    plot_miss_rates,
-    run_cells,
-)
+from lm_eval_moecache.report.replays import Row, Timeline, as_json, as_table, plot_miss_rates
 from lm_eval_moecache.sweep.pool import local_pool, submit
+from lm_eval_moecache.sweep.replays import Replays, run_cells
 from lm_eval_moecache.trace.use import load_use
 
-# Option -> its help; each takes text, and is none unless given.
-_TEXTS = {
-    **{axis: f"replace the policy's {axis}; a,b,c" for axis in AXES},
-    "phases": "all, or decode: lossy algorithms act only while decoding",
-    "bandwidth": "link bandwidth, overrides the profile's: 5GB/s; a,b,c",
-    "emulate": "charge each layer as a layer of this model: a name, a folder, or a YAML",
-    "warm": "fill the cache first: a trace, or a JSON of `moecache profile use`",
-    "seed": "seed of randomised algorithms; default: the recorded run's",
-    "expert_bytes": "size of one expert, for .jsonl and .npz traces: 12MiB",
-    "plot": "draw miss rate against capacity: .svg, .png",
-    "timeline": "write what compute, link and host did, for Perfetto: .json",
+# Keys of a live run, by which a replay may go as well.
+_SETTINGS = (
+    *("policy", "capacity", "hardware", *AXES, "phases", "bandwidth", "link", "execute"),
+    *("reads_per_expert", "attention", "emulate", "warm", "seed", "cache_reset"),
+)
+_LISTS = ("policy", "capacity", "hardware", *AXES, "bandwidth")
+"""Of these every combination is run."""
+_MEANING = {
+    "policy": "a name that moecache policies lists, or a YAML file",
+    "seed": "seed of randomised algorithms (default: the recorded run's)",
 }
+"""Of keys that mean something else here."""
 
 
 def run_raw(argv: list[str]) -> int:
     """Replay; `--AXIS.PARAMETER=VALUE` is taken out first, as no parser knows all parameters."""
-    arguments, overrides = _read_options(argv)
-    size = None
+    arguments, parameters = _read_options(argv)
+    how: dict[str, Any] = {"expert_bytes": None, "bound": arguments.bound}
     if arguments.expert_bytes is not None:
-        size = parse_bytes(arguments.expert_bytes, "expert_bytes")
-        if size < 1:
+        how["expert_bytes"] = parse_bytes(arguments.expert_bytes, "expert_bytes")
+        if how["expert_bytes"] < 1:
             raise ValueError(f"expert_bytes={arguments.expert_bytes!r} must be above 0.")
-    setting = SweepSetting(
-        policies=_policies(arguments.policy, overrides),
-        capacities=_split(arguments.capacity),
-        hardwares=[
-            load_hardware(name, bandwidth)
-            for name in _split(arguments.hardware)
-            for bandwidth in _split(arguments.bandwidth)
-        ],
-        cache_reset=arguments.cache_reset,
-        seed=None if arguments.seed is None else read_count("seed", arguments.seed),
-        expert_bytes=size,
-        bound=arguments.bound,
-        link=arguments.link,
-        execute=arguments.execute,
-        reads_per_expert=read_count(
-            "reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS
-        ),
-        attention=arguments.attention,
-        emulate=None if arguments.emulate is None else load_real_model(arguments.emulate),
-        warm=None if arguments.warm is None else load_use(arguments.warm),
-    )
+    configs = _configs(arguments, parameters)
     if arguments.timeline is not None:
-        from lm_eval_moecache.report.replays import write_timeline
-
-        write_timeline(arguments.traces, setting, arguments.timeline)
-    rows = _rows(arguments.traces, setting, read_jobs(arguments.jobs))
+        _write_timeline(arguments.traces, configs, how, arguments.timeline)
+    rows = _rows(arguments.traces, configs, how, read_jobs(arguments.jobs))
     if arguments.plot is not None:
         plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
     return print_result(arguments.json, as_json(rows), text)
 
 
-def _rows(files: Sequence[str], setting: SweepSetting, jobs: int) -> list[Row]:
-    """Replay here, or in processes that each read a trace once for all its cells there."""
-    cells, is_quiet = cells_of(setting), not sys.stderr.isatty()
-    jobs = min(jobs, len(files) * len(cells))
+def _configs(arguments: Namespace, parameters: Mapping[str, Any]) -> list[Config]:
+    """Return every combination of the options' values, those alike once."""
+    given = {key: arguments[key] for key in _SETTINGS if arguments[key] is not None}
+    given |= parameters
+    for key, least, most in (("seed", 0, MOST_COUNT), ("reads_per_expert", 1, MOST_READS)):
+        if key in given:
+            given[key] = read_count(key, given[key], least=least, most=most)
+    # Read once for all of them: a trace may be large.
+    changes = {"warm": load_use(given.pop("warm")) if "warm" in given else None}
+    changes |= {} if "seed" in given else {"seed": None}
+    # In the order of a table's rows: its capacities under each policy on each machine.
+    order = ("policy", *AXES, "hardware", "bandwidth", "capacity")
+    lists = {key: _split(given.pop(key)) for key in order if key in given}
+    found: dict[str, Config] = {}
+    for values in itertools.product(*lists.values()):
+        config = read_config({**given, **dict(zip(lists, values, strict=True))}, replayed=True)
+        place = config.policy.as_dict(), config.hardware, config.capacity
+        found.setdefault(repr(place), config.with_changes(**changes))
+    return list(found.values())
+
+
+def _rows(
+    files: Sequence[str], configs: Sequence[Config], how: Mapping[str, Any], jobs: int
+) -> list[Row]:
+    """Replay here, or in processes that each read a trace once for all its configurations there."""
+    number, is_quiet = range(len(configs)), not sys.stderr.isatty()
+    jobs = min(jobs, len(files) * len(configs))
     if jobs == 1:
-        return [row for file in files for row in run_cells(file, setting, cells, not is_quiet)]
-    # Cells of one capacity share their bounds, and so go together while there are others.
-    width, number = len(setting.capacities), range(len(cells))
-    slices = -(-jobs // (len(files) * width))
-    parts = [
-        (file, own)
-        for file in files
-        for capacity in range(width)
-        for turn in range(slices)
-        if (own := [i for i in number if i % width == capacity and i // width % slices == turn])
-    ]
+        show = {"show_progress": not is_quiet}
+        return [row for file in files for row in run_cells(file, configs, **how, **show)]
+    # Those of one capacity share their bounds, and so go together while there are others.
+    sizes = dict.fromkeys(config.capacity for config in configs)
+    slices = -(-jobs // (len(files) * len(sizes)))
+    alike = [[i for i in number if configs[i].capacity == size] for size in sizes]
+    chosen = [own[turn::slices] for own in alike for turn in range(slices)]
+    parts = [(file, own) for file in files for own in chosen if own]
     found: dict[tuple[str, int], Row] = {}
     with local_pool(jobs) as pool:
-        futures = submit(pool, _run_part, parts, setting)
+        futures = submit(pool, _run_part, parts, configs, how)
         done = tqdm(as_completed(futures), total=len(parts), unit="part", disable=is_quiet)
         for future in done:
             file, own = futures[future]
@@ -130,9 +112,24 @@ def _rows(files: Sequence[str], setting: SweepSetting, jobs: int) -> list[Row]:
     return [found[file, i] for file in files for i in number]
 
 
-def _run_part(part: tuple[str, Sequence[int]], setting: SweepSetting) -> list[Row]:
-    (file, own), cells = part, cells_of(setting)
-    return run_cells(file, setting, [cells[i] for i in own])
+def _run_part(
+    part: tuple[str, Sequence[int]], configs: Sequence[Config], how: Mapping[str, Any]
+) -> list[Row]:
+    file, own = part
+    return run_cells(file, [configs[i] for i in own], **how)
+
+
+def _write_timeline(
+    files: Sequence[str], configs: Sequence[Config], how: Mapping[str, Any], path: str
+) -> None:
+    """Write the timeline of the one replay. Raises ValueError where there are several."""
+    if len(files) != 1 or len(configs) != 1:
+        raise ValueError(
+            "timeline: a timeline is of one replay. Give one trace, policy, capacity and hardware."
+        )
+    timeline, replays = Timeline(), Replays(files[0], configs, how["expert_bytes"], bound=False)
+    engine = replays.replay(replays.setting(configs[0]), on_engine=timeline.watch)
+    write_whole(Path(path), json.dumps(timeline.as_dict(engine)))
 
 
 def parser(needs_traces: bool = True) -> ArgumentParser:
@@ -141,22 +138,19 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
     made = make_parser("moecache replay", __doc__, epilog)
     traces = "trace files: .parquet, .csv, .jsonl, .npz"
     made.add_argument("traces", nargs="+" if needs_traces else "*", type=str, help=traces)
-    made.add_argument("--policy", type=str, default="on_demand", help="composition, or YAML; a,b,c")
-    sizes = "5%, 2GiB, 51 (experts), 30/layer; a,b,c"
-    made.add_argument("--capacity", type=str, default="25%", help=sizes)
-    made.add_argument("--hardware", type=str, default=DEFAULT_PROFILE, help="profile, or YAML")
-    for name, text in _TEXTS.items():
-        made.add_argument(f"--{name}", type=str | None, help=text)
-    order = "demands first, or fifo: nothing is overtaken or cancelled"
-    made.add_argument("--link", choices=list(LINKS), default=PRIORITY, help=order)
-    order = "run an event's experts together once all have arrived, or resident ones first"
-    made.add_argument("--execute", choices=list(EXECUTIONS), default=TOGETHER, help=order)
-    reads = "read requests per expert (its projections), for links with several lanes"
-    made.add_argument("--reads_per_expert", type=str, default="1", help=reads)
-    context = "context: charge attention over it and its KV cache by the configuration of --emulate"
-    made.add_argument("--attention", choices=list(ATTENTIONS), default=FLAT, help=context)
-    reset = "request: each starts with the first one's initial cache"
-    made.add_argument("--cache_reset", choices=["never", "request"], default="never", help=reset)
+    for key in _SETTINGS:
+        field = ModelArguments.model_fields[key]
+        text = _MEANING.get(key, str(field.description)).replace("`", "")
+        text += "; a,b,c" if key in _LISTS else ""
+        default = {"policy": "on_demand", "seed": None}.get(key, field.default)
+        kind = {"choices": list(CHOICES[key])} if key in CHOICES else {"type": str | None}
+        default = None if default is None else str(default)
+        made.add_argument(f"--{key}", default=default, help=text, **kind)
+    size = "size of one expert, for .jsonl and .npz traces: 12MiB"
+    made.add_argument("--expert_bytes", type=str | None, help=size)
+    made.add_argument("--plot", type=str | None, help="draw miss rate over capacity: .svg, .png")
+    what = "write what compute, link and host did, for Perfetto: .json"
+    made.add_argument("--timeline", type=str | None, help=what)
     bounds = "also what LRU on demand misses, and the fewest misses that there can be"
     made.add_argument("--bound", type=bool, default=True, help=bounds)
     made.add_argument("--jobs", type=int, default=1, help="parallel replays, one process each")
@@ -189,8 +183,7 @@ def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
     arguments = parser(needs_traces=not traces).parse_args([*rest, *plain])
     arguments.traces = arguments.traces or (traces if isinstance(traces, list) else [traces])
-    chosen = {key: arguments[key] for key in (*AXES, "phases") if arguments[key] is not None}
-    return arguments, chosen | _over(parameters, named, own)
+    return arguments, _over(parameters, named, own)
 
 
 def _over(before: Mapping[str, Any], named: set[str], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,18 +232,6 @@ def _of_file(file: str, known: set[str]) -> dict[str, Any]:
     return options
 
 
-def _split(text: Any) -> list[Any]:
+def _split(text: Any) -> list[str]:
     """Divide a list at its commas, those within brackets (`[12,10]/layer`) left out."""
-    if text is None:
-        return [None]
     return [part.strip() for part in re.split(r",(?![^\[]*\])", str(text))]
-
-
-def _policies(names: str, overrides: Mapping[str, Any]) -> list[Policy]:
-    """Return every combination of the listed policies and algorithms, those alike once."""
-    lists = {key: _split(overrides[key]) for key in AXES if key in overrides}
-    found: dict[str, Policy] = {}
-    for name, *chosen in itertools.product(_split(names), *lists.values()):
-        policy = load_policy(name, {**overrides, **dict(zip(lists, chosen, strict=True))})
-        found.setdefault(str(policy.as_dict()), policy)
-    return list(found.values())

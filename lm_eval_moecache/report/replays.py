@@ -1,82 +1,34 @@
-"""Replays traces at several capacities, with the bounds that say how good a policy is.
+"""What `moecache replay` tells: its runs as JSON, as a Markdown table, as a picture.
 
-Below: how `moecache replay` prints its runs, as JSON and as a Markdown table, draws them, and
-writes one as a timeline.
+Below: one replay as a timeline.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tqdm import tqdm
-
-from lm_eval_moecache.algorithms.policy import Policy, check_cache_form, load_policy
+from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.host import HostStage
-from lm_eval_moecache.engine.regime import decode_waits, regime_of
-from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.setting import FLAT, PRIORITY, TOGETHER, Setting
 from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
-from lm_eval_moecache.records.artifact import UseProfile
-from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import Event, Fetch
-from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.sizes import (
-    Capacity,
-    check_capacity,
-    check_sized,
-    is_per_layer,
-    parse_capacity,
-)
-from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
+from lm_eval_moecache.records.sizes import Capacity
+from lm_eval_moecache.report.metrics import MEGABYTE
 from lm_eval_moecache.report.plots import new_figure, plain, save
 from lm_eval_moecache.report.tables import padded
-from lm_eval_moecache.trace.file import StreamedTrace
-from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace, open_any
-from lm_eval_moecache.trace.trace import Trace
-from lm_eval_moecache.trace.use import placement
 
 LRU, FEWEST = "lru", "bound"
 PHASES_SHOWN = ("", "decode_")
 _PICTURES = (".svg", ".png", ".pdf")
-_ON_DEMAND = {"routing": "standard", "prefetch": "none", "miss": "fetch"}
-_FORESEEING = ("prefetch", "eviction")
-_PATIENCE_S = 2.0
-"""Shorter replays show no progress bar."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepSetting:
-    """What `moecache replay` was asked for, checked. `seed` None takes each trace's own."""
-
-    policies: Sequence[Policy]
-    capacities: Sequence[str]
-    hardwares: Sequence[Hardware]
-    cache_reset: str = "never"
-    seed: int | None = None
-    expert_bytes: int | None = None
-    bound: bool = True
-    link: str = PRIORITY
-    execute: str = TOGETHER
-    reads_per_expert: int = 1
-    attention: str = FLAT
-    emulate: RealModel | None = None
-    """The model whose sizes the traced layers are charged as; None for the trace's own."""
-    warm: UseProfile | None = None
-    """What the caches hold before the first request, those of the bounds, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,221 +65,6 @@ class Row:
     def open_loop(self) -> bool:
         """Whether the policy changes routing, whose consequences a trace cannot show."""
         return not self.policy.is_lossless
-
-
-Cell = tuple[Policy, Hardware, str]
-"""What of a setting differs between the replays of a trace; the last is a capacity."""
-
-
-def cells_of(setting: SweepSetting) -> list[Cell]:
-    """Return what each trace is replayed as, in the order of the rows.
-
-    Raises ValueError for a setting that a live run refuses, too.
-    """
-    for text in setting.capacities:
-        check_capacity(text)
-        for policy in setting.policies:
-            check_cache_form(policy, is_per_layer(text))
-    if setting.seed is not None and setting.seed < 0:
-        raise ValueError(f"seed={setting.seed} must be a whole number of 0 or more.")
-    return [*product(setting.policies, setting.hardwares, setting.capacities)]
-
-
-def run_cells(
-    file: str, setting: SweepSetting, cells: Sequence[Cell], show_progress: bool = False
-) -> list[Row]:
-    """Replay a trace as these cells, in one reading of it."""
-    replays = _Replays(file, setting)
-    bounds = len({capacity for *_, capacity in cells}) if setting.bound else 0
-    with tqdm(
-        total=replays.trace.num_passes * (len(cells) + bounds),
-        desc=replays.trace.name,
-        unit="pass",
-        delay=_PATIENCE_S,
-        disable=not show_progress,
-    ) as bar:
-        rows = [replays.row(cell, bar.update) for cell in cells]
-        bar.refresh()
-    return rows
-
-
-def one_replay(
-    files: Sequence[str], setting: SweepSetting
-) -> tuple[Trace | StreamedTrace, Setting, Future | None]:
-    """Return what is replayed where it is a single replay; ValueError where it is more."""
-    cells = cells_of(setting)
-    if len(files) != 1 or len(cells) != 1:
-        raise ValueError(
-            "timeline: a timeline is of one replay. Give one trace, policy, capacity and hardware."
-        )
-    replays = _Replays(files[0], replace(setting, bound=False))
-    policy, hardware, text = cells[0]
-    found = replays.setting_of(policy, replays.capacity(policy, text), hardware)
-    return replays.trace, found, replays.future
-
-
-def closeness(lru: float, policy: float, fewest: float) -> float | None:
-    """How much of the way from LRU to the bound a policy goes; None where there is no way."""
-    return None if lru == fewest else (lru - policy) / (lru - fewest)
-
-
-def victim_share(policy: int, fewest: int, turning_away: int) -> float | None:
-    """Return what better victims would save, of what better victims and admission would.
-
-    None where a policy has no more misses than the bound of its own kind, as with prefetch.
-    """
-    return (policy - fewest) / (policy - turning_away) if policy > fewest else None
-
-
-class _Found(NamedTuple):
-    """What a replay came to: `misses` are late and absent requests."""
-
-    metrics: dict[str, Any]
-    regime: dict[str, Any]
-    misses: int
-    proposed: int
-    uncompiled: str
-
-
-class _Replays:
-    """The replays of one trace, each setting once: a bound may be what was asked for."""
-
-    def __init__(self, file: str, setting: SweepSetting) -> None:
-        policies = setting.policies
-        offline = any(getattr(p, a).algorithm.is_offline for p in policies for a in _FORESEEING)
-        foresees = setting.bound or offline
-        # A large trace of our own is streamed, unless something has to know its future.
-        self.trace: Trace | StreamedTrace = (load_trace if foresees else open_any)(
-            file,
-            logits=any(
-                (p.eviction.algorithm.uses_weights and not p.is_lossless)
-                or any(getattr(p, axis).algorithm.uses_logits for axis in AXES)
-                for p in policies
-            ),
-            # Only then are a trace's predictions worth the memory.
-            predicted=any(
-                p.routing.algorithm.depth or p.prefetch.algorithm.is_active for p in policies
-            ),
-            expert_bytes=setting.expert_bytes,
-        )
-        self.file, self.setting = file, setting
-        self.future = Future(self.trace) if foresees and isinstance(self.trace, Trace) else None
-        self.lru = load_policy("on_demand", _ON_DEMAND | {"eviction": LRU})
-        self._done: dict[str, _Found] = {}
-        self._fewest: dict[tuple[Capacity, bool, bool], tuple[int, int]] = {}
-
-    def capacity(self, policy: Policy, text: str) -> Capacity:
-        own, emulate = self.trace.geometry, self.setting.emulate
-        if not self.trace.has_sizes and emulate is None:
-            check_sized(text, self.trace.name, "--expert_bytes")
-        charged = own if emulate is None else emulate.emulated_by(own)
-        return parse_capacity(text, charged, per_layer=policy.per_layer)
-
-    def setting_of(self, policy: Policy, capacity: Capacity, hardware: Hardware) -> Setting:
-        asked = self.setting
-        return Setting(
-            policy=policy,
-            capacity=capacity,
-            hardware=hardware,
-            seed=self.trace.seed if asked.seed is None else asked.seed,
-            emulate=asked.emulate,
-            link=asked.link,
-            execute=asked.execute,
-            reads_per_expert=asked.reads_per_expert,
-            attention=asked.attention,
-            warm=placement(policy, asked.warm, self.trace.geometry),
-        )
-
-    def row(self, cell: Cell, on_progress: Callable[[int], object]) -> Row:
-        policy, hardware, text = cell
-        capacity = self.capacity(policy, text)
-        own = self._run(policy, capacity, hardware, on_progress)
-        emulate = self.setting.emulate
-        warm = placement(policy, self.setting.warm, self.trace.geometry)
-        idle = ""
-        if policy.prefetch.algorithm.is_active and not own.proposed:
-            idle = "nothing of this trace made it propose an expert"
-            if policy.prefetch.name == "history":
-                requests = len(self.trace.requests)
-                idle = f"it learns from earlier requests, and the trace has {requests}"
-        row = Row(
-            trace=self.file,
-            has_sizes=self.trace.has_sizes or emulate is not None,
-            policy=policy,
-            capacity=capacity,
-            hardware=hardware,
-            metrics=own.metrics,
-            warnings=(f"prefetch={policy.prefetch.name} did nothing: {idle}.",) if idle else (),
-            regime=own.regime,
-            emulates="" if emulate is None else emulate.name,
-            uncompiled=own.uncompiled,
-            warmed_by="" if warm is None else warm.name,
-        )
-        if not self.setting.bound:
-            return row
-        # Nothing is prefetched, so the machine says when and not what.
-        lru = self._run(self.lru, capacity, self.setting.hardwares[0], on_progress)
-        bounds: dict[str, dict[str, float | None]] = {}
-        for phase in PHASES_SHOWN:
-            misses, requests = self._bound(capacity, decode=bool(phase))
-            rate = misses / requests if requests else None
-            bounds[phase] = {LRU: lru.metrics[f"{phase}miss_rate"], FEWEST: rate}
-        fewest, requests = self._bound(capacity)
-        least, _ = self._bound(capacity, turns_away=True)
-        return replace(
-            row,
-            bounds=bounds,
-            closeness=closeness(lru.misses, own.misses, fewest),
-            regret=(own.misses - fewest) / requests if requests else None,
-            victim_share=victim_share(own.misses, fewest, least),
-        )
-
-    def _run(
-        self,
-        policy: Policy,
-        capacity: Capacity,
-        hardware: Hardware,
-        on_progress: Callable[[int], object],
-    ) -> _Found:
-        axes = [getattr(policy, axis).as_dict() for axis in AXES]
-        key = repr((axes, policy.phases, capacity, hardware))
-        if key in self._done:
-            on_progress(self.trace.num_passes)
-            return self._done[key]
-        engine = replay(
-            self.trace,
-            self.setting_of(policy, capacity, hardware),
-            future=self.future,
-            cache_reset=self.setting.cache_reset,
-            on_progress=on_progress,
-        )
-        engine.check_integrity()
-        passes, requests, geometry = engine.ledger.passes, engine.ledger.requests, engine.geometry
-        regime = regime_of(geometry, capacity.total_bytes, hardware)
-        found = _Found(
-            metrics=task_metrics(requests, engine.peak_cache_bytes),
-            regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
-            misses=sum(p.late + p.misses for p in passes),
-            proposed=sum(p.predicted for p in passes),
-            uncompiled=engine.uncompiled,
-        )
-        return self._done.setdefault(key, found)
-
-    def _bound(
-        self, capacity: Capacity, *, decode: bool = False, turns_away: bool = False
-    ) -> tuple[int, int]:
-        """Return the bound on misses, and the requests it is of: all, or those after prefills."""
-        key = capacity, decode, turns_away
-        if key not in self._fewest:
-            assert isinstance(self.trace, Trace), "a bound of a trace that is streamed"
-            self._fewest[key] = fewest_misses(
-                self.trace,
-                self.setting_of(self.lru, capacity, self.setting.hardwares[0]),
-                cache_reset=self.setting.cache_reset,
-                free_prefill=decode,
-                turns_away=turns_away,
-            )
-        return self._fewest[key]
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -588,14 +325,3 @@ class _TellingHost(HostStage):
         begun_s = self.busy_until - worked_s
         self.timeline.span(HOST, "experts", begun_s, self.busy_until, layer=event.layer)
         return found
-
-
-def write_timeline(files: Sequence[str], setting: SweepSetting, path: str) -> None:
-    """Replay the one trace under the one setting, and write its timeline.
-
-    Raises ValueError where there are several.
-    """
-    trace, replayed, future = one_replay(files, setting)
-    timeline, reset = Timeline(), setting.cache_reset
-    engine = replay(trace, replayed, future=future, cache_reset=reset, on_engine=timeline.watch)
-    write_whole(Path(path), json.dumps(timeline.as_dict(engine)))

@@ -21,7 +21,7 @@ from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
-from lm_eval_moecache.report.replays import closeness
+from lm_eval_moecache.sweep.replays import closeness
 from lm_eval_moecache.testing.streams import laddered
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
