@@ -224,19 +224,21 @@ def changed_output(
     the valid tokens, in any order.
     """
     logits_TE, weights_TK, experts_TK = choice
-    if valid is None and _is_plain(selection):
-        return _of_one_token(output, choice, selection.experts, rule, own)
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
-    keep = np.ones(weigh_as.shape, bool) if selection.keep is None else selection.keep
-    changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1) | ~keep.all(-1)
-    changed |= (weigh_as != selection.experts).any(-1)
+    changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1)
+    if selection.keep is not None:
+        changed |= ~selection.keep.all(-1)
+    if selection.weigh_as is not None:
+        changed |= (weigh_as != selection.experts).any(-1)
     if selection.weights is not None:
         changed |= ~np.isnan(selection.weights).all(-1)
     if not changed.any():
         return output
     device = experts_TK.device
-    served = np.arange(len(keep)) if valid is None else valid.nonzero()[0]
-    rows = copy_to_device(served[changed], device)
+    served = np.arange(len(changed)) if valid is None else valid.nonzero()[0]
+    is_one = len(changed) == 1 and valid is None
+    # Of one token a view: nothing is brought to the device to find its row.
+    rows: Any = slice(None) if is_one else copy_to_device(served[changed], device)
     weighted = rule(
         logits_TE.reshape(-1, logits_TE.shape[-1])[rows],
         copy_to_device(weigh_as[changed], device, torch.int64),
@@ -245,39 +247,17 @@ def changed_output(
     if selection.weights is not None:
         given = copy_to_device(selection.weights[changed], device, weighted.dtype)
         weighted = torch.where(given.isnan(), weighted, given)
-    kept = weighted * copy_to_device(keep[changed], device)
+    kept = weighted
+    if selection.keep is not None:
+        kept = weighted * copy_to_device(selection.keep[changed], device)
     if selection.renormalize:
         # What a token gave to all its experts, the kept ones share; a token may have kept none.
-        kept *= weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+        kept = kept * (weighted.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1e-20))
     chosen = copy_to_device(selection.experts[changed], device, experts_TK.dtype)
     kept = kept.to(weights_TK.dtype)
-    if len(keep) == 1 and valid is None:
+    if is_one:
         experts, weights = chosen.reshape(experts_TK.shape), kept.reshape(weights_TK.shape)
     else:
         experts, weights = experts_TK.clone(), weights_TK.clone()
         experts[rows], weights[rows] = chosen, kept
     return (output[0], weights, experts, *output[3:])
-
-
-def _of_one_token(
-    output: Any, choice: Choice, experts: IntArray, rule: WeightingRule, own: IntArray
-) -> Any:
-    """Return the output with these experts [1, K] in place of the router's `own`."""
-    if sorted(experts.tolist()[0]) == sorted(own.tolist()[0]):
-        return output
-    logits_TE, weights_TK, experts_TK = choice
-    chosen = copy_to_device(experts, experts_TK.device)
-    weights = rule(logits_TE.reshape(1, -1), chosen, weights_TK.dtype)
-    chosen = chosen.to(experts_TK.dtype).reshape(experts_TK.shape)
-    return (output[0], weights.reshape(weights_TK.shape), chosen, *output[3:])
-
-
-def _is_plain(selection: Selection) -> bool:
-    """Whether it is one token's, and says nothing but which experts."""
-    return (
-        len(selection.experts) == 1
-        and selection.keep is None
-        and selection.weigh_as is None
-        and selection.weights is None
-        and not selection.renormalize
-    )

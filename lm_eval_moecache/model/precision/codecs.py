@@ -299,11 +299,10 @@ class HalfQuadratic(Codec):
 
     def decode(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         packed, scale, zero = tensors
-        if packed.device.type != "cpu":
-            return self._decode_by_library(tensors, shape, dtype)
-        decoded = torch.empty((len(scale), self.group_size), dtype=dtype)
-        parts = pieces(*packed.shape)
-        piece = torch.empty(packed[parts[0]].shape)
+        device = packed.device
+        decoded = torch.empty((len(scale), self.group_size), dtype=dtype, device=device)
+        parts = pieces(*packed.shape) if device.type == "cpu" else [slice(None)]
+        piece = torch.empty(packed[parts[0]].shape, device=device)
         for part in range(self._per_word):
             shift = self.bits * (self._per_word - 1 - part)
             # Codes stay where they are in their words: scale and zero are shifted instead, which is
@@ -342,26 +341,6 @@ class HalfQuadratic(Codec):
                 break
             best = error
         return scale_G1, zero_G1
-
-    def _decode_by_library(
-        self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        from hqq.core.quantize import Quantizer
-
-        packed, scale, zero = tensors
-        meta: dict[str, Any] = {
-            "nbits": self.bits,
-            "group_size": self.group_size,
-            "axis": 1,
-            "shape": torch.Size(shape),
-            "packing": Quantizer.bit_to_packing[self.bits],
-            "view_as_float": False,
-            "compute_dtype": torch.float32,
-            "scale": scale.float(),
-            "zero": zero.float(),
-        }
-        decoded: Tensor = Quantizer.dequantize(packed, meta)
-        return decoded.to(dtype)
 
 
 CODECS: dict[str, Callable[[str, int | None], Codec]] = {

@@ -17,7 +17,6 @@ from lm_eval_moecache.records.arrays import BoolArray, FloatArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.data_aware import NUM_LSTMS, sizes_of
 from lm_eval_moecache.records.predictor import (
-    HIDDEN_FACTOR,
     array_name,
     hidden_size,
     num_stages,
@@ -54,14 +53,6 @@ class PredictorNetwork:
         for place, (weight, bias) in enumerate(stages):
             values = nn.functional.linear(values.relu() if place else values, weight, bias)
         return values
-
-
-def new_network(hidden: int, num_experts: int, stages: int) -> nn.Sequential:
-    """Build an untrained predictor of one layer, drawn from torch's own generator."""
-    if stages == 1:
-        return nn.Sequential(nn.Linear(hidden, num_experts))
-    wide = HIDDEN_FACTOR * hidden
-    return nn.Sequential(nn.Linear(hidden, wide), nn.ReLU(), nn.Linear(wide, num_experts))
 
 
 def network_of(prefetch: PrefetchAlgorithm, width: int) -> PredictorNetwork | None:

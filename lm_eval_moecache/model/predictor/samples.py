@@ -7,9 +7,10 @@ chosen per token. A shard holds `hidden` [L, N, D] and `logits` [L, N, E] in flo
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,43 +91,36 @@ def _read(path: Path, name: str, layer: int | None = None) -> Any:
 MAX_PROMPT_TOKENS = 2048
 
 
-class RouterCapture:
-    """Keeps each router's input and logits of the decode steps, while it is entered.
+class RouterCapture(ExitStack):
+    """Keeps each router's input and logits of the decode steps, until it is left.
 
     `prompts` says for each step which prompt it belongs to, counting prefills: that of a batch of
     one. Batches are told apart by whoever asked for them.
     """
 
     def __init__(self, model: Any, layers: Sequence[MoELayer]) -> None:
-        self._model, self._layers = model, layers
-        self._handles: list[Any] = []
-        self._decoding = False
-        self._prompt = -1
+        super().__init__()
+        self._decoding, self._prompt = False, -1
         self.prompts: list[int] = []
         self.hidden: list[list[Tensor]] = [[] for _ in layers]
         self.logits: list[list[Tensor]] = [[] for _ in layers]
+        self.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        for index, layer in enumerate(layers):
+            self.callback(layer.router.register_forward_hook(partial(self._keep, index)).remove)
 
-    def __enter__(self) -> RouterCapture:
-        def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            past = kwargs.get("past_key_values")
-            self._decoding = past is not None and past.get_seq_length() > 0
-            if self._decoding:
-                self.prompts.append(self._prompt)
-            else:
-                self._prompt += 1
+    def _begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        past = kwargs.get("past_key_values")
+        self._decoding = past is not None and past.get_seq_length() > 0
+        if self._decoding:
+            self.prompts.append(self._prompt)
+        else:
+            self._prompt += 1
 
-        def keep(layer: int) -> Any:
-            def hook(router: Any, args: Any, output: Any) -> None:
-                if self._decoding:
-                    self.hidden[layer].append(_half(args[0]))
-                    self.logits[layer].append(_half(output[0]))
-
-            return hook
-
-        self._handles = [self._model.register_forward_pre_hook(begin, with_kwargs=True)]
-        for index, layer in enumerate(self._layers):
-            self._handles.append(layer.router.register_forward_hook(keep(index)))
-        return self
+    def _keep(self, layer: int, router: Any, args: Any, output: Any) -> None:
+        if self._decoding:
+            for kept, values in ((self.hidden, args[0]), (self.logits, output[0])):
+                flat = values.detach().reshape(-1, values.shape[-1])
+                kept[layer].append(flat.to(torch.float16).cpu())
 
     def write(self, path: Path) -> None:
         """Write what batches of one prompt gave as one shard."""
@@ -135,10 +129,6 @@ class RouterCapture:
             for kept in (self.hidden, self.logits)
         )
         write_shard(path, hidden, logits, np.asarray(self.prompts, dtype=np.int64))
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def record(
@@ -181,14 +171,6 @@ def record(
     return shards
 
 
-def digest_prompts(prompts: Sequence[str]) -> str:
-    """Identify a list of prompts."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(f"{len(prompt)} {prompt}".encode())
-    return digest.hexdigest()
-
-
 @torch.no_grad()
 def generate(
     model: Any, tokenizer: Any, prompts: Sequence[str], num_tokens: int
@@ -221,11 +203,6 @@ def generate(
     ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=output.device)
     alive = torch.isin(output[:, begin:], ends).int().cumsum(1).eq(0)
     return output, torch.cat([encoded.attention_mask.bool(), alive], dim=1), begin
-
-
-def _half(values: Tensor) -> Tensor:
-    flat = values.detach().reshape(-1, values.shape[-1])
-    return flat.to(torch.float16).cpu()
 
 
 PREDICTOR, NEXT_GATE, FREQUENCY = "predictor", "next_gate", "frequency"

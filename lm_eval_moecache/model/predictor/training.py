@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +30,13 @@ from tqdm import tqdm
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.device import best_device
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers, router_digest
-from lm_eval_moecache.model.predictor.network import DataAwareNetwork, PredictorNetwork, new_network
+from lm_eval_moecache.model.predictor.network import DataAwareNetwork, PredictorNetwork
 from lm_eval_moecache.model.predictor.samples import (
     HELD_OUT_SHARE,
     Halves,
     Pairs,
     Samples,
     certainty_rows,
-    digest_prompts,
     generate,
     judge,
     layer_rows,
@@ -46,7 +46,7 @@ from lm_eval_moecache.model.predictor.samples import (
 from lm_eval_moecache.records.artifact import PREDICTOR, Artifact
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.predictor import array_name, num_stages
+from lm_eval_moecache.records.predictor import HIDDEN_FACTOR, array_name, num_stages
 
 
 class Best(NamedTuple):
@@ -83,9 +83,6 @@ def fit(
     return best
 
 
-Rows = list[dict[str, Any]]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """How to train. The paper gives no batch size, no patience and no most number of epochs."""
@@ -120,9 +117,12 @@ def make(
     layers = find_moe_layers(model)
     geometry, routers = describe(model, layers, pretrained), router_digest(layers)
     num_layers, top = geometry.num_layers, geometry.top_k
+    text = hashlib.sha256()
+    for prompt in prompts:
+        text.update(f"{len(prompt)} {prompt}".encode())
     settings = {
         "routers": routers,
-        "prompts": digest_prompts(prompts),
+        "prompts": text.hexdigest(),
         "tokens": num_tokens,
         "prompts_per_batch": prompts_per_batch,
     }
@@ -132,7 +132,7 @@ def make(
     known, held_out = samples.split(recipe.seed)
     folder = work / f"trained-{_digest(settings | asdict(recipe))}"
     arrays: dict[str, Any] = {}
-    trainings: Rows = []
+    trainings: list[dict[str, Any]] = []
     for layer in tqdm(range(num_layers), desc="training", unit="layer"):
         file = folder / f"{layer:03d}.safetensors"
         if not file.is_file():
@@ -212,7 +212,10 @@ def train(
     """
     torch.manual_seed(recipe.seed * 1009 + layer)
     order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
-    network = new_network(pairs.inputs_ND.shape[1], pairs.targets_NE.shape[1], stages)
+    hidden, num_experts = pairs.inputs_ND.shape[1], pairs.targets_NE.shape[1]
+    widths = [hidden, *[HIDDEN_FACTOR * hidden] * (stages - 1), num_experts]
+    linears = [nn.Linear(*sizes) for sizes in pairwise(widths)]
+    network = nn.Sequential(*[m for linear in linears for m in (nn.ReLU(), linear)][1:])
     inputs, targets = _tensors(pairs, recipe.loss, num_chosen)
     judged = _tensors(held_out, recipe.loss, num_chosen)
     adam = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
@@ -238,7 +241,6 @@ def train(
         return sum(parts) / len(judged[0])
 
     best = fit(network, epoch, held_out_loss, range(recipe.max_epochs), recipe.patience)
-    linears = [module for module in network if isinstance(module, nn.Linear)]
     arrays = [
         (linear.weight.detach().half().numpy(), linear.bias.detach().half().numpy())
         for linear in linears
@@ -290,25 +292,6 @@ class Text:
     logits: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedOnTexts:
-    """The network with the least held-out loss, and how often it names what is chosen."""
-
-    network: DataAwareNetwork
-    epochs: int
-    held_out_loss: float
-    recall: list[float]
-    """Of each layer: share of the router's top-k among the network's, held-out texts."""
-    frequency: list[float]
-    """The same for the most used experts of the texts trained on."""
-
-    def told(self) -> dict[str, Any]:
-        """Return what an artifact says of the training, with one row a layer."""
-        shares = enumerate(zip(self.recall, self.frequency, strict=True))
-        rows = [{"layer": n, "data_aware": own, "frequency": most} for n, (own, most) in shares]
-        return {"epochs": self.epochs, "held_out_loss": self.held_out_loss, "layers": rows}
-
-
 @torch.no_grad()
 def record_texts(
     model: Any,
@@ -348,8 +331,12 @@ def record_texts(
 
 def train_on_texts(
     texts: Sequence[Text], embedding: nn.Module, geometry: Geometry, recipe: TextRecipe
-) -> TrainedOnTexts:
+) -> tuple[DataAwareNetwork, dict[str, Any]]:
     """Train until the loss of held-out texts has stopped to fall; the same texts, the same bits.
+
+    Returns the network with the least of it, and what an artifact says of the training: a row a
+    layer has the share of the router's top-k that is among the network's, and among the most used
+    experts of the texts trained on.
 
     Distilled is the router's distribution over its `truncate` best experts (SiDA's truncated
     knowledge distillation; how many, and the weight of the hard labels, are our reading).
@@ -389,12 +376,9 @@ def train_on_texts(
     best = fit(network, epoch, held_out_loss, epochs, recipe.patience)
     # What is judged is what is stored: halves.
     network.load_state_dict({k: value.half().float() for k, value in network.state_dict().items()})
-    return TrainedOnTexts(
-        network=network.eval(),
-        epochs=best.epochs,
-        held_out_loss=best.held_out_loss,
-        **_recalls(network, known, held_out, embedding, top_k),
-    )
+    layers = _recalls(network.eval(), known, held_out, embedding, top_k)
+    told = {"epochs": best.epochs, "held_out_loss": best.held_out_loss, "layers": layers}
+    return network, told
 
 
 def _text_loss(
@@ -433,8 +417,8 @@ def _recalls(
     held_out: Sequence[Text],
     embedding: nn.Module,
     top_k: int,
-) -> dict[str, list[float]]:
-    """Return which share of the routers' choices both name, layer by layer."""
+) -> list[dict[str, Any]]:
+    """Return which share of the routers' choices network and frequencies name, a row a layer."""
     true = torch.cat([text.best[..., :top_k] for text in held_out])
     named = [network(embedding(text.ids[None]))[0][0].topk(top_k).indices for text in held_out]
     chosen = torch.cat([text.best[..., :top_k] for text in known])
@@ -443,8 +427,9 @@ def _recalls(
         [torch.bincount(own.flatten(), minlength=num_experts) for own in chosen.unbind(1)]
     )
     most = counts.argsort(dim=-1, descending=True, stable=True)[None, :, :top_k]
-    found = {}
-    for name, told in (("recall", torch.cat(named)), ("frequency", most.expand_as(true))):
+    shares = []
+    for told in (torch.cat(named), most.expand_as(true)):
         right_TLK = (told[..., :, None] == true[..., None, :]).any(-2).float()
-        found[name] = right_TLK.mean(-1).mean(0).tolist()
-    return found
+        shares.append(right_TLK.mean(-1).mean(0).tolist())
+    rows = enumerate(zip(*shares, strict=True))
+    return [{"layer": n, "data_aware": own, "frequency": frequent} for n, (own, frequent) in rows]

@@ -48,6 +48,7 @@ from lm_eval_moecache.model.precision.loading import (
 )
 from lm_eval_moecache.model.store import GroupedCall, implementation_of, up_name
 from lm_eval_moecache.model.wall.pools import (
+    DeviceMover,
     DiskTier,
     LadderPools,
     OnDisk,
@@ -58,11 +59,10 @@ from lm_eval_moecache.model.wall.pools import (
     expert_parameters,
     joined,
     part_of,
-    shapes_of,
     stored_parameters,
     tensors_in,
 )
-from lm_eval_moecache.model.wall.store import KERNELS, Elsewhere, SlotStore
+from lm_eval_moecache.model.wall.store import KERNELS, SlotStore
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
 
@@ -140,8 +140,6 @@ class ExpertLoader:
         self.figures = {"seconds": time.perf_counter() - start_s}
         if peak:
             self.figures |= {"peak_host_bytes": peak[0], "own_host_bytes": own_bytes()}
-        if self._store == "disk":
-            self.figures["past_page_cache"] = self._past_cache()
         peak_bytes = None if self._device.type == "cpu" else peak_memory(self._device)
         if peak_bytes is not None:
             self.figures["peak_device_bytes"] = peak_bytes
@@ -154,7 +152,7 @@ class ExpertLoader:
         self._device = device
         layers = find_moe_layers(model)
         if self._in_place is not None:
-            self.tiers = [DiskTier(self._in_place, past_cache=self._past_cache())]
+            self.tiers = [DiskTier(self._in_place)]
         elif self._store == "disk":
             self.tiers = self._written(layers)
         elif self.codecs is not None:
@@ -213,14 +211,7 @@ class ExpertLoader:
                 if self.codecs is None:
                     found = {name: found[part_of(name, 0)] for name in matrices}
                 rows[level].append({name: each.by_expert for name, each in found.items()})
-        return [DiskTier(each, beside, self._past_cache()) for each in rows]
-
-    def _past_cache(self) -> bool:
-        """Whether files are read past the page cache: where it could not hold them all."""
-        layers = find_moe_layers(self._skeleton)
-        room = available_host_bytes()
-        codecs = self.codecs or [AsStored(next(layers[0].experts.parameters()).dtype)]
-        return room is not None and _bytes_at(layers, codecs) > room
+        return [DiskTier(each, beside) for each in rows]
 
 
 def _bytes_at(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> int:
@@ -341,17 +332,15 @@ def assemble(
     model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
 ) -> tuple[Engine, SlotStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
-    layers, device = find_moe_layers(model), model.device
-    codecs = loader.codecs or ()
-    pools: SlotPools | LadderPools
-    if codecs:
-        shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
-        pools = LadderPools(shapes, loader.tiers, geometry.num_experts, device)
+    experts, device = [layer.experts for layer in find_moe_layers(model)], model.device
+    pools: DeviceMover
+    if loader.codecs:
+        pools = LadderPools(experts, loader.codecs, loader.tiers, device)
     else:
         pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], device)
     engine = Engine(geometry, setting, mover=pools)
-    store = SlotStore(pools, geometry, str(implementation_of(model)), device.type, codecs)
-    prepare_host(engine, store, layers[0].experts, device)
+    store = SlotStore(pools, geometry, str(implementation_of(model)), device.type)
+    prepare_host(engine, store, experts[0], device)
     return engine, store
 
 
@@ -361,12 +350,10 @@ def prepare_host(
     """Let a policy that executes on the host know this machine, by the first layer's experts."""
     executor = engine.executor
     assert isinstance(executor, WallExecutor)
-    if executor.host is None:
-        return
-    store.note_host = executor.note_host
-    if executor.host.asks_for_costs:
-        elsewhere = store.at(0, engine.waves).elsewhere
-        executor.host.costs = measure_host(engine, elsewhere, experts, device)
+    if executor.host is not None:
+        store.note_host = executor.note_host
+        if executor.host.asks_for_costs:
+            executor.host.costs = measure_host(engine, store.pools, experts, device)
 
 
 FEW, MANY = 1, 32
@@ -376,7 +363,7 @@ TRIALS = 5
 
 @torch.no_grad()
 def measure_host(
-    engine: Engine, elsewhere: Elsewhere, module: nn.Module, device: torch.device
+    engine: Engine, pools: DeviceMover, module: nn.Module, device: torch.device
 ) -> HostCosts:
     """Measure one expert of the first layer on the host, on the device, and over the link."""
     up = getattr(module, up_name(module))
@@ -391,7 +378,7 @@ def measure_host(
 
         def once() -> None:
             call = GroupedCall(module, hidden_TD, index, torch.ones((tokens, 1)), len(up))
-            call.run([(0, 0)], elsewhere(module, [0]))
+            call.run([(0, 0)], pools.elsewhere(module, 0, [0]))
 
         return once
 

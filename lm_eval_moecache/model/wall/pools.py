@@ -1,31 +1,24 @@
 """Where experts lie: absent ones in host memory or files, resident ones in slots; and the copies.
 
-Large pieces of files are read past the page cache, several at a time. Experts at the model's own
-precision have slots of one size in one tensor for each parameter; encoded ones are moved as they
-are stored, and a slot is as large as its expert at its level (`engine.wall.slots.LeveledCache`
-says which there are; their bytes never exceed the capacity).
+Experts at the model's own precision have slots of one size in one tensor for each parameter;
+encoded ones are moved as they are stored, and a slot is as large as its expert at its level
+(`engine.wall.slots.LeveledCache` says which there are; their bytes never exceed the capacity).
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import mmap
 import os
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lm_eval_moecache.engine.wall.link import Transfer
@@ -38,90 +31,21 @@ from lm_eval_moecache.model.device import (
     locked_empty,
     on_stream,
 )
-from lm_eval_moecache.model.precision.codecs import Codec, Encoded, expert_matrices, matrix_shape
+from lm_eval_moecache.model.precision.codecs import (
+    Codec,
+    Encoded,
+    decode,
+    expert_matrices,
+    matrix_shape,
+)
+from lm_eval_moecache.model.store import Matrices, OnSlots, Slots
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.sizes import Capacity
 
-Bytes = NDArray[np.uint8]
-Piece = tuple[str, int, Bytes]
-"""A file, where something begins in it, and where it shall go."""
-IN_FLIGHT = 2
-"""Reads at a time: while one is copied to its place, the disk works on the next."""
-PART = 2 << 20
-"""Bytes of one read."""
-DIRECT_FROM = 1 << 20
-"""Pieces of so many bytes are read past the page cache: smaller ones gain nothing by it."""
-_BLOCK = 4096
-
-
-class FileReader:
-    """Some files, open until the reader is gone, whoever removes them meanwhile.
-
-    With `past_cache` large pieces are read with O_DIRECT where the file system can: a page cache
-    that the files do not fit into costs the processor more than it saves, and its pages are
-    somebody's memory.
-    """
-
-    def __init__(self, files: Collection[str], past_cache: bool = False) -> None:
-        self._files = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
-        self._direct: dict[str, int] = {}
-        for file in self._files if past_cache else ():
-            try:
-                self._direct[file] = os.open(file, os.O_RDONLY | os.O_DIRECT)
-            except (OSError, AttributeError):  # a file system in memory; no Linux
-                continue
-        for descriptor in (*self._files.values(), *self._direct.values()):
-            weakref.finalize(self, os.close, descriptor)
-        self._pool = ThreadPoolExecutor(IN_FLIGHT, "moecache-read")
-        self._own = threading.local()
-
-    def read(self, pieces: Sequence[Piece]) -> None:
-        """Fill the targets. Raises OSError where a file cannot be read, or ends before."""
-        running: list[Future[None]] = []
-        for file, offset, target in pieces:
-            if file not in self._direct or len(target) < DIRECT_FROM:
-                self._buffered(file, offset, target)
-                continue
-            for start in range(0, len(target), PART):
-                part = target[start : start + PART]
-                running.append(self._pool.submit(self._past_cache, file, offset + start, part))
-        for error in [each.exception() for each in running]:
-            if error is not None:
-                raise error
-
-    def _buffered(self, file: str, offset: int, target: Bytes) -> None:
-        view = memoryview(target.data)
-        while view:
-            count = os.preadv(self._files[file], [view], offset)
-            if not count:
-                raise OSError(f"{file} ends at byte {offset}: the file is truncated.")
-            view, offset = view[count:], offset + count
-
-    def _past_cache(self, file: str, offset: int, target: Bytes) -> None:
-        """Read whole blocks into a buffer of this thread, and copy what was asked for."""
-        if not hasattr(self._own, "buffer"):
-            # Of a map of its own, which begins at a page, as these reads need.
-            self._own.buffer = np.frombuffer(mmap.mmap(-1, PART + 2 * _BLOCK), dtype=np.uint8)
-        buffer: Bytes = self._own.buffer
-        begin = offset // _BLOCK * _BLOCK
-        size = -(-(offset + len(target)) // _BLOCK) * _BLOCK - begin
-        found = 0
-        while found < offset - begin + len(target):
-            try:
-                view = memoryview(buffer.data)[found:size]
-                count = os.preadv(self._direct[file], [view], begin + found)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Larger blocks than ours, or a file system that opens so and does not read so.
-                self._buffered(file, offset, target)
-                return
-            if not count:
-                raise OSError(f"{file} ends at byte {begin + found}: the file is truncated.")
-            found += count
-        np.copyto(target, buffer[offset - begin : offset - begin + len(target)])
-
-
+DECODED_BYTES = 64 * 2**20
+"""Experts are decoded together up to this size, and at least one."""
+Places = Mapping[int, int]
+"""Expert of the layer -> where it lies."""
 Row = Mapping[str, Tensor]
 """Parameter name -> one expert's part of it."""
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -179,8 +103,6 @@ class RamTier(Tier):
 
 Span = tuple[str, int, int]
 """A file, where something begins in it, and its bytes."""
-
-
 OnDisk = Sequence[Sequence[Span]]
 """One layer's parameter in files: expert -> where its part lies, piece after piece."""
 
@@ -218,34 +140,43 @@ def joined(parts: Sequence[Stored]) -> Sequence[Span]:
 
 
 class DiskTier(Tier):
-    """Experts in files. They are read, not mapped: a bad file is an error and no bus error."""
+    """Experts in files, which stay open until it is gone, whoever removes them meanwhile.
+
+    They are read, not mapped: a bad file is an error and no bus error.
+    """
 
     def __init__(
         self,
         parameters: Sequence[Mapping[str, OnDisk]],
         beside: Sequence[Mapping[str, Tensor]] | None = None,
-        past_cache: bool = False,
     ) -> None:
         """`beside`: layer -> small parameters [experts, ...] that stay in memory, as biases."""
         self._parameters, self._beside = parameters, beside
         rows = (row.values() for row in parameters)
         files = {f for row in rows for experts in row for spans in experts for f, _, _ in spans}
-        self._reader = FileReader(files, past_cache)
+        self._files = {file: os.open(file, os.O_RDONLY) for file in sorted(files)}
+        for descriptor in self._files.values():
+            weakref.finalize(self, os.close, descriptor)
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
-        pieces: list[Piece] = []
         for name, tensor in target.items():
             if self._beside is not None and name in self._beside[layer]:
                 tensor.copy_(self._beside[layer][name][expert])
                 continue
-            rest: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+            rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
             for file, offset, size in self._parameters[layer][name][expert]:
-                pieces.append((file, offset, rest[:size]))
+                try:
+                    self._read(file, offset, rest[:size])
+                except OSError as error:
+                    raise OSError(f"MoE layer {layer}, expert {expert}: {error}") from error
                 rest = rest[size:]
-        try:
-            self._reader.read(pieces)
-        except OSError as error:
-            raise OSError(f"MoE layer {layer}, expert {expert}: {error}") from error
+
+    def _read(self, file: str, offset: int, target: memoryview) -> None:
+        while target:
+            count = os.preadv(self._files[file], [target], offset)
+            if not count:
+                raise OSError(f"{file} ends at byte {offset}: the file is truncated.")
+            target, offset = target[count:], offset + count
 
 
 def tensors_in(file: Path | str) -> dict[str, Stored]:
@@ -345,6 +276,28 @@ class DeviceMover(ABC):
     def tier_of(self, level: int) -> Tier:
         """Return where experts are stored at a level."""
 
+    @abstractmethod
+    def stored(self, layer: int, expert: int) -> Row:
+        """Return one expert from where it is stored, in host memory: nothing is cached."""
+
+    @abstractmethod
+    def parts(
+        self, module: nn.Module, layer: int, places: Places
+    ) -> Iterator[tuple[Places, Matrices]]:
+        """Divide experts of a layer by the matrices that are made for them together, on a CPU."""
+
+    @abstractmethod
+    def windows(self, layer: int, places: Places, most: int) -> Iterator[tuple[Places, Slots]]:
+        """Divide experts by pieces of at most so many slots, for a kernel of transformers."""
+
+    def whole(self, module: nn.Module, layer: int) -> OnSlots | None:
+        """Return a stand-in for the whole layer where the cache holds it in one piece."""
+        return None
+
+    def elsewhere(self, module: nn.Module, layer: int, experts: Sequence[int]) -> Matrices:
+        """Return experts, slot by slot, as they are stored in host memory: no transfer."""
+        return _slot_by_slot(module, [self.stored(layer, expert) for expert in experts])
+
     def place(self, transfer: Transfer) -> None:
         """Do nothing: the slots are there."""
         return
@@ -415,6 +368,10 @@ class DeviceMover(ABC):
         return buffer
 
 
+def _slot_by_slot(module: nn.Module, rows: Sequence[Row]) -> Matrices:
+    return Matrices(module, {name: [row[name] for row in rows] for name in rows[0]})
+
+
 class SlotPools(DeviceMover):
     """One tensor [slots, ...] per parameter of each cache: the mover of the wall clock.
 
@@ -433,17 +390,22 @@ class SlotPools(DeviceMover):
         super().__init__(geometry.num_experts, device)
         self._tier = tier
         self._pools: list[dict[str, Tensor]] = []
-        self._layers: list[tuple[dict[str, Tensor], bool, int]] = []
+        self._matrices: dict[int, Matrices] = {}
+        """Pool -> its slots as products take them, made once for all its layers."""
+        self._whole: dict[int, OnSlots | None] = {}
+        self._layers: list[tuple[int, bool, int]] = []
+        """Layer -> its pool, whether that holds all its layers' experts, its place there."""
         partitions = capacity.partitions(geometry.num_layers)
         for size, layers in zip(capacity.bytes_by_partition, partitions, strict=True):
             slots = slots_of(size, geometry, layers)
-            pool = {
-                name: torch.zeros((slots, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
-                for name, tensor in shapes[layers[0]].items()
-            }
             holds_all = slots == len(layers) * geometry.num_experts
-            self._pools.append(pool)
-            self._layers += [(pool, holds_all, layer - layers[0]) for layer in layers]
+            self._layers += [(len(self._pools), holds_all, layer - layers[0]) for layer in layers]
+            self._pools.append(
+                {
+                    name: torch.zeros((slots, *t.shape[1:]), dtype=t.dtype, device=device)
+                    for name, t in shapes[layers[0]].items()
+                }
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -451,18 +413,34 @@ class SlotPools(DeviceMover):
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """Return the slots that a layer's experts may lie in, [slots, ...] for each parameter."""
-        return self._layers[layer][0]
+        return self._pools[self._layers[layer][0]]
 
-    def whole_layer(self, layer: int) -> dict[str, Tensor] | None:
-        """Return a layer's experts in one piece [experts, ...] where the cache holds all."""
-        pool, holds_all, place = self._layers[layer]
-        if not holds_all:
-            return None
-        first = place * self._num_experts
-        return {name: t[first : first + self._num_experts] for name, t in pool.items()}
+    def whole(self, module: nn.Module, layer: int) -> OnSlots | None:
+        if layer not in self._whole:
+            pool, holds_all, place = self._layers[layer]
+            own = slice(place * self._num_experts, (place + 1) * self._num_experts)
+            pieces = {name: tensor[own] for name, tensor in self._pools[pool].items()}
+            self._whole[layer] = OnSlots(module, pieces) if holds_all else None
+        return self._whole[layer]
+
+    def parts(
+        self, module: nn.Module, layer: int, places: Places
+    ) -> Iterator[tuple[Places, Matrices]]:
+        pool = self._layers[layer][0]
+        if pool not in self._matrices:
+            self._matrices[pool] = Matrices(module, self._pools[pool])
+        yield places, self._matrices[pool]
+
+    def windows(self, layer: int, places: Places, most: int) -> Iterator[tuple[Places, Slots]]:
+        """Pieces of the pool itself: nothing is copied."""
+        slots = self.of_layer(layer)
+        for start in range(0, len(next(iter(slots.values()))), most):
+            end = start + most
+            own = {e: slot - start for e, slot in places.items() if start <= slot < end}
+            if own:
+                yield own, {name: pool[start:end] for name, pool in slots.items()}
 
     def stored(self, layer: int, expert: int) -> Row:
-        """Return one expert from where it is stored, in host memory: nothing is cached."""
         pool = self.of_layer(layer).items()
         return self._tier.row(layer, expert, {n: (tuple(t.shape[1:]), t.dtype) for n, t in pool})
 
@@ -475,18 +453,22 @@ class SlotPools(DeviceMover):
 
 
 class LadderPools(DeviceMover):
-    """One set of tensors for each slot: the mover of the wall clock for encoded experts."""
+    """One set of tensors for each slot: the mover of the wall clock for encoded experts.
+
+    They are decoded where they lie, for one call of the layer, a few at a time.
+    """
 
     def __init__(
         self,
-        shapes: Sequence[Sequence[Shapes]],
+        experts: Sequence[nn.Module],
+        codecs: Sequence[Codec],
         tiers: Sequence[Tier],
-        num_experts: int,
         device: torch.device,
     ) -> None:
-        """`shapes[layer][level]` are of one expert's tensors; `tiers[level]` hold them."""
-        super().__init__(num_experts, device)
-        self._shapes, self._tiers = shapes, tiers
+        """`experts` are the layers' modules; `tiers[level]` hold what `codecs[level]` made."""
+        super().__init__(int(experts[0].num_experts), device)  # type: ignore[arg-type]
+        self._experts, self._codecs, self._tiers = experts, codecs, tiers
+        self._shapes = [[shapes_of(module, codec) for codec in codecs] for module in experts]
         self._slots: dict[int, tuple[int, Row]] = {}
 
     @property
@@ -511,13 +493,47 @@ class LadderPools(DeviceMover):
     def tier_of(self, level: int) -> Tier:
         return self._tiers[level]
 
-    def at(self, slot: int) -> tuple[int, Row]:
-        """Return what lies in a slot, after its level."""
-        return self._slots[slot]
+    def parts(
+        self, module: nn.Module, layer: int, places: Places
+    ) -> Iterator[tuple[Places, Matrices]]:
+        for own, rows in self._decoded(layer, places):
+            yield own, _slot_by_slot(module, rows)
+
+    def windows(self, layer: int, places: Places, most: int) -> Iterator[tuple[Places, Slots]]:
+        for own, rows in self._decoded(layer, places):
+            yield own, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def stored(self, layer: int, expert: int) -> Row:
-        """Return one expert at the best level from where it is stored: nothing is cached."""
-        return self._tiers[0].row(layer, expert, self._shapes[layer][0])
+        """As the best level decodes it."""
+        return self._decode(layer, 0, self._tiers[0].row(layer, expert, self._shapes[layer][0]))
+
+    def _decoded(self, layer: int, places: Places) -> Iterator[tuple[Places, list[Row]]]:
+        """Decode experts in order, a few at a time; each lies where it is in its list."""
+        own: dict[int, int] = {}
+        rows: list[Row] = []
+        nbytes = 0
+        for expert, slot in sorted(places.items()):
+            own[expert] = len(rows)
+            rows.append(self._decode(layer, *self._slots[slot]))
+            nbytes += sum(tensor.nbytes for tensor in rows[-1].values())
+            if nbytes >= DECODED_BYTES:
+                yield own, rows
+                own, rows, nbytes = {}, [], 0
+        if own:
+            yield own, rows
+
+    def _decode(self, layer: int, level: int, row: Row) -> Row:
+        """Return one expert's parameters as the module would have them."""
+        module, codec, found = self._experts[layer], self._codecs[level], dict[str, Tensor]()
+        for name, parameter in expert_parameters(module).items():
+            if name in row:
+                found[name] = row[name]
+                continue
+            layout = codec.layout(matrix_shape(module, parameter))
+            tensors = [row[part_of(name, i)] for i in range(len(layout))]
+            # Products of a transposed view may round differently.
+            found[name] = decode(module, parameter, tensors, codec).contiguous()
+        return found
 
     def _make(self, shapes: Shapes) -> Row:
         """Take memory for a slot, from what was dropped before if it fits.

@@ -264,7 +264,10 @@ def test_weights_are_decoded_to_the_librarys_bits(
     found, shape = codec(name), (97, 64) if name == "int8" else WHOLE
     tensors = found.encode(drawn(kind, shape))
     if isinstance(found, HalfQuadratic):
-        expected = found._decode_by_library(tensors, shape, dtype)
+        meta = {"nbits": found.bits, "group_size": found.group_size, "axis": 1, "shape": shape}
+        meta |= {"packing": Quantizer.bit_to_packing[found.bits], "view_as_float": False}
+        meta |= {"compute_dtype": torch.float32, "scale": tensors[1].float()}
+        expected = Quantizer.dequantize(tensors[0], {**meta, "zero": tensors[2].float()}).to(dtype)
     else:
         expected = int8_vectorwise_dequant(*tensors).to(dtype)
     assert torch.equal(found.decode(tensors, shape, dtype), expected)

@@ -27,7 +27,6 @@ from lm_eval_moecache.model.wall.pools import (
     RamTier,
     SlotPools,
     expert_parameters,
-    shapes_of,
     stored_parameters,
 )
 from lm_eval_moecache.model.wall.store import SlotStore
@@ -138,13 +137,12 @@ def wrap_wall(
             RamTier([stored_parameters(experts, own, level) for experts, own in stored])
             for level in range(len(codecs))
         ]
-        shapes = [[shapes_of(layer.experts, codec) for codec in codecs] for layer in layers]
-        mover = LateLadder(shapes, tiers, geometry.num_experts, cpu, **options)
+        mover = LateLadder([x.experts for x in layers], codecs, tiers, cpu, **options)
     else:
         parameters = [expert_parameters(layer.experts) for layer in layers]
         tier = RamTier(parameters)
         mover = pools(parameters, geometry, setting.capacity, tier, cpu, **options)
     engine = Engine(geometry, setting, mover=mover)
-    store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu", codecs)
+    store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu")
     prepare_host(engine, store, layers[0].experts, cpu)
     return WrappedModel(model, layers, engine, store)

@@ -115,20 +115,21 @@ def test_the_hosts_rows_are_added_to_those_of_a_kernel_on_the_pool() -> None:
     model = random_model("olmoe")
     module: Any = find_moe_layers(model)[0].experts
     wrapped = wrap_wall(model, "on_demand", "100%")
-    layer: Any = wrapped._store.at(0, wrapped.engine.waves)
-    tier = layer.store.pools.tier_of(0)
+    store: Any = wrapped._store
+    pools = store.pools
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 32, generator=generator).to(torch.bfloat16)
     index = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(6)])
     weights = torch.rand(6, 3, generator=generator)
     with torch.no_grad():
         for expert in range(8):
-            tier.fill(0, expert, {name: pool[expert] for name, pool in layer._slots.items()})
+            slots = {name: pool[expert] for name, pool in pools.of_layer(0).items()}
+            pools.tier_of(0).fill(0, expert, slots)
         every = GroupedCall(module, hidden, index, weights, 8)
-        every.run([(e, e) for e in range(8)], layer.elsewhere(module, list(range(8))))
-        work = WorkOnPool(layer, module, hidden, index, weights)
+        every.run([(e, e) for e in range(8)], pools.elsewhere(module, 0, list(range(8))))
+        work = WorkOnPool(store, 0, module, hidden, index, weights)
         call = work.host_call([1, 4])
-        call.run([(1, 0), (4, 1)], layer.elsewhere(module, [1, 4]))
+        call.run([(1, 0), (4, 1)], pools.elsewhere(module, 0, [1, 4]))
         work.execute({e: e for e in (0, 2, 3, 5, 6, 7)}, False)
         assert torch.allclose(work.result().float(), every.result().float(), atol=2e-2)
     wrapped.unwrap()

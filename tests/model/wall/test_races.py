@@ -11,7 +11,7 @@ import pytest
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.wall.pools import DeviceMover
-from lm_eval_moecache.model.wall.store import Host
+from lm_eval_moecache.model.wall.store import SlotStore
 from tests.model.wall import races
 from tests.model.wall.races import Family, compare, missing, share_of, ways
 from tests.models import FAMILIES, family_case
@@ -100,8 +100,8 @@ def _without_the_wait_for_the_host(patch: pytest.MonkeyPatch) -> None:
         def result(self) -> float:
             return 0.0
 
-    run = Host.run
-    patch.setattr(Host, "run", lambda *args: Unawaited(run(*args)))
+    run = SlotStore.on_host
+    patch.setattr(SlotStore, "on_host", lambda *args: Unawaited(run(*args)))
 
 
 MUTATIONS = [

@@ -16,7 +16,9 @@ import torch
 from lm_eval_moecache.engine.wall.link import Transfer, TransferError, WallLink, Worker
 from lm_eval_moecache.model import device
 from lm_eval_moecache.model.wall import pools, store
-from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier
+from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, RamTier, SlotPools
+from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.testing.streams import make_geometry
 from tests.model.wall.models import assert_same, wrap_wall
 from tests.model.wall.on_device import (
     SIZES,
@@ -115,19 +117,13 @@ def test_a_device_whose_events_tell_no_time_is_timed_by_the_host() -> None:
 def test_a_copy_is_timed_by_the_device() -> None:
     """Busy is what moved: 0.25 ms by the device's own events, not the wait for the fence."""
 
-    class One(DeviceMover):
-        def target_of(self, transfer: Transfer) -> Any:
-            return {"w": self.memory}
-
-        def tier_of(self, level: int) -> Any:
-            return tier
-
+    geometry = make_geometry(num_layers=1, num_experts=2, top_k=1)
     with scripted("compute_late"):
-        tier = RamTier([{"w": torch.ones(2, 3)}])
+        rows = [{"w": torch.ones(2, 3)}]
+        tier = RamTier(rows)
         tier.pin()
-        one = One(2, torch.device(NAME))
-        with device.on_stream(one._stream):
-            one.memory = torch.zeros(3, device=NAME)
+        given = rows, geometry, parse_capacity("100%", geometry), tier, torch.device(NAME)
+        one = SlotPools(*given)
         fence = one.fence()
         assert one.finish(one.begin(Transfer(1, 0, 12, after=fence))) == pytest.approx(0.25e-3)
         worker = Worker(one)
@@ -135,7 +131,7 @@ def test_a_copy_is_timed_by_the_device() -> None:
         worker.wait_for({1})
         worker.close()
         assert worker.busy_s <= 0.25e-3 + 1e-9
-        assert one.memory.tolist() == [1, 1, 1]
+        assert one.target_of(Transfer(1, 0, 12))["w"].tolist() == [1, 1, 1]
 
 
 # --- what can go wrong, each done ---------------------------------------------------------------
