@@ -121,7 +121,7 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
     np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1.0, atol=1e-2)
     np.testing.assert_allclose(similarity, similarity.transpose(0, 2, 1), atol=1e-6)
     # Two experts of layer 2, computed from their weights.
-    hidden = torch.cat(found._hidden[2]).float()
+    hidden = found.hidden[2].float()
     experts = analyzed.layers[2].experts
     outputs = []
     for expert in (3, 8):
@@ -221,11 +221,11 @@ def test_the_slope_is_that_of_the_loss(analyzed: AnalyzedModel) -> None:
         finally:
             handle.remove()
 
-    original = seen._watch(layer)
+    original = seen.note
 
     def grab(module: object, inputs: object, output: torch.Tensor) -> None:
-        original(module, inputs, output)
-        kept, change = seen._change[layer]
+        original(layer, inputs, output)
+        kept, change = seen._changes[-1]
         grabbed["change"] = change[token]
         kept.retain_grad()
         grabbed["output"] = kept

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,19 @@ class Analysis(NamedTuple):
     draw: Callable[[str], Any]
 
 
+@contextmanager
+def watched(
+    modules: Iterable[torch.nn.Module], note: Callable[[int, Any, Any], None]
+) -> Iterator[None]:
+    """Call `note(number of the module, its arguments, its output)` at each of their calls."""
+    with ExitStack() as hooks:
+        for number, module in enumerate(modules):
+            # Hooks are given the module first, which has its number here.
+            hook = partial(lambda number, module, args, output: note(number, args, output), number)
+            hooks.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
 class AnalyzedModel:
     """A loaded model and its text as windows of tokens; every `under` starts with a cold cache."""
 
@@ -44,6 +58,7 @@ class AnalyzedModel:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         self.layers: list[MoELayer] = find_moe_layers(self.model)
+        self.routers = [layer.router for layer in self.layers]
         self.geometry = describe(self.model, self.layers, pretrained)
         self.windows = list[torch.Tensor]()
         self.text_of = list[int]()

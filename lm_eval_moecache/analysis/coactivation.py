@@ -5,17 +5,17 @@ Shapes: T tokens of a window, E experts, D hidden size, N sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
+from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.coactivation import NO_BUDDY, Coactivation, buddy_lists, conditional
 
@@ -33,41 +33,23 @@ def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
     return Analysis({"coactivation": rows}, title, partial(draw, found.counts, similarity, layer))
 
 
-class Observation:
+class Observation(NamedTuple):
     """What one reading of the model's text showed: counts, and sampled tokens of each layer."""
 
-    def __init__(self, analyzed: AnalyzedModel, sample_tokens: int) -> None:
-        self.counts = Coactivation(analyzed.geometry)
-        self.num_tokens = sum(len(window) for window in analyzed.windows)
-        self._layers = analyzed.layers
-        self._stride = max(1, self.num_tokens // max(sample_tokens, 1))
-        self._top_logits: list[list[FloatArray]] = [[] for _ in analyzed.layers]
-        self._hidden: list[list[Tensor]] = [[] for _ in analyzed.layers]
-
-    def note(self, layer: int, hidden_TD: Tensor, output: Any, weight_T: Any, seen: int) -> None:
-        """Take one router call after `seen` tokens: its input, its (logits, weights, indices)."""
-        logits = output[0].detach().float().reshape(len(weight_T), -1).cpu().numpy()
-        experts = output[2].reshape(len(weight_T), -1).cpu().numpy().astype(np.int64)
-        self.counts.add(layer, experts, logits, weight_T)
-        picked = np.arange(-seen % self._stride, len(weight_T), self._stride)
-        top_logits = np.take_along_axis(logits, experts, -1)[picked]
-        self._top_logits[layer].append(top_logits.astype(np.float32))
-        flat = hidden_TD.detach().reshape(len(weight_T), -1)
-        self._hidden[layer].append(flat[torch.from_numpy(picked).to(flat.device)])
-
-    @property
-    def top_logits(self) -> FloatArray:
-        """The sampled tokens' logits of their own experts: [layers, N, K]."""
-        return np.stack([np.concatenate(rows) for rows in self._top_logits])
+    layers: Sequence[MoELayer]
+    counts: Coactivation
+    num_tokens: int
+    top_logits: FloatArray
+    """The sampled tokens' logits of their own experts: [layers, N, K]."""
+    hidden: Sequence[Tensor]
+    """Their router's inputs, by layer: [N, D]."""
 
     def similarity(self) -> FloatArray:
         """Return the mean cosine of two experts' outputs on the sampled tokens: [layers, E, E]."""
-        pairs = zip(self._layers, self._hidden, strict=True)
         found = []
-        for layer, rows in tqdm(
-            pairs, desc="output similarity", total=len(self._layers), unit="layer"
-        ):
-            hidden_ND, outputs = torch.cat(rows), []
+        pairs = list(zip(self.layers, self.hidden, strict=True))
+        for layer, hidden_ND in tqdm(pairs, desc="output similarity", unit="layer"):
+            outputs = []
             for expert in range(layer.num_experts):
                 index = torch.full((len(hidden_ND), 1), expert, device=hidden_ND.device)
                 ones = torch.ones_like(index, dtype=hidden_ND.dtype)
@@ -84,22 +66,32 @@ def observe(
     analyzed: AnalyzedModel, sample_tokens: int = 256, weights: Weights = np.ones
 ) -> Observation:
     """Read the model's text once through the unmodified model."""
-    found = Observation(analyzed, sample_tokens)
-    seen, weight_T = 0, None
+    counts, num_tokens = Coactivation(analyzed.geometry), sum(map(len, analyzed.windows))
+    stride, seen = max(1, num_tokens // max(sample_tokens, 1)), 0
+    top_logits: list[list[FloatArray]] = [[] for _ in analyzed.layers]
+    hidden: list[list[Tensor]] = [[] for _ in analyzed.layers]
 
-    def note(layer: int, router: nn.Module, args: Any, output: Any) -> None:
-        found.note(layer, args[0], output, weight_T, seen)
+    def note(layer: int, args: Any, output: Any) -> None:
+        logits, _, experts = (part.reshape(len(weight_T), -1).cpu() for part in output)
+        logits_TE, experts_TK = logits.float().numpy(), experts.numpy().astype(np.int64)
+        counts.add(layer, experts_TK, logits_TE, weight_T)
+        sampled = slice(-seen % stride, None, stride)
+        top_logits[layer].append(np.take_along_axis(logits_TE, experts_TK, -1)[sampled])
+        # Copied: a view would keep the whole.
+        hidden[layer].append(args[0].reshape(len(weight_T), -1)[sampled].clone())
 
-    with ExitStack() as hooks:
-        for index, layer in enumerate(analyzed.layers):
-            handle = layer.router.register_forward_hook(partial(note, index))
-            hooks.callback(handle.remove)
+    with watched(analyzed.routers, note):
         for window in tqdm(analyzed.windows, desc="profiling", unit="text"):
             weight_T = weights(len(window))
-            with torch.no_grad():
-                analyzed.model(window[None].to(analyzed.model.device))
+            analyzed.logits(window)
             seen += len(window)
-    return found
+    return Observation(
+        layers=analyzed.layers,
+        counts=counts,
+        num_tokens=num_tokens,
+        top_logits=np.stack([np.concatenate(rows) for rows in top_logits]),
+        hidden=[torch.cat(rows) for rows in hidden],
+    )
 
 
 def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: int) -> Rows:

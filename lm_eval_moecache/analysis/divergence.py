@@ -8,7 +8,6 @@ written. Letters: T tokens, V vocabulary, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
 from lm_eval_moecache.report.metrics import MEGABYTE, cache_metrics
 
 TITLE = "What a policy changes of the output"
@@ -82,21 +81,15 @@ def compare(before: Reading, after: Reading) -> Window:
 
 def read_window(analyzed: AnalyzedModel, window: Tensor) -> Reading:
     """Read one window: logits after each token but the last, and what each router asks for."""
-    seen: list[Tensor] = []
+    asked: list[Tensor] = []
 
-    def see(module: torch.nn.Module, args: Any) -> None:
-        seen.append(args[0].reshape(-1, args[0].shape[-1]))
+    def note(layer: int, args: Any, output: Any) -> None:
+        # The gate as it is: what a policy puts into the router's output is not asked for.
+        hidden_TD = args[0].reshape(-1, args[0].shape[-1])
+        asked.append(analyzed.layers[layer].gate.ask(hidden_TD)[2].cpu())
 
-    with ExitStack() as hooks:
-        for layer in analyzed.layers:
-            hooks.callback(layer.router.register_forward_pre_hook(see).remove)
+    with watched(analyzed.routers, note):
         logits_TV = analyzed.logits(window)
-        with torch.no_grad():
-            # The gate as it is: what a policy puts into the router's output is not asked for.
-            asked = [
-                layer.gate.ask(hidden_TD)[2].cpu()
-                for layer, hidden_TD in zip(analyzed.layers, seen, strict=True)
-            ]
     return Reading(tokens_T=window, logits_TV=logits_TV.cpu(), experts_LTK=tuple(asked))
 
 

@@ -7,7 +7,6 @@ experts, K experts per token, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
 from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative import make_draft, matching_layers
@@ -55,8 +54,7 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
     matches = matching_layers(model.blocks, analyzed.layers)
     offered = [model.blocks[i].feed_forward for i in sorted(matches, key=matches.__getitem__)]
     # What the gates of the target see, and what the draft offers them: [T, D] by layer.
-    routers = [layer.router for layer in analyzed.layers]
-    hidden = _inputs(routers, analyzed.model, analyzed.windows)
+    hidden = _inputs(analyzed.routers, analyzed.model, analyzed.windows)
     drafted = _inputs(offered, model.model, analyzed.windows)
     sizes = [len(window) for window in analyzed.windows]
     figures = [_figures(analyzed, at, hidden, drafted) for at in range(len(analyzed.layers))]
@@ -105,13 +103,10 @@ def _inputs(modules: Sequence[nn.Module], model: Any, windows: Sequence[Tensor])
     """Return what each module is given while the model reads the windows: [T, D] by module."""
     found: list[list[Tensor]] = [[] for _ in modules]
 
-    def note(at: int, module: nn.Module, args: Any) -> None:
+    def note(at: int, args: Any, output: Any) -> None:
         found[at].append(args[0].reshape(-1, args[0].shape[-1]))
 
-    with ExitStack() as hooks, torch.no_grad():
-        for at, module in enumerate(modules):
-            handle = module.register_forward_pre_hook(partial(note, at))
-            hooks.callback(handle.remove)
+    with watched(modules, note), torch.no_grad():
         for window in windows:
             model(window[None].to(model.device))
     return [torch.cat(parts) for parts in found]

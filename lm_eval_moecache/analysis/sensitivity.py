@@ -7,8 +7,7 @@ hidden size, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.sensitivity import Doubles, rises
 
@@ -81,10 +80,9 @@ class Fisher:
 
     def __init__(self, analyzed: AnalyzedModel) -> None:
         self._analyzed = analyzed
-        num_layers = len(analyzed.layers)
-        self._sums = np.zeros(num_layers)
-        self._weights: list[list[FloatArray]] = [[] for _ in range(num_layers)]
-        self._change: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sums = np.zeros(len(analyzed.layers))
+        self._weights: list[list[FloatArray]] = [[] for _ in analyzed.layers]
+        self._changes: list[tuple[Tensor, Tensor]] = []
         self.num_tokens = 0
 
     def read(self) -> None:
@@ -94,23 +92,19 @@ class Fisher:
         raises the loss by half of c' H c (1 - alpha)^2. The Hessian's diagonal is taken as the
         square of the gradient (empirical Fisher information), and c' H c is averaged over tokens.
         """
-        model = self._analyzed.model
-        with ExitStack() as hooks:
-            for index, layer in enumerate(self._analyzed.layers):
-                hook = layer.experts.register_forward_hook(self._watch(index))
-                hooks.callback(hook.remove)
+        model, layers = self._analyzed.model, self._analyzed.layers
+        with watched([layer.experts for layer in layers], self.note):
             for window in tqdm(self._analyzed.windows, desc="reading", unit="window"):
                 ids = window[None].to(model.device)
                 # Summed, so that a token's gradient does not depend on its window's length.
                 logits = model(ids).logits[0, :-1].float()
                 loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
-                outputs = [output for output, _ in self._change.values()]
-                slopes = torch.autograd.grad(loss, outputs)
-                for index, slope_TD in zip(self._change, slopes, strict=True):
-                    change_TD = self._change[index][1]
-                    self._sums[index] += float(((slope_TD.double() * change_TD) ** 2).sum() / 2)
+                slopes = torch.autograd.grad(loss, [output for output, _ in self._changes])
+                for index, (_, change_TD) in enumerate(self._changes):
+                    rise = ((slopes[index].double() * change_TD) ** 2).sum() / 2
+                    self._sums[index] += float(rise)
                 self.num_tokens += len(window)
-                self._change.clear()
+                self._changes.clear()
 
     @property
     def sensitivity(self) -> Doubles:
@@ -119,30 +113,23 @@ class Fisher:
 
     def thresholds(self) -> Doubles:
         """Return the rises below which 0, 1, ... 100% of the activations lie, [101] and finite."""
-        found = np.concatenate(
-            [
-                rises(np.concatenate(kept), float(value)).ravel()
-                for kept, value in zip(self._weights, self.sensitivity, strict=True)
-            ]
-        )
+        pairs = zip(self._weights, self.sensitivity, strict=True)
+        found = np.concatenate([rises(np.concatenate(w), float(s)).ravel() for w, s in pairs])
         # A share that would need a token's heaviest expert gets all the others.
         most = found[np.isfinite(found)].max()
         shares = np.quantile(found, np.arange(101) / 100, method="lower")
         return np.asarray(np.minimum(shares, most))
 
-    def _watch(self, index: int) -> Callable[..., None]:
-        def hook(experts: Any, inputs: Any, output_TD: Tensor) -> None:
-            hidden_TD, index_TK, weights_TK = inputs
-            weights = weights_TK.detach().double().sort(dim=-1, descending=True)
-            order = index_TK.gather(-1, weights.indices)
-            total_T = weights.values.sum(-1, keepdim=True)
-            lost_T = 1 - weights.values[:, :1] / total_T
-            with torch.no_grad():
-                alone = experts.forward(
-                    hidden_TD, order[:, :1], total_T.to(weights_TK.dtype)
-                ).double()
-                change = (output_TD.double() - alone) / lost_T.clamp_min(1e-12)
-            self._change[index] = (output_TD, change * (lost_T > 1e-12))
-            self._weights[index].append(weights.values.float().cpu().numpy())
-
-        return hook
+    def note(self, index: int, args: Any, output_TD: Tensor) -> None:
+        """Take a layer's call: its output, and how that changes with the heaviest expert alone."""
+        hidden_TD, index_TK, weights_TK = args
+        weights = weights_TK.detach().double().sort(dim=-1, descending=True)
+        order = index_TK.gather(-1, weights.indices)
+        total_T = weights.values.sum(-1, keepdim=True)
+        lost_T = 1 - weights.values[:, :1] / total_T
+        experts = self._analyzed.layers[index].experts
+        with torch.no_grad():
+            alone = experts.forward(hidden_TD, order[:, :1], total_T.to(weights_TK.dtype))
+            change = (output_TD.double() - alone.double()) / lost_T.clamp_min(1e-12)
+        self._changes.append((output_TD, change * (lost_T > 1e-12)))
+        self._weights[index].append(weights.values.float().cpu().numpy())

@@ -7,10 +7,11 @@ token. The clock itself is the model: every guess replays the routings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jsonargparse import Namespace
@@ -51,8 +52,7 @@ ALIKE, WIDE = 0.9, 2.0
 _MOST, _STEP = 30, 0.03
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """One measured run: its routing, how its engine ran, and the tokens that are fitted on."""
 
     name: str
@@ -61,42 +61,34 @@ class Measured:
     series: Series
     tokens: slice
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fitted:
-    """A profile, and what the data say of each fitted figure."""
-
-    hardware: Hardware
-    intervals: dict[str, tuple[float, float]]
-    """95% of each, from the curvature at the best fit; tokens taken as independent."""
-    alike: list[tuple[str, str, float]]
-    """Figures that the data cannot tell apart: pairs, and how their errors go together."""
-    unknown: list[str]
-    """Figures of which the data say nothing: their interval spans a factor of two and more."""
+    def beside(self, hardware: Hardware) -> tuple[Series, Series]:
+        """Return those tokens as this hardware would take them, and as they were measured."""
+        ours = foretell(self.trace, replace(self.setting, hardware=hardware))
+        return same_tokens(ours, self.series, self.tokens)
 
 
 def fit_to_files(profile_name: str, arguments: Namespace) -> tuple[Hardware, dict[str, Any]]:
-    """Fit to measured tables; return the profile, and how certain each figure is."""
+    """Fit to measured tables; return the profile, and how certain each figure is.
+
+    `cannot_tell_apart` are pairs of figures, and how their errors go together; `says_nothing_of`
+    those whose interval spans a factor of two and more.
+    """
     runs, base = _measured_runs(arguments)
     names = DEFAULT if arguments.fit is None else tuple(arguments.fit.split(","))
-    fitted = fit(runs, base, names)
+    fitted, intervals, alike = fit(runs, base, names)
     where = f"{len(runs)} runs ({', '.join(run.name for run in runs)}), tokens {arguments.tokens}"
     sources = dict(base.sources)
-    for name, (low, high) in fitted.intervals.items():
+    for name, (low, high) in intervals.items():
         sources[name] = f"fitted on {where}; 95% within {low:.3g} to {high:.3g}"
-    if fitted.hardware.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
+    if fitted.load_overhead_s_per_byte != base.load_overhead_s_per_byte:
         sources[BY_COLUMN] = f"measured on {where}: mgmt_ms over read_bytes"
-    profile = replace(fitted.hardware, name=profile_name, source=sources)
-    nearness = {}
-    for run in runs:
-        ours = foretell(run.trace, replace(run.setting, hardware=profile))
-        nearness[run.name] = compare(*same_tokens(ours, run.series, run.tokens))
+    profile = replace(fitted, name=profile_name, source=sources)
     report = {
         "figures": {name: getattr(profile, name) for name in names},
-        "intervals": {name: list(pair) for name, pair in fitted.intervals.items()},
-        "cannot_tell_apart": [list(pair) for pair in fitted.alike],
-        "says_nothing_of": fitted.unknown,
-        "runs": nearness,
+        "intervals": intervals,
+        "cannot_tell_apart": alike,
+        "says_nothing_of": [name for name, (low, high) in intervals.items() if high > WIDE * low],
+        "runs": {run.name: compare(*run.beside(profile)) for run in runs},
     }
     return profile, finite(report)
 
@@ -115,23 +107,22 @@ def _measured_runs(arguments: Namespace) -> tuple[list[Measured], Hardware]:
     if len(reads) != len(pairs):
         raise ValueError(f"reads={arguments.reads!r} must be one number or one for each pair.")
     base, tokens, runs = load_hardware(arguments.base), read_tokens(arguments.tokens), []
-    engine = SimpleNamespace(
-        policy=arguments.policy_of,
-        eviction=arguments.eviction,
-        capacity=arguments.capacity,
-        execute=arguments.execute,
-    )
+    engine = SimpleNamespace(**{**vars(arguments), "policy": arguments.policy_of})
     for (trace_file, table), each in zip(pairs, reads, strict=True):
         trace = load_trace(trace_file)
         setting, series = setting_of(trace, base, engine, each), read_measured(Path(table), {})
-        same_tokens(foretell(trace, setting), series, tokens)
-        name = Path(trace_file).name.split(".")[0]
-        runs.append(Measured(name=name, trace=trace, setting=setting, series=series, tokens=tokens))
+        runs.append(Measured(Path(trace_file).name.split(".")[0], trace, setting, series, tokens))
+        runs[-1].beside(base)  # refuses a table of another run
     return runs, base
 
 
-def fit(runs: Sequence[Measured], start: Hardware, names: Sequence[str]) -> Fitted:
-    """Return the figures that come nearest to stall and wall of all runs' tokens.
+def fit(
+    runs: Sequence[Measured], start: Hardware, names: Sequence[str]
+) -> tuple[Hardware, dict[str, list[float]], list[list[Any]]]:
+    """Return the profile that comes nearest to stall and wall of all runs' tokens.
+
+    With it the 95% interval of each figure, from the curvature at the best fit, tokens taken as
+    independent; and pairs of figures that the data cannot tell apart.
 
     What is made small is the logarithm of ours / measured, of each token and of all stalls
     together, robustly: a token that stalls for the device's own reasons counts little. Raises
@@ -153,11 +144,9 @@ def fit(runs: Sequence[Measured], start: Hardware, names: Sequence[str]) -> Fitt
         spent = sum(float(part[MANAGEMENT].sum()) for part in parts) / 1e3
         figures[BY_COLUMN] = spent / sum(float(part[READ].sum()) for part in parts)
     start = with_figures(start, figures)
-    first = np.log([getattr(start, name) for name in names])
 
     def profile(logs: Values) -> Hardware:
-        figures = np.exp(logs)
-        return with_figures(start, dict(zip(names, map(float, figures), strict=True)))
+        return with_figures(start, dict(zip(names, map(float, np.exp(logs)), strict=True)))
 
     def residuals(logs: Values) -> Values:
         return np.concatenate([_residuals(run, profile(logs)) for run in runs])
@@ -171,7 +160,7 @@ def fit(runs: Sequence[Measured], start: Hardware, names: Sequence[str]) -> Fitt
 
     best = optimize.least_squares(
         residuals,
-        first,
+        np.log([getattr(start, name) for name in names]),
         jac=jacobian,
         loss="soft_l1",
         f_scale=0.15,
@@ -179,13 +168,21 @@ def fit(runs: Sequence[Measured], start: Hardware, names: Sequence[str]) -> Fitt
         xtol=1e-3,
         ftol=1e-4,
     )
-    intervals, alike = _certainty(best, names)
-    return Fitted(
-        hardware=profile(best.x),
-        intervals=intervals,
-        alike=alike,
-        unknown=[name for name, (low, high) in intervals.items() if high > WIDE * low],
-    )
+    freedom = max(len(best.fun) - len(names), 1)
+    covariance = np.linalg.pinv(best.jac.T @ best.jac) * (2 * best.cost / freedom)
+    errors = np.sqrt(np.diag(covariance))
+    # A figure that moves nothing has a curvature of nothing, which pinv would call certain.
+    errors = np.where(np.abs(best.jac).sum(0) < 1e-6 * len(best.fun), np.inf, errors)
+    width = float(stats.t.ppf(0.975, freedom)) * errors
+    with np.errstate(over="ignore"):
+        ends = np.exp([best.x - width, best.x + width]).T
+    alike = []
+    for (i, one), (j, other) in combinations(enumerate(names), 2):
+        scale = errors[i] * errors[j]
+        together = float(covariance[i, j] / scale) if 0 < scale < np.inf else 0.0
+        if abs(together) > ALIKE:
+            alike.append([one, other, together])
+    return profile(best.x), dict(zip(names, ends.tolist(), strict=True)), alike
 
 
 def with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
@@ -195,8 +192,7 @@ def with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
 
 
 def _residuals(run: Measured, hardware: Hardware) -> Values:
-    ours = foretell(run.trace, replace(run.setting, hardware=hardware)).part(run.tokens)
-    measured = run.series.part(run.tokens)
+    ours, measured = run.beside(hardware)
     found = []
     for name in (STALL, WALL):
         if name in measured.columns and measured.columns[name].any():
@@ -212,26 +208,3 @@ def _residuals(run: Measured, hardware: Hardware) -> Values:
     if not found:
         raise ValueError(f"{run.name}: there is neither stall_ms nor wall_ms to fit to.")
     return np.concatenate(found)
-
-
-def _certainty(
-    best: optimize.OptimizeResult, names: Sequence[str]
-) -> tuple[dict[str, tuple[float, float]], list[tuple[str, str, float]]]:
-    jacobian, freedom = best.jac, max(len(best.fun) - len(names), 1)
-    spread = 2 * best.cost / freedom
-    covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread
-    errors = np.sqrt(np.diag(covariance))
-    # A figure that moves nothing has a curvature of nothing, which pinv would call certain.
-    errors = np.where(np.abs(jacobian).sum(0) < 1e-6 * len(best.fun), np.inf, errors)
-    width = float(stats.t.ppf(0.975, freedom)) * errors
-    with np.errstate(over="ignore"):
-        low, high = np.exp(best.x - width), np.exp(best.x + width)
-    intervals = {name: (float(low[i]), float(high[i])) for i, name in enumerate(names)}
-    alike = []
-    for i, one in enumerate(names):
-        for j in range(i + 1, len(names)):
-            scale = errors[i] * errors[j]
-            together = float(covariance[i, j] / scale) if 0 < scale < np.inf else 0.0
-            if abs(together) > ALIKE:
-                alike.append((one, names[j], together))
-    return intervals, alike

@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import transformers
 from torch import nn
 
 from lm_eval_moecache.algorithms.policy import load_policy
+from lm_eval_moecache.analysis.analyzed_model import watched
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
@@ -345,21 +347,24 @@ def measure_on_wall(
         raise ValueError("pretrained: a model of one MoE layer says nothing of a layer's time.")
     hot, cold, rates = [], [], []
     for _ in range(ROUNDS):
-        run = _WallRun(model, loader, geometry, policy, ALL, None)
-        rates.append(run.memory_bytes_per_s)
-        hot += run.decode()
-        run = _WallRun(model, loader, geometry, policy, SOME, bytes_per_s)
-        cold += run.decode()
+        steps, _, rate = _decode(model, loader, geometry, policy, ALL, None)
+        hot += steps
+        rates.append(rate)
+        steps, engine, _ = _decode(model, loader, geometry, policy, SOME, bytes_per_s)
+        cold += steps
+    assert isinstance(engine.link, WallLink)
+    # What the prefetcher asks of the later layers' gates; one with a predictor asks none.
+    asked = 0 if engine.rules.prefetch.uses_predictor else engine.depth
     found = profile_of(
         dataclasses.replace(
             hardware,
             memory_bytes_per_s=statistics.median(rates) or hardware.memory_bytes_per_s,
-            link_bytes_per_s=bytes_per_s or run.link.bytes_moved / run.link.busy_s,
+            link_bytes_per_s=bytes_per_s or engine.link.bytes_moved / engine.link.busy_s,
             link_latency_s=0.0,
         ),
         parts_of(hot, cold),
         geometry,
-        run.gates,
+        statistics.mean(min(asked, later) for later in range(geometry.num_layers)),
     )
     known = hardware.source if isinstance(hardware.source, dict) else {}
     how = f"measured on the wall clock with policy {policy}: "
@@ -393,107 +398,78 @@ def decoding(
     return measure_on_wall(hardware, model, loader, policy, bytes_per_s)
 
 
-class _WallRun:
-    """One run of a model under the wall clock; marks are set where the routers have spoken."""
+def _decode(
+    model: Any,
+    loader: ExpertLoader,
+    geometry: Geometry,
+    policy: str,
+    capacity: str,
+    bytes_per_s: float | None,
+) -> tuple[list[Step], Engine, float]:
+    """Decode two random texts and take the second apart: the first one is to warm up.
 
-    def __init__(
-        self,
-        model: Any,
-        loader: ExpertLoader,
-        geometry: Geometry,
-        policy: str,
-        capacity: str,
-        bytes_per_s: float | None,
-    ) -> None:
-        layers = find_moe_layers(model)
-        setting = Setting(
-            policy=load_policy(policy),
-            capacity=parse_capacity(capacity, geometry),
-            hardware=NOBODYS,
-            throttle_bytes_per_s=bytes_per_s,
-        )
-        self._pools = SlotPools(
-            loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device
-        )
-        self._engine = Engine(geometry, setting, mover=self._pools)
-        assert isinstance(self._engine.link, WallLink)
-        self.link = self._engine.link
-        if capacity == ALL:
-            (pool,) = self._engine.pools
-            pool.warm(range(geometry.num_layers * geometry.num_experts))
-            self._engine.executor.fill()
-        store = SlotStore(self._pools, geometry, "grouped_mm", model.device.type)
-        self._model, self._experts = model, layers[0].experts
-        self._begun: list[tuple[float, float]] = []
-        self._ended_s: list[float] = []
-        # Before the hooks of the engine, and after them.
-        handles = [layer.router.register_forward_hook(self._begin) for layer in layers]
-        self._wrapped = WrappedModel(model, layers, self._engine, store)
-        handles += [layer.router.register_forward_hook(self._end) for layer in layers]
-        self._handles = handles
+    Returned beside its steps are what decoded, and how fast it reads its slots if it holds all.
+    """
+    layers = find_moe_layers(model)
+    setting = Setting(
+        policy=load_policy(policy),
+        capacity=parse_capacity(capacity, geometry),
+        hardware=NOBODYS,
+        throttle_bytes_per_s=bytes_per_s,
+    )
+    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device)
+    engine = Engine(geometry, setting, mover=pools)
+    assert isinstance(engine.link, WallLink)
+    link = engine.link
+    if capacity == ALL:
+        (pool,) = engine.pools
+        pool.warm(range(geometry.num_layers * geometry.num_experts))
+        engine.executor.fill()
+    store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
+    begun: list[tuple[float, float]] = []
+    ended_s: list[float] = []
+    routers, generator = [layer.router for layer in layers], torch.Generator().manual_seed(11)
 
-    @property
-    def gates(self) -> float:
-        """How many gates a layer asks for predictions, on average; 0 where a predictor does."""
-        num_layers = self._engine.geometry.num_layers
-        if self._engine.rules.prefetch.uses_predictor:
-            return 0.0
-        return statistics.mean(min(self._engine.depth, later) for later in range(num_layers))
+    def begin(layer: int, args: Any, output: Any) -> None:
+        begun.append((time.perf_counter(), link.demanded_s))
 
-    @property
-    def memory_bytes_per_s(self) -> float:
-        """How fast one row's products read the slots; 0 on a device, whose launches they would be.
-
-        Slots of all experts, each read once: none is in a cache but by the size of the model.
-        """
-        if self._model.device.type != "cpu":
-            return 0.0
-        held = Matrices(self._experts, self._pools.of_layer(0))
-        weights = [*held.up, *held.down]
-        rows = {matrix.shape[0]: matrix.new_full((1, matrix.shape[0]), 0.01) for matrix in weights}
-        with torch.no_grad():
-            read_s = typical_s(lambda: [rows[m.shape[0]] @ m for m in weights], torch.device("cpu"))
-        return sum(matrix.nbytes for matrix in weights) / read_s
-
-    def decode(self) -> list[Step]:
-        """Decode two random texts and take the second apart: the first one is to warm up."""
-        generator = torch.Generator().manual_seed(11)
-        words = self._model.get_input_embeddings().num_embeddings
+    with ExitStack() as hooks, torch.no_grad():
+        # Marks are set where the routers have spoken: before the hooks of the engine, and after.
+        hooks.enter_context(watched(routers, begin))
+        hooks.callback(WrappedModel(model, layers, engine, store).unwrap)
+        hooks.enter_context(watched(routers, lambda *_: ended_s.append(time.perf_counter())))
+        rate = _read_rate(Matrices(layers[0].experts, pools.of_layer(0))) if capacity == ALL else 0
         for _ in range(2):
+            words, steps = model.get_input_embeddings().num_embeddings, list[Step]()
             prompt = torch.randint(words, (1, _PROMPT), generator=generator)
-            steps = self._steps(prompt.to(self._model.device))
-        for handle in self._handles:
-            handle.remove()
-        self._wrapped.unwrap()
-        return steps
-
-    def _steps(self, prompt: torch.Tensor) -> list[Step]:
-        found = []
-        with torch.no_grad():
-            output = self._model(prompt, use_cache=True)
-            with self._model._optimize_model_for_decode():
+            output = model(prompt.to(model.device), use_cache=True)
+            with model._optimize_model_for_decode():
                 for _ in range(_TOKENS):
-                    self._begun.clear()
-                    self._ended_s.clear()
-                    token = output.logits[:, -1:].argmax(-1)
-                    past = output.past_key_values
-                    output = self._model(token, past_key_values=past, use_cache=True)
-                    found.append(self._step())
-        return found
+                    begun.clear()
+                    ended_s.clear()
+                    token, past = output.logits[:, -1:].argmax(-1), output.past_key_values
+                    output = model(token, past_key_values=past, use_cache=True)
+                    record = engine.ledger.passes[-1]
+                    assert record.phase == DECODE
+                    begun_s, demanded_s = zip(*begun, strict=True)
+                    hooks_s = [end - begin for begin, end in zip(begun_s, ended_s, strict=True)]
+                    spans = (_differences(begun_s), hooks_s, _differences(demanded_s))
+                    steps.append(Step(record.duration_s, *spans))
+    return steps, engine, rate
 
-    def _begin(self, router: nn.Module, args: Any, output: Any) -> None:
-        self._begun.append((time.perf_counter(), self.link.demanded_s))
 
-    def _end(self, router: nn.Module, args: Any, output: Any) -> None:
-        self._ended_s.append(time.perf_counter())
+def _read_rate(held: Matrices) -> float:
+    """Return how fast one row's products read these slots; 0 on a device, as its launches count.
 
-    def _step(self) -> Step:
-        record = self._engine.ledger.passes[-1]
-        assert record.phase == DECODE
-        begun_s, demanded_s = zip(*self._begun, strict=True)
-        return Step(
-            record.duration_s,
-            [later - earlier for earlier, later in pairwise(begun_s)],
-            [end - begin for begin, end in zip(begun_s, self._ended_s, strict=True)],
-            [later - earlier for earlier, later in pairwise(demanded_s)],
-        )
+    Slots of all experts, each read once: none is in a cache but by the size of the model.
+    """
+    weights = [*held.up, *held.down]
+    if weights[0].device.type != "cpu":
+        return 0.0
+    rows = {matrix.shape[0]: matrix.new_full((1, matrix.shape[0]), 0.01) for matrix in weights}
+    read_s = typical_s(lambda: [rows[m.shape[0]] @ m for m in weights], torch.device("cpu"))
+    return sum(matrix.nbytes for matrix in weights) / read_s
+
+
+def _differences(values: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(values)]

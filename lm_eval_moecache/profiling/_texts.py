@@ -21,43 +21,51 @@ from lm_eval_moecache.records.files import TINY, read_text
 from lm_eval_moecache.records.geometry import Geometry
 
 if TYPE_CHECKING:
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
     from lm_eval_moecache.model.moe_layers import MoELayer
 
 # --- options ---
 
 
+def add_options(parser: ArgumentParser, *options: tuple[str, Any, str]) -> None:
+    """Add options, each with its name, its default, whose type it has (None: a text), and help."""
+    for name, default, words in options:
+        kind = str | None if default is None else type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=words)
+
+
 def add_source_options(parser: ArgumentParser, files: str, limit: int) -> None:
     """Add whose documents are read: a model's, from tasks or from files."""
-    parser.add_argument("--pretrained", type=str, default=TINY, help="tiny, a folder or a hub id")
-    text = "tasks whose training documents are used: a,b,c"
-    parser.add_argument("--tasks", type=str | None, help=text)
-    parser.add_argument("--data", type=str | None, help=files)
-    parser.add_argument("--include_path", type=str | None, help="folder with more tasks")
-    parser.add_argument("--limit", type=int, default=limit, help="documents of each task")
+    add_options(
+        parser,
+        ("pretrained", TINY, "tiny, a folder or a hub id"),
+        ("tasks", None, "tasks whose training documents are used: a,b,c"),
+        ("data", None, files),
+        ("include_path", None, "folder with more tasks"),
+        ("limit", limit, "documents of each task"),
+    )
 
 
 def add_text_options(parser: ArgumentParser, limit: int = 200, max_tokens: int = 20_000) -> None:
     """Add the options of an action that reads text as it is."""
     add_source_options(parser, "plain text files: a.txt,b.txt", limit)
-    help_text = "how much text to read"
-    parser.add_argument("--max_tokens", type=int, default=max_tokens, help=help_text)
+    add_options(parser, ("max_tokens", max_tokens, "how much text to read"))
 
 
-def add_training_options(parser: ArgumentParser, what: str, defaults: Mapping[str, Any]) -> None:
+def add_training_options(parser: ArgumentParser, what: str, **defaults: Any) -> None:
     """Add the options of an action that trains on what a model generates from prompts."""
     parser.add_argument("--out", type=str, required=True, help=f"the {what}: NAME.safetensors")
     add_source_options(parser, "files of prompts: a.txt,b.jsonl", defaults["limit"])
-    for name, words in (
-        ("tokens", "generated tokens of each prompt"),
-        ("prompts_per_batch", "generated together"),
-        ("learning_rate", "of Adam at the start"),
-        ("batch_size", "tokens, or texts, of a training step"),
-        ("max_epochs", "most epochs"),
-        ("patience", "epochs without gain until it stops"),
-        ("seed", "of the 80/20 split and the training"),
-    ):
-        default = {"prompts_per_batch": 64, "patience": 5, "seed": 42, **defaults}[name]
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=words)
+    add_options(
+        parser,
+        ("tokens", defaults["tokens"], "generated tokens of each prompt"),
+        ("prompts_per_batch", 64, "generated together"),
+        ("learning_rate", defaults["learning_rate"], "of Adam at the start"),
+        ("batch_size", defaults["batch_size"], "tokens, or texts, of a training step"),
+        ("max_epochs", defaults["max_epochs"], "most epochs"),
+        ("patience", 5, "epochs without gain until it stops"),
+        ("seed", 42, "of the 80/20 split and the training"),
+    )
 
 
 def check_counts(arguments: Namespace, *names: str, least: int = 1) -> None:
@@ -149,6 +157,15 @@ def collect_texts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     texts += [read_text(name, f"data={name!r}") for name in files]
     names = [Path(name).name for name in files]
     return texts, {"tasks": tasks, "data": names, "documents": len(examples)}
+
+
+def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]:
+    """Return the model with its texts, and what to write down of where they come from."""
+    texts, data = collect_texts(arguments)
+    # Imported late: it brings torch, and a wrong option should not wait for it.
+    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
+
+    return AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens), data
 
 
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:

@@ -13,11 +13,12 @@ import numpy.typing as npt
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
+    add_options,
     add_text_options,
+    analyzed_texts,
     artifact_of,
     check_counts,
     check_out,
-    collect_texts,
     say,
 )
 from lm_eval_moecache.records.artifact import BUDDIES, write_artifact
@@ -39,43 +40,30 @@ _KEPT = ("k_max", "smoothing", "warmup_tokens", "warmup_weight")
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=str, required=True, help="the profile: NAME.safetensors")
     add_text_options(parser, max_tokens=200_000)
-    parser.add_argument(
-        "--alpha",
-        type=float | list[float],
-        default=0.95,
-        help="share of co-activations a list covers (eq. 5), one number or one for each layer",
-    )
-    parser.add_argument("--k_max", type=int, default=16, help="longest list")
-    parser.add_argument("--smoothing", type=float, default=1.0, help="Laplace: added to each count")
-    parser.add_argument(
-        "--warmup_tokens",
-        type=int,
-        default=0,
-        help="first tokens of a window of text that count for less",
-    )
-    parser.add_argument(
-        "--warmup_weight",
-        type=float,
-        default=_WARMUP_WEIGHT,
-        help="how much those --warmup_tokens count",
-    )
-    parser.add_argument(
-        "--sample_tokens",
-        type=int,
-        default=256,
-        help="tokens for the output similarity and the entropy's percentiles",
+    text = "share of co-activations a list covers (eq. 5), one number or one for each layer"
+    parser.add_argument("--alpha", type=float | list[float], default=0.95, help=text)
+    add_options(
+        parser,
+        ("k_max", 16, "longest list"),
+        ("smoothing", 1.0, "Laplace: added to each count"),
+        ("warmup_tokens", 0, "first tokens of a window of text that count for less"),
+        ("warmup_weight", _WARMUP_WEIGHT, "how much those --warmup_tokens count"),
+        ("sample_tokens", 256, "tokens for the output similarity and the entropy's percentiles"),
     )
 
 
 def run(arguments: Namespace) -> int:
     """Profile and write; print the sizes of the lists, layer by layer."""
-    _check(arguments)
-    texts, data = collect_texts(arguments)
-    # Imported late: they bring torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-    from lm_eval_moecache.analysis.coactivation import observe
-
-    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    check_out(arguments.out)
+    check_counts(arguments, "k_max", "sample_tokens")
+    check_counts(arguments, "smoothing", "warmup_tokens", least=0)
+    if not 0 <= arguments.warmup_weight <= 1:
+        raise ValueError(f"warmup_weight={arguments.warmup_weight} must lie between 0 and 1.")
+    if arguments.warmup_weight != _WARMUP_WEIGHT and not arguments.warmup_tokens:
+        raise ValueError(
+            f"warmup_weight={arguments.warmup_weight} has no effect without warmup_tokens above 0."
+        )
+    analyzed, data = analyzed_texts(arguments)
     num_layers, alpha = analyzed.geometry.num_layers, arguments.alpha
     alphas = list(map(float, alpha)) if isinstance(alpha, list) else [float(alpha)] * num_layers
     if len(alphas) != num_layers or not all(0 < each <= 1 for each in alphas):
@@ -83,6 +71,8 @@ def run(arguments: Namespace) -> int:
             f"alpha={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
             "each MoE layer."
         )
+
+    from lm_eval_moecache.analysis.coactivation import observe
 
     def warmup(num_tokens: int) -> npt.NDArray[np.float64]:
         """How much each token of a text counts (section 3.3, iii)."""
@@ -113,15 +103,3 @@ def run(arguments: Namespace) -> int:
         lines.append(f"  layer {layer}: {low:g} to {high:g}, median {middle:g}")
     say({"out": arguments.out, **data, "layers": rows}, lines, arguments.json)
     return 0
-
-
-def _check(arguments: Namespace) -> None:
-    check_out(arguments.out)
-    check_counts(arguments, "k_max", "sample_tokens")
-    check_counts(arguments, "smoothing", "warmup_tokens", least=0)
-    if not 0 <= arguments.warmup_weight <= 1:
-        raise ValueError(f"warmup_weight={arguments.warmup_weight} must lie between 0 and 1.")
-    if arguments.warmup_weight != _WARMUP_WEIGHT and not arguments.warmup_tokens:
-        raise ValueError(
-            f"warmup_weight={arguments.warmup_weight} has no effect without warmup_tokens above 0."
-        )

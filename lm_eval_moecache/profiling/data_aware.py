@@ -11,6 +11,7 @@ import dataclasses
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
+    add_options,
     add_training_options,
     artifact_of,
     check_training,
@@ -21,11 +22,14 @@ from lm_eval_moecache.records.artifact import DATA_AWARE, write_artifact
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    defaults = {"limit": 200, "tokens": 40, "learning_rate": 1e-3}
-    add_training_options(parser, "network", {**defaults, "batch_size": 16, "max_epochs": 60})
-    parser.add_argument("--width", type=int, default=128, help="of the network")
-    parser.add_argument("--truncate", type=int, default=30, help="experts distilled per router")
-    parser.add_argument("--hard_weight", type=float, default=0.1, help="of the chosen experts")
+    defaults = {"limit": 200, "tokens": 40, "batch_size": 16, "max_epochs": 60}
+    add_training_options(parser, "network", learning_rate=1e-3, **defaults)
+    add_options(
+        parser,
+        ("width", 128, "of the network"),
+        ("truncate", 30, "experts distilled per router"),
+        ("hard_weight", 0.1, "of the chosen experts"),
+    )
 
 
 def run(arguments: Namespace) -> int:

@@ -8,19 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import TOGETHER
-from lm_eval_moecache.profiling._texts import say
+from lm_eval_moecache.profiling._texts import add_options, say
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.sizes import parse_bandwidth, parse_bytes
-
-if TYPE_CHECKING:
-    pass
 
 ON_DEMAND = "on_demand"
 MOST_EDGE = 65536
@@ -29,41 +26,33 @@ MOST_EDGE = 65536
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=str, required=True, help="the profile's file: NAME.yaml")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, xpu:1 ...")
-    parser.add_argument("--dtype", type=str, default="bfloat16", help="compute dtype")
-    parser.add_argument("--size", type=str, default="256MiB", help="bytes of one measured copy")
-    parser.add_argument(
-        "--matmul",
-        type=int,
-        default=2048,
-        help="edge of the measured matrix product (smaller if it is slow)",
+    add_options(
+        parser,
+        ("device", "auto", "auto, cpu, cuda, xpu:1 ..."),
+        ("dtype", "bfloat16", "compute dtype"),
+        ("size", "256MiB", "bytes of one measured copy"),
+        ("matmul", 2048, "edge of the measured matrix product (smaller if it is slow)"),
+        (
+            "pretrained",
+            None,
+            "decode a model of this shape on the wall clock and measure its overheads",
+        ),
+        ("policy", ON_DEMAND, "policy whose bookkeeping --pretrained measures"),
+        ("bandwidth", None, "throttled link bandwidth for --pretrained"),
     )
-    parser.add_argument(
-        "--pretrained",
-        type=str,
-        help="decode a model of this shape on the wall clock and measure its overheads",
+    text = "TRACE MEASURED [TRACE MEASURED ...]: fit the profile to any device's measurements"
+    parser.add_argument("--from", type=str, nargs="+", default=[], metavar="FILE", help=text)
+    add_options(
+        parser,
+        ("base", None, "--from: the profile to begin with"),
+        ("capacity", None, "--from: cache capacity"),
+        ("reads", "1", "--from: reads an expert, per pair"),
+        ("tokens", ":", "--from: FIRST:LAST to fit on"),
+        ("fit", None, "--from: figures to fit, by commas"),
+        ("policy_of", ON_DEMAND, "--from: the engine's policy"),
+        ("eviction", "lru", "--from: the engine's eviction"),
+        ("execute", TOGETHER, "--from: the engine's execution order"),
     )
-    text = "policy whose bookkeeping --pretrained measures"
-    parser.add_argument("--policy", type=str, default=ON_DEMAND, help=text)
-    parser.add_argument("--bandwidth", type=str, help="throttled link bandwidth for --pretrained")
-    parser.add_argument(
-        "--from",
-        type=str,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="TRACE MEASURED [TRACE MEASURED ...]: fit the profile to any device's measurements",
-    )
-    parser.add_argument("--base", type=str | None, help="--from: the profile to begin with")
-    parser.add_argument("--capacity", type=str | None, help="--from: cache capacity")
-    parser.add_argument("--reads", type=str, default="1", help="--from: reads an expert, per pair")
-    parser.add_argument("--tokens", type=str, default=":", help="--from: FIRST:LAST to fit on")
-    parser.add_argument("--fit", type=str | None, help="--from: figures to fit, by commas")
-    text = "--from: the engine's policy"
-    parser.add_argument("--policy_of", type=str, default="on_demand", help=text)
-    parser.add_argument("--eviction", type=str, default="lru", help="--from: the engine's eviction")
-    text = "--from: the engine's execution order"
-    parser.add_argument("--execute", type=str, default=TOGETHER, help=text)
 
 
 def run(arguments: Namespace) -> int:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lm_eval_moecache.profiling._texts import add_text_options, collect_texts
+from lm_eval_moecache.profiling._texts import add_text_options, analyzed_texts
 from lm_eval_moecache.records.files import write_whole
 
 
@@ -26,11 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    texts, _ = collect_texts(arguments)
-    # Imported late: it brings torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-
-    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    analyzed, _ = analyzed_texts(arguments)
     found = {"model": analyzed.name, "logit_range": measure(analyzed)}
     if arguments.out:
         write_whole(Path(arguments.out), json.dumps(found, indent=1) + "\n")
@@ -41,20 +35,14 @@ def run(arguments: Namespace) -> int:
 
 def measure(analyzed: Any) -> list[float]:
     """Return each MoE layer's mean range of logits over the model's text."""
-    sums, counts = [0.0] * len(analyzed.layers), [0] * len(analyzed.layers)
+    from lm_eval_moecache.analysis.analyzed_model import watched
 
-    def watch(layer: int) -> Callable[..., None]:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            logits = output[0].float().reshape(-1, output[0].shape[-1])
-            ranges = logits.max(-1).values - logits.min(-1).values
-            sums[layer] += float(ranges.double().sum())
-            counts[layer] += len(ranges)
+    sums = [0.0] * len(analyzed.layers)
 
-        return hook
+    def note(layer: int, args: Any, output: Any) -> None:
+        logits = output[0].float()
+        sums[layer] += float((logits.amax(-1) - logits.amin(-1)).double().sum())
 
-    with ExitStack() as hooks:
-        for index, layer in enumerate(analyzed.layers):
-            hooks.callback(layer.router.register_forward_hook(watch(index)).remove)
-        with analyzed.under({}):
-            analyzed.perplexity()
-    return [total / count for total, count in zip(sums, counts, strict=True)]
+    with watched(analyzed.routers, note):
+        analyzed.perplexity()
+    return [total / sum(map(len, analyzed.windows)) for total in sums]

@@ -14,6 +14,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
+    add_options,
     add_training_options,
     check_training,
     collect_prompts,
@@ -25,14 +26,14 @@ from lm_eval_moecache.records.predictor import LOSSES
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    defaults = {"limit": 1000, "tokens": 20, "learning_rate": 5e-5}
-    add_training_options(parser, "predictor", {**defaults, "batch_size": 32, "max_epochs": 30})
-    parser.add_argument(
-        "--loss", type=str, default="kl", help="kl (eq. 4), or bce of the chosen experts"
+    defaults = {"limit": 1000, "tokens": 20, "batch_size": 32, "max_epochs": 30}
+    add_training_options(parser, "predictor", learning_rate=5e-5, **defaults)
+    add_options(
+        parser,
+        ("loss", "kl", "kl (eq. 4), or bce of the chosen experts"),
+        ("halve_every", 5, "epochs until the learning rate is halved"),
+        ("work", None, "folder for temporary files"),
     )
-    text = "epochs until the learning rate is halved"
-    parser.add_argument("--halve_every", type=int, default=5, help=text)
-    parser.add_argument("--work", type=str | None, help="folder for temporary files")
 
 
 def run(arguments: Namespace) -> int:

@@ -9,9 +9,9 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.profiling._texts import (
     add_text_options,
+    analyzed_texts,
     artifact_of,
     check_out,
-    collect_texts,
     say,
 )
 from lm_eval_moecache.records.artifact import SENSITIVITY, write_artifact
@@ -26,18 +26,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Profile and write; print each layer's sensitivity and some thresholds."""
     check_out(arguments.out)
-    texts, data = collect_texts(arguments)
+    analyzed, data = analyzed_texts(arguments)
     del data["documents"]
-    # Imported late: they bring torch, and a wrong option should not wait for it.
-    from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
-    from lm_eval_moecache.analysis.sensitivity import Fisher
-
-    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
     geometry = analyzed.geometry
     if geometry.top_k < 2:
         raise ValueError(
             f"pretrained={arguments.pretrained!r} has one expert per token: none to leave out."
         )
+    from lm_eval_moecache.analysis.sensitivity import Fisher
+
     fisher = Fisher(analyzed)
     fisher.read()
     arrays = {LAYERS: fisher.sensitivity, THRESHOLDS: fisher.thresholds()}
