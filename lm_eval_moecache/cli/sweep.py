@@ -33,28 +33,28 @@ def run(arguments: Namespace) -> int:
         sweep = sweep.model_copy(update=changes)
     folder = path.parent
     # Imported late: it brings torch and lm-eval, and a file that is wrong should not wait for them.
-    from lm_eval_moecache.sweep.run import estimate, run_sweep
+    from lm_eval_moecache.sweep.run import as_text, estimate, run_sweep
 
     if arguments.dry_run:
         found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
-        lines = [*(f"{row['state']:9s} {row['run_id']}" for row in found.rows), found.as_text(), ""]
-        told = {"experiment": sweep.name, **found.as_dict()}
-        return print_result(arguments.json, told, "\n".join(lines))
+        lines = [*(f"{row['state']:9s} {row['run_id']}" for row in found["runs"]), as_text(found)]
+        told = {"experiment": sweep.name, **found}
+        return print_result(arguments.json, told, "\n".join([*lines, ""]))
     report = run_sweep(sweep, folder, rerun=arguments.rerun, live=arguments.live)
+    failed, by_replay, saved_s = (report[k] for k in ("failed", "by_replay", "saved_seconds"))
     lines = [
-        f"{report.experiment}: {len(report.done)} done, {len(report.skipped)} finished before, "
-        f"{len(report.failed)} failed, of {report.runs} runs in {report.seconds:.1f} s"
+        f"{sweep.name}: {len(report['done'])} done, {len(report['skipped'])} finished before, "
+        f"{len(failed)} failed, of {report['runs']} runs in {report['seconds']:.1f} s"
     ]
-    if report.merged:
-        lines.append(f"{report.merged} cells equal another cell's configuration and ran once")
-    by_replay = len(report.done) - report.by_model
+    if report["merged"]:
+        lines.append(f"{report['merged']} cells equal another cell's configuration and ran once")
     if by_replay:
-        saved = f"; saved about {report.saved_seconds:.0f} s" if report.saved_seconds > 0 else ""
-        lines.append(f"{report.by_model} ran the model, {by_replay} were replayed{saved}")
-    lines += [f"  failed: {outcome.run_id}: {outcome.error}" for outcome in report.failed]
-    if report.failed:
+        saved = f"; saved about {saved_s:.0f} s" if saved_s > 0 else ""
+        lines.append(f"{report['by_model']} ran the model, {by_replay} were replayed{saved}")
+    lines += [f"  failed: {each['run_id']}: {each['error']}" for each in failed]
+    if failed:
         lines.append(f"tracebacks: {folder / 'failed'}; the same command retries failed runs")
     else:
         lines.append(f"next: moecache table {folder}")
-    print_result(arguments.json, report.as_dict(), "\n".join([*lines, ""]))
-    return 1 if report.failed else 0
+    print_result(arguments.json, report, "\n".join([*lines, ""]))
+    return 1 if failed else 0

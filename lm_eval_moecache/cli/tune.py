@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     # Imported late: it brings torch and lm-eval, and a wrong option should not wait for them.
     from lm_eval_moecache.tune.measure import Objective
     from lm_eval_moecache.tune.outcome import front_table
-    from lm_eval_moecache.tune.search import Effort, tune
+    from lm_eval_moecache.tune.search import tune
 
     objective = Objective(
         pretrained=arguments.pretrained,
@@ -65,19 +65,22 @@ def run(arguments: Namespace) -> int:
         budget=arguments.budget,
         model_args=_model_args(arguments.model_args),
     )
-    effort = Effort(
+
+    def say(text: str) -> None:
+        sys.stderr.write(text + "\n")
+
+    space = None if arguments.space is None else Path(arguments.space)
+    found = tune(
+        objective,
+        Path(arguments.out),
+        space,
+        say,
         trials=arguments.trials,
         timeout_s=arguments.timeout,
         slack=arguments.slack,
         seed=arguments.seed,
         jobs=arguments.jobs,
     )
-
-    def say(text: str) -> None:
-        sys.stderr.write(text + "\n")
-
-    space = None if arguments.space is None else Path(arguments.space)
-    found = tune(objective, effort, Path(arguments.out), space, say).as_dict()
     return print_result(arguments.json, found, front_table(found))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from lm_eval_moecache.sweep.identity import ResolvedCell
 
 logger = logging.getLogger(__name__)
-FAILED = "failed"
+FAILED, TRACES = "failed", "traces"
 LOCK = ".sweep.lock"
 
 
@@ -116,7 +117,8 @@ def only_sweep(folder: Path) -> Iterator[None]:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what sweeps that were killed, and workers that an interrupt has ended, have left."""
-    for part in (RUNS, FAILED):
+    for part in (RUNS, FAILED, TRACES):
         for leftover in (folder / part).glob(f".*{PART}"):
+            shutil.rmtree(leftover, ignore_errors=True)  # a recording; others are files
             with contextlib.suppress(OSError):
                 leftover.unlink()

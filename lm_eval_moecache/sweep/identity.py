@@ -27,24 +27,18 @@ _ESSENTIAL = ("policy", "capacity", "hardware")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """A cell's part in sharing one run of the model: it records the trace, or replays it."""
-
-    name: str
-    """Stem of the files in the experiment's `traces/`."""
-    records: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedCell:
-    """A checked cell with its identity; `share` is None for a cell that runs the model alone."""
+    """A checked cell with its identity."""
 
     cell: Cell
     config: Config
     host_arguments: Mapping[str, Any]
     configuration_hash: str
     run_id: str
-    share: Share | None = None
+    shared: str | None = None
+    """The run of the model that its group shares, None where it has none."""
+    replayed: bool = False
+    """Whether it is replayed from that run; one cell of the group makes it."""
 
     @property
     def sources(self) -> str:

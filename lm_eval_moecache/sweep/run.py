@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,15 +37,13 @@ from lm_eval_moecache.report.results import (
 )
 from lm_eval_moecache.report.tables import expanded, split_order
 from lm_eval_moecache.sweep.evaluation import check_task_names
-from lm_eval_moecache.sweep.files import finished, only_sweep, unedited, write_record
+from lm_eval_moecache.sweep.files import TRACES, finished, only_sweep, unedited, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.sharing import (
-    TRACES,
     ExecutionPlan,
     bound_cells,
     divide,
-    remove_leftovers,
 )
 from lm_eval_moecache.sweep.spec import REPLAY, Cell, SweepFile
 from lm_eval_moecache.sweep.worker import (
@@ -59,63 +56,15 @@ from lm_eval_moecache.sweep.worker import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What a sweep did, in the form that `--json` prints."""
-
-    experiment: str
-    runs: int
-    merged: int
-    """Cells that equal another cell's configuration, and so did not run a second time."""
-    skipped: tuple[str, ...]
-    outcomes: tuple[Outcome, ...]
-    seconds: float
-
-    @property
-    def done(self) -> tuple[str, ...]:
-        return tuple(o.run_id for o in self.outcomes if o.error is None)
-
-    @property
-    def failed(self) -> tuple[Outcome, ...]:
-        return tuple(o for o in self.outcomes if o.error is not None)
-
-    @property
-    def by_model(self) -> int:
-        """Cells that ran the model; the other ones done were replayed from the traces of those."""
-        return len(self._seconds(BY_MODEL))
-
-    @property
-    def saved_seconds(self) -> float:
-        """What the replays would have taken as runs, by this sweep's mean run, less what they took.
-
-        0 where no run of this sweep says how long one takes.
-        """
-        runs, replays = self._seconds(BY_MODEL), self._seconds(BY_REPLAY)
-        return len(replays) * mean(runs) - sum(replays) if runs else 0.0
-
-    def _seconds(self, by: str) -> list[float]:
-        return [o.seconds for o in self.outcomes if o.error is None and o.by == by]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "experiment": self.experiment,
-            "runs": self.runs,
-            "merged": self.merged,
-            "skipped": list(self.skipped),
-            "done": list(self.done),
-            "failed": [{"run_id": o.run_id, "error": o.error} for o in self.failed],
-            "seconds": round(self.seconds, 1),
-            "by_model": self.by_model,
-            "by_replay": len(self.done) - self.by_model,
-            "saved_seconds": round(self.saved_seconds, 1),
-        }
-
-
-def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False) -> Report:
-    """Run what is not finished. Raises ValueError before the first run if any cell cannot start.
+def run_sweep(
+    sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False
+) -> dict[str, Any]:
+    """Run what is not finished, and return what was done, in the form that `--json` prints.
 
     Cells with equal outputs run the model once and are replayed, unless they are to be run `live`;
-    then there are no bounds, which only replays can make.
+    then there are no bounds, which only replays can make. `merged` cells equal another cell's
+    configuration, and so do not run a second time. Raises ValueError before the first run if any
+    cell cannot start.
     """
     started = time.monotonic()
     planned, merged = _plan(sweep, live)
@@ -128,24 +77,34 @@ def run_sweep(sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool
             if before["label"] != label:
                 path = folder / RUNS / f"{before['run_id']}.json"
                 write_record(folder, {**read_json(path, str(path)), "label": label})
-        remove_leftovers(folder)
-        stages = (division.runs, division.replays)
-        if any(stages):
-            results = execute(stages, folder, sweep)
+        if any(division):
+            results = execute(division, folder, sweep)
             total, first = len(planned), len(skipped)
             with tqdm(results, sweep.name, total, initial=first, unit="run", smoothing=0) as bar:
                 for outcome in bar:
                     outcomes.append(outcome)
                     if outcome.error is not None:
                         bar.write(f"failed: {outcome.run_id}: {outcome.error}", file=sys.stderr)
-    return Report(
-        experiment=sweep.name,
-        runs=len(planned),
-        merged=merged,
-        skipped=tuple(each.run_id for each in skipped),
-        outcomes=tuple(outcomes),
-        seconds=time.monotonic() - started,
-    )
+    took: dict[str, list[float]] = {BY_MODEL: [], BY_REPLAY: []}
+    for outcome in outcomes:
+        if outcome.error is None:
+            took[outcome.by].append(outcome.seconds)
+    runs, replays = took.values()
+    # What replays would have taken as runs, by this sweep's mean run, if one was made.
+    saved = len(replays) * mean(runs) - sum(replays) if runs else 0.0
+    failed = [{"run_id": o.run_id, "error": o.error} for o in outcomes if o.error is not None]
+    return {
+        "experiment": sweep.name,
+        "runs": len(planned),
+        "merged": merged,
+        "skipped": [each.run_id for each in skipped],
+        "done": [o.run_id for o in outcomes if o.error is None],
+        "failed": failed,
+        "seconds": round(time.monotonic() - started, 1),
+        "by_model": len(runs),
+        "by_replay": len(replays),
+        "saved_seconds": round(saved, 1),
+    }
 
 
 def _plan(sweep: SweepFile, live: bool) -> tuple[list[ResolvedCell], int]:
@@ -174,75 +133,52 @@ def _division(
 # --- what it would do ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """Cells and their states; seconds and bytes are None where no finished cell tells."""
-
-    rows: tuple[dict[str, Any], ...]
-    model_runs: int
-    replays: int
-    seconds: float | None
-    trace_bytes: int | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "model_runs": self.model_runs,
-            "replays": self.replays,
-            "estimated_seconds": self.seconds,
-            "estimated_trace_bytes": self.trace_bytes,
-            "runs": list(self.rows),
-        }
-
-    def as_text(self) -> str:
-        counts = f"{self.model_runs} runs of the model and {self.replays} replays"
-        if self.seconds is None:
-            return f"{counts}; how long a run takes is known when the first has finished"
-        disk = ""
-        if self.trace_bytes is not None:
-            disk = f", about {self.trace_bytes / 1e6:.1f} MB of traces"
-        return f"{counts}; about {self.seconds:.0f} s in one process{disk}"
-
-
 def estimate(
     sweep: SweepFile, folder: Path, *, rerun: bool = False, live: bool = False
-) -> Estimate:
+) -> dict[str, Any]:
     """Check all cells and say what a sweep would do; nothing is run or written.
 
-    Times and sizes are the medians of what this folder has finished.
+    Times and sizes are the medians of what this folder has finished, None where nothing tells.
     """
     planned, _ = _plan(sweep, live)
     done, skipped, division = _division(planned, folder, rerun, live)
     states = dict.fromkeys((p.run_id for p in division.runs), "to run")
     states |= dict.fromkeys((p.run_id for p in division.replays), "to replay")
     states |= dict.fromkeys((p.run_id for p in skipped), "finished")
-    rows = tuple(
-        {
-            "run_id": each.run_id,
-            "state": states[each.run_id],
-            "model_args": dict(each.cell.model_args),
-            "tasks": list(each.cell.tasks),
-        }
-        for each in planned
-    )
     took: dict[str, list[float]] = {"evaluate": [], "replay": []}
     for record in done.values():
         for kind, value in (record["environment"] or {}).get("seconds", {}).items():
             took.setdefault(kind, []).append(float(value))
-    run_s, replay_s = (
-        median(took[kind]) if took[kind] else None for kind in ("evaluate", "replay")
-    )
-    seconds = None
-    if run_s is not None or not division.runs:
-        seconds = len(division.runs) * (run_s or 0.0) + len(division.replays) * (replay_s or 0.0)
+    num_runs, num_replays = len(division.runs), len(division.replays)
+    run_s, replay_s = (median(took[kind] or [0.0]) for kind in ("evaluate", "replay"))
+    known = took["evaluate"] or not num_runs
     sizes = [path.stat().st_size for path in (folder / TRACES).glob("*.parquet")]
-    traces = sum(p.share is not None for p in division.runs)
-    return Estimate(
-        rows=rows,
-        model_runs=len(division.runs),
-        replays=len(division.replays),
-        seconds=seconds,
-        trace_bytes=int(traces * median(sizes)) if sizes else None,
-    )
+    traces = sum(p.shared is not None for p in division.runs)
+    return {
+        "model_runs": num_runs,
+        "replays": num_replays,
+        "estimated_seconds": num_runs * run_s + num_replays * replay_s if known else None,
+        "estimated_trace_bytes": int(traces * median(sizes)) if sizes else None,
+        "runs": [
+            {
+                "run_id": each.run_id,
+                "state": states[each.run_id],
+                "model_args": dict(each.cell.model_args),
+                "tasks": list(each.cell.tasks),
+            }
+            for each in planned
+        ],
+    }
+
+
+def as_text(estimated: Mapping[str, Any]) -> str:
+    """Say it in a sentence."""
+    counts = f"{estimated['model_runs']} runs of the model and {estimated['replays']} replays"
+    seconds, nbytes = estimated["estimated_seconds"], estimated["estimated_trace_bytes"]
+    if seconds is None:
+        return f"{counts}; how long a run takes is known when the first has finished"
+    disk = "" if nbytes is None else f", about {nbytes / 1e6:.1f} MB of traces"
+    return f"{counts}; about {seconds:.0f} s in one process{disk}"
 
 
 # --- what is checked before the first run: settings, capacities, tasks, columns ---
@@ -374,7 +310,7 @@ def execute(
 
 
 def _neighbours(planned: ResolvedCell) -> tuple[str, ...]:
-    return (*planned.load_key, "" if planned.share is None else planned.share.name)
+    return (*planned.load_key, planned.shared or "")
 
 
 def failed(planned: ResolvedCell, error: BaseException) -> Outcome:

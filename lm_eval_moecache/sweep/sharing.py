@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import TINY, TINY_DRAFT, write_whole
-from lm_eval_moecache.sweep.files import FAILED
-from lm_eval_moecache.sweep.identity import ResolvedCell, Share, default_config, plan
+from lm_eval_moecache.sweep.files import FAILED, TRACES
+from lm_eval_moecache.sweep.identity import ResolvedCell, default_config, plan
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.recorder import Detail, identity, looks_on
 
-TRACES = "traces"
 _FORMAT = 1
 # What of a setting changes no output of a lossless policy, and nothing that the model computes.
 # A setting that is not listed keeps cells apart.
@@ -73,10 +72,9 @@ def divide(
             # A cell that has failed before may fail again: another one is tried first.
             first = min(able, key=lambda each: (folder / FAILED / f"{each.run_id}.txt").exists())
             config = first.config.with_changes(trace=str(files.partial), detail=wanted)
-            share = Share(name=name, records=True)
-            runs.append(dataclasses.replace(first, config=config, share=share))
-        share = Share(name=name, records=False)
-        replays += [dataclasses.replace(e, share=share) for e in group if e is not first]
+            runs.append(dataclasses.replace(first, config=config, shared=name))
+        others = (each for each in group if each is not first)
+        replays += [dataclasses.replace(each, shared=name, replayed=True) for each in others]
     return ExecutionPlan(tuple(runs), tuple(replays))
 
 
@@ -192,15 +190,6 @@ class SharedRun:
             "kept": {**kept, "config": {**kept["config"], "moecache": device}},
         }
         write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed recordings have left; call it while no other sweep is at work."""
-    for leftover in (folder / TRACES).glob(".*.part"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
 
 
 # --- bounds: what eviction and prefetch could do if they knew the future, on the shared runs ---

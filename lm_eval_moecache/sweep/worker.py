@@ -61,6 +61,7 @@ _SUFFIX = f",{SPEED_FILTER}"
 # Settings of the mathematics libraries that change what a sum is rounded to.
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
+_versions = cache(versions_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +104,26 @@ def _holder() -> Holder:
 
 def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
     """Run or replay one cell and write its record. Never raises for what a run can do wrong."""
-    where, share = Path(folder), planned.share
-    is_replay = planned.cell.model == REPLAY or (share is not None and not share.records)
+    where, is_replay = Path(folder), planned.replayed or planned.cell.model == REPLAY
     outcome = Outcome(planned.run_id, by=BY_REPLAY if is_replay else BY_MODEL)
     started_s, begin = time.time(), time.perf_counter()
     with quiet() as said:
         try:
             if is_replay:
-                if share is None:
-                    kept, source = replayed_trace(planned), planned.cell.pretrained
-                else:
+                if planned.replayed:
                     kept, source = replayed(planned, where)
+                else:
+                    kept, source = replayed_trace(planned), planned.cell.pretrained
                 made_by = {"replay_of": source}
                 seconds = {"replay": time.perf_counter() - begin}
             else:
                 lm = _holder().get(planned)
                 loaded = time.perf_counter()
                 kept, made_by = evaluate(planned.cell, lm), {"run": planned.run_id}
-                if share is not None:
+                if planned.shared is not None:
                     # Before the record: a kill in between leaves a trace that serves this cell too.
                     detail = planned.config.detail or FULL
-                    SharedRun(where, share.name).keep(planned.run_id, detail, kept)
+                    SharedRun(where, planned.shared).keep(planned.run_id, detail, kept)
                 seconds = {"load": loaded - begin, "evaluate": time.perf_counter() - loaded}
         except NoSharedRunError as error:
             return dataclasses.replace(outcome, error=str(error))
@@ -255,8 +255,8 @@ def replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]:
     Raises NoSharedRunError where the shared run has failed, ValueError where its trace lacks what
     the cell needs.
     """
-    assert planned.share is not None, "a cell that shares no run"
-    files = SharedRun(folder, planned.share.name)
+    assert planned.shared is not None, "a cell that shares no run"
+    files = SharedRun(folder, planned.shared)
     if not (files.results.is_file() and files.trace.is_file()):
         raise NoSharedRunError(
             f"the run that was to record {files.trace.name} for this cell has failed; the same "
@@ -345,14 +345,9 @@ def environment(started_s: float, seconds: dict[str, float]) -> dict[str, Any]:
             "threads": None if torch is None else torch.get_num_threads(),
             "rounding": {name: os.environ[name] for name in _ROUNDING if name in os.environ},
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_versions(_PACKAGES)},
         "revision": code_revision(),
     }
-
-
-@cache
-def _versions() -> dict[str, str]:
-    return versions_of(_PACKAGES)
 
 
 @cache

@@ -10,7 +10,6 @@ import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.results import RUNS, accuracy, load_runs, metric_value
 from lm_eval_moecache.sweep.files import FAILED, finished, unedited
 from lm_eval_moecache.sweep.identity import ResolvedCell
-from lm_eval_moecache.sweep.pool import local_pool, submit
+from lm_eval_moecache.sweep.pool import submit
 from lm_eval_moecache.sweep.run import check_cell, outcome_of
 from lm_eval_moecache.sweep.spec import Cell
 from lm_eval_moecache.sweep.worker import BY_MODEL, BY_REPLAY, run_cell
@@ -90,22 +89,13 @@ class CandidateRunner:
     reference: Figures
     trace: Trace
 
-    def __init__(self, objective: Objective, folder: Path, jobs: int = 1) -> None:
+    def __init__(
+        self, objective: Objective, folder: Path, pool: ProcessPoolExecutor | None = None
+    ) -> None:
         self.objective = objective
         self.folder = folder
         self._speeds: dict[str, float] = {}
-        self._jobs = jobs
-        self._open = ExitStack()
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> CandidateRunner:
-        if self._jobs > 1:
-            self._pool = self._open.enter_context(local_pool(self._jobs))
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        # Told what happened: an interrupt ends the workers instead of waiting for them.
-        self._open.__exit__(*raised)
+        self._pool = pool
 
     def prepare(self, depth: int) -> None:
         """Run the model once without loss and record its routing, predictions `depth` ahead."""
@@ -155,7 +145,7 @@ class CandidateRunner:
     def run(self, candidates: Sequence[ResolvedCell]) -> list[Figures | str]:
         """Run the model under each, or read what an earlier run found; a text says why one failed.
 
-        As many at a time as there are jobs.
+        As many at a time as there are processes.
         """
         planned = {each.configuration_hash: each for each in candidates}
         done = unedited(finished(self.folder), candidates)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -18,86 +17,67 @@ from lm_eval_moecache.report.tables import Table, as_markdown
 SHIPPED, SEARCHED = "shipped", "searched"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One measured policy: a shipped composition or a trial of the search."""
-
-    name: str
-    kind: str
-    policy: Mapping[str, Any]
-    accuracy: float
-    stderr: float | None
-    speed: float
-    measured_by: str
-    within_budget: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return {field: getattr(self, field) for field in self.__slots__}
+Entry = Mapping[str, Any]
+"""One measured policy: name, kind, policy, accuracy, stderr, speed, measured_by, within_budget."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """All that was measured; `best` is the fastest within the budget, shipped or searched."""
-
-    question: Mapping[str, Any]
-    floor: float
-    entries: tuple[Entry, ...]
-    left_out: Mapping[str, str]
-    counts: Mapping[str, int]
-    confirmation: Mapping[str, Any] | None = None
-    """What the best does on documents that the search has not seen."""
-
-    @property
-    def sign(self) -> int:
-        return 1 if METRICS[self.question["metric"]][2] else -1
-
-    def fastest(self, kind: str | None = None) -> Entry | None:
-        """Return the fastest entry within the budget; of equals the more accurate, the earlier."""
-        chosen = [e for e in self.entries if e.within_budget and kind in (None, e.kind)]
-        return max(chosen, key=lambda e: (self.sign * e.speed, e.accuracy), default=None)
-
-    @property
-    def front(self) -> list[Entry]:
-        """The entries that none beats in both accuracy and speed, the fastest first."""
-        found: dict[tuple[float, float], Entry] = {}
-        for entry in self.entries:
-            place = (entry.accuracy, self.sign * entry.speed)
-            others = [(e.accuracy, self.sign * e.speed) for e in self.entries]
-            if not any(a >= place[0] and s >= place[1] and (a, s) != place for a, s in others):
-                found.setdefault(place, entry)
-        return sorted(found.values(), key=lambda e: -self.sign * e.speed)
-
-    @property
-    def verdict(self) -> str:
-        """One sentence: whether the search beats every shipped composition within the budget."""
-        metric = self.question["metric"]
-        shipped, best = self.fastest(SHIPPED), self.fastest()
-        if best is None:
-            return "No policy met the budget."
-        told = f"{best.name} ({metric} {best.speed:.1f}, accuracy {best.accuracy:.3f})"
-        if shipped is None:
-            return f"{told} meets the budget; no shipped composition does."
-        other = f"{shipped.name} ({shipped.speed:.1f})"
-        if best.kind == SHIPPED:
-            return f"None was found faster than the shipped {told}, which meets the budget."
-        return f"{told} is faster than every shipped composition that meets the budget: {other}."
-
-    def as_dict(self) -> dict[str, Any]:
-        best = self.fastest()
-        return {
-            "question": dict(self.question),
-            "floor": self.floor,
-            "verdict": self.verdict,
-            "best": best and best.as_dict(),
-            "front": [e.as_dict() for e in self.front],
-            "shipped": [e.as_dict() for e in self.entries if e.kind == SHIPPED],
-            "left_out": dict(self.left_out),
-            "trials": dict(self.counts),
-            "confirmation": self.confirmation and dict(self.confirmation),
-        }
+def sign_of(metric: str) -> int:
+    """Return 1 for a metric of which more is better, else -1."""
+    return 1 if METRICS[metric].higher_is_better else -1
 
 
-def read_outcome(study: Any, floor: float) -> Outcome:
+def outcome_of(
+    question: Mapping[str, Any],
+    floor: float,
+    entries: Sequence[Entry],
+    left_out: Mapping[str, str],
+    counts: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return all that was found; `best` is the fastest within the budget, shipped or searched.
+
+    Of equally fast ones the more accurate, then the earlier. The `front` is the entries that none
+    beats in both accuracy and speed, the fastest first.
+    """
+    metric, sign = question["metric"], sign_of(question["metric"])
+    within = [e for e in entries if e["within_budget"]]
+    shipped = [e for e in entries if e["kind"] == SHIPPED]
+
+    def fastest(some: Iterable[Entry]) -> Entry | None:
+        return max(some, key=lambda e: (sign * e["speed"], e["accuracy"]), default=None)
+
+    best, other = fastest(within), fastest(e for e in within if e["kind"] == SHIPPED)
+    front: dict[tuple[float, float], Entry] = {}
+    places = [(e["accuracy"], sign * e["speed"]) for e in entries]
+    for entry, place in zip(entries, places, strict=True):
+        if not any(a >= place[0] and s >= place[1] and (a, s) != place for a, s in places):
+            front.setdefault(place, entry)
+    return {
+        "question": dict(question),
+        "floor": floor,
+        "verdict": _verdict(metric, best, other),
+        "best": best,
+        "front": sorted(front.values(), key=lambda e: -sign * float(e["speed"])),
+        "shipped": shipped,
+        "left_out": dict(left_out),
+        "trials": dict(counts),
+        "confirmation": None,
+    }
+
+
+def _verdict(metric: str, best: Entry | None, shipped: Entry | None) -> str:
+    """One sentence: whether the search beats every shipped composition within the budget."""
+    if best is None:
+        return "No policy met the budget."
+    told = f"{best['name']} ({metric} {best['speed']:.1f}, accuracy {best['accuracy']:.3f})"
+    if shipped is None:
+        return f"{told} meets the budget; no shipped composition does."
+    if best["kind"] == SHIPPED:
+        return f"None was found faster than the shipped {told}, which meets the budget."
+    other = f"{shipped['name']} ({shipped['speed']:.1f})"
+    return f"{told} is faster than every shipped composition that meets the budget: {other}."
+
+
+def read_outcome(study: Any, floor: float) -> dict[str, Any]:
     """Collect what a study holds."""
     entries, left_out, counts = [], {}, Counter[str]()
     for trial in study.get_trials(deepcopy=False):
@@ -107,24 +87,20 @@ def read_outcome(study: Any, floor: float) -> Outcome:
             counts[trial.state.name.lower()] += 1
         if "figures" in attributes:
             figures = attributes["figures"]
-            entry = Entry(
-                name=composition or f"trial {trial.number}",
-                kind=attributes["kind"],
-                policy=attributes["policy"],
-                within_budget=figures["accuracy"] >= floor,
-                **figures,
+            entries.append(
+                {
+                    "name": composition or f"trial {trial.number}",
+                    "kind": attributes["kind"],
+                    "policy": attributes["policy"],
+                    **figures,
+                    "within_budget": figures["accuracy"] >= floor,
+                }
             )
-            entries.append(entry)
         elif composition is not None:
             left_out[composition] = attributes["reason"]
-    measured = {entry.name for entry in entries}
-    return Outcome(
-        question=study.user_attrs["question"],
-        floor=floor,
-        entries=tuple(entries),
-        left_out={name: why for name, why in left_out.items() if name not in measured},
-        counts=counts,
-    )
+    for entry in entries:
+        left_out.pop(entry["name"], None)
+    return outcome_of(study.user_attrs["question"], floor, entries, left_out, counts)
 
 
 def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
@@ -141,13 +117,13 @@ def confirmation_text(name: str, found: Mapping[str, Any] | None) -> str:
 
 
 def front_table(found: Mapping[str, Any]) -> str:
-    """Return front, shipped compositions and verdict as Markdown, from `Outcome.as_dict`."""
+    """Return front, shipped compositions and verdict as Markdown, from `outcome_of`."""
     metric = found["question"]["metric"]
     if metric not in METRICS:
         raise unknown("question.metric", metric, METRICS)
-    heading, decimals, higher, *_ = METRICS[metric]
+    heading, decimals, *_ = METRICS[metric]
     speed = Column(metric, heading, decimals, None, True)
-    shipped = sorted(found["shipped"], key=lambda e: -e["speed"] if higher else e["speed"])
+    shipped = sorted(found["shipped"], key=lambda e: -sign_of(metric) * e["speed"])
     tables = [
         _table("Pareto front", found["front"], speed),
         _table("Shipped compositions", shipped, speed),
@@ -197,19 +173,18 @@ def composition_text(policy: Mapping[str, Any]) -> str:
     return " + ".join(texts)
 
 
-def policy_yaml(entry: Entry, outcome: Outcome) -> str:
+def policy_yaml(entry: Entry, question: Mapping[str, Any]) -> str:
     """Write an entry as a policy file: `policy=PATH` runs it, its name is `tuned`."""
-    question = outcome.question
     place = ", ".join(f"{k}={question[k]}" for k in ("pretrained", "capacity", "hardware"))
     policy: dict[str, Any] = {
         "name": "tuned",
-        "source": f"moecache tune: {entry.name} on {place}",
-        "phases": entry.policy["phases"],
+        "source": f"moecache tune: {entry['name']} on {place}",
+        "phases": entry["policy"]["phases"],
     }
     for axis in AXES:
-        policy[axis] = {k: v for k, v in entry.policy[axis].items() if v is not None}
+        policy[axis] = {k: v for k, v in entry["policy"][axis].items() if v is not None}
     head = (
-        f"# {question['metric']} {entry.speed:.1f} at accuracy {entry.accuracy:.3f} on "
+        f"# {question['metric']} {entry['speed']:.1f} at accuracy {entry['accuracy']:.3f} on "
         f"{', '.join(question['tasks'])}; budget {question['budget']:g} points.\n"
     )
     return head + yaml.safe_dump(policy, sort_keys=False)

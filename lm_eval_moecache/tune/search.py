@@ -8,6 +8,7 @@ runs. What was found is confirmed on documents that the search has not seen.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -16,7 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
-from lm_eval_moecache.report.metrics import METRICS
 from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
+from lm_eval_moecache.sweep.pool import local_pool
 from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.worker import BY_REPLAY
 from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Figures, Objective, overrides_of
@@ -41,12 +42,12 @@ from lm_eval_moecache.tune.outcome import (
     SEARCHED,
     SHIPPED,
     Entry,
-    Outcome,
     composition_text,
     confirmation_text,
     front_table,
     policy_yaml,
     read_outcome,
+    sign_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,32 +65,38 @@ OF_GENERATION = frozenset({"tok_per_s", "tpot_ms", "itl_ms", "output_throughput"
 
 def tune(
     objective: Objective,
-    effort: Effort,
     folder: Path,
     space_file: Path | None,
     say: Callable[[str], object],
-) -> Outcome:
+    *,
+    seed: int,
+    jobs: int,
+    **effort: Any,
+) -> dict[str, Any]:
     """Search, confirm the best by runs of the model, and write `front.*` and `best.yaml`.
 
-    Raises ValueError for anything the options can cause, before the first run.
+    `effort` is that of `Search`. Returns what `front.json` holds. Raises ValueError for anything
+    the options can cause, before the first run.
     """
     space = read_space(space_file or DEFAULT_SPACE)
     check_objective(objective)
-    with only_sweep(folder), CandidateRunner(objective, folder, effort.jobs) as runner:
-        study = open_study(folder, objective, effort.seed)
+    processes = local_pool(jobs) if jobs > 1 else contextlib.nullcontext()
+    with only_sweep(folder), processes as pool:
+        runner = CandidateRunner(objective, folder, pool)
+        study = open_study(folder, objective, seed)
         runner.prepare(space.max_depth)
-        search = Search(runner, space.fit(runner.trace.geometry), effort, study, say)
+        space = space.fit(runner.trace.geometry)
+        search = Search(runner=runner, space=space, study=study, say=say, jobs=jobs, **effort)
         search.run()
         outcome = read_outcome(study, search.floor)
-        best = outcome.fastest()
+        best = outcome["best"]
         if best is not None:
-            found = confirm(runner, best, say)
-            outcome = dataclasses.replace(outcome, confirmation=found)
-            say(confirmation_text(best.name, found))
-    write_whole(folder / "front.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
-    write_whole(folder / "front.md", front_table(outcome.as_dict()))
+            outcome["confirmation"] = found = confirm(runner, best, say)
+            say(confirmation_text(best["name"], found))
+    write_whole(folder / "front.json", json.dumps(outcome, indent=1) + "\n")
+    write_whole(folder / "front.md", front_table(outcome))
     if best is not None:
-        write_whole(folder / "best.yaml", policy_yaml(best, outcome))
+        write_whole(folder / "best.yaml", policy_yaml(best, outcome["question"]))
     return outcome
 
 
@@ -151,18 +158,18 @@ def confirm(
     to believe. A best that was only replayed is first run on the documents of the search: both must
     say the same. Raises ValueError where one of the runs fails.
     """
-    plain, policy = {"policy": "on_demand"}, best.policy
+    plain, policy, name = {"policy": REFERENCE}, best["policy"], best["name"]
     args = {**plain, **overrides_of(policy)}
     if policy["phases"] != "all":
         args["phases"] = policy["phases"]
-    if best.measured_by == BY_REPLAY:
-        [again] = _figures(runner, [runner.candidate(best.name, args)])
-        say(f"{best.name}: run: accuracy {again.accuracy:.3f}, speed {again.speed:.1f}")
+    if best["measured_by"] == BY_REPLAY:
+        [again] = _figures(runner, [runner.candidate(name, args)])
+        say(f"{name}: run: accuracy {again.accuracy:.3f}, speed {again.speed:.1f}")
     samples = other_documents(runner.objective)
     if not samples:
         return None
     reference = runner.candidate("reference, other documents", plain, samples)
-    chosen = runner.candidate(f"{best.name}, other documents", args, samples)
+    chosen = runner.candidate(f"{name}, other documents", args, samples)
     before, after = _figures(runner, [reference, chosen])
     lost = (before.accuracy - after.accuracy) / POINT
     return {
@@ -189,32 +196,25 @@ def _figures(runner: CandidateRunner, candidates: Sequence[ResolvedCell]) -> lis
 # --- the search ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
-    """How long to search. A lossless part may be `slack` slower than the best one replayed."""
-
-    trials: int
-    timeout_s: float
-    slack: float
-    seed: int
-    jobs: int
-
-
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class Search:
     """One search over a runner; `say` is told what happens."""
 
     runner: CandidateRunner
     space: Space
-    effort: Effort
     study: Any
     say: Callable[[str], object]
-    best_lossless: float | None = field(default=None)
-    _deadline_s: float = field(default=0.0)
+    jobs: int
+    trials: int
+    timeout_s: float
+    slack: float
+    """How much slower than the best one replayed a lossless part may be."""
+    best_lossless: float | None = None
+    _deadline_s: float = 0.0
 
     @property
     def sign(self) -> int:
-        return 1 if METRICS[self.runner.objective.metric][2] else -1
+        return sign_of(self.runner.objective.metric)
 
     @property
     def floor(self) -> float:
@@ -232,8 +232,8 @@ class Search:
         Compositions that an earlier search has measured are not measured again. What runs when the
         time is up is finished; nothing else begins.
         """
-        self._deadline_s = time.monotonic() + self.effort.timeout_s
-        states, jobs = import_optuna().trial.TrialState, self.effort.jobs
+        self._deadline_s = time.monotonic() + self.timeout_s
+        states, jobs = import_optuna().trial.TrialState, self.jobs
         trials = self.study.get_trials(deepcopy=False)
         for trial in trials:
             # What a kill has left open: what it drew may be drawn again.
@@ -246,7 +246,7 @@ class Search:
                 waiting += self._take(name, {"policy": name}, None)
         for start in range(0, len(waiting), jobs):
             self._run(waiting[start : start + jobs])
-        left = self.effort.trials
+        left = self.trials
         while left > 0 and not self._is_over:
             waiting = []
             while left > 0 and len(waiting) < jobs and not self._is_over:
@@ -284,7 +284,7 @@ class Search:
             self._enter(planned, trial, figures)
             return []
         ratio = figures.speed / best
-        if (ratio if self.sign > 0 else 1 / ratio) < 1 - self.effort.slack:
+        if (ratio if self.sign > 0 else 1 / ratio) < 1 - self.slack:
             reason = f"its lossless part: {figures.speed:.1f}"
             self._close(trial, {"reason": reason}, state=pruned)
             return []
@@ -308,7 +308,7 @@ class Search:
         """Leave out a composition for which there is no time."""
         if name == REFERENCE or not self._is_over:
             return False
-        timeout = f"--timeout={self.effort.timeout_s:g}"
+        timeout = f"--timeout={self.timeout_s:g}"
         self._fail(name, None, f"{timeout} was over; the same command goes on with it")
         return True
 
@@ -377,20 +377,12 @@ class Space:
         """Put a model's sizes in the place of their names."""
         sizes = {name: getattr(geometry, name) for name in SIZES}
 
-        def fitted(values: Any) -> Any:
-            if isinstance(values, list):
-                return values
-            return {k: sizes.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+        def fitted(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: fitted(inner) for key, inner in value.items()}
+            return sizes.get(value, value) if isinstance(value, str) else value
 
-        return Space(
-            {
-                axis: {
-                    name: {p: fitted(values) for p, values in parameters.items()}
-                    for name, parameters in algorithms.items()
-                }
-                for axis, algorithms in self.axes.items()
-            }
-        )
+        return Space(fitted(self.axes))
 
     @property
     def max_depth(self) -> int:
@@ -448,11 +440,10 @@ def open_study(folder: Path, objective: Objective, seed: int) -> Any:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
     _mend(folder / JOURNAL)
-    direction = "maximize" if METRICS[objective.metric][2] else "minimize"
+    directions = ["maximize", "maximize" if sign_of(objective.metric) > 0 else "minimize"]
     journal = optuna.storages.journal
     try:
         storage = journal.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
-        directions = ["maximize", direction]
         study = optuna.create_study(
             study_name=_STUDY, storage=storage, directions=directions, load_if_exists=True
         )

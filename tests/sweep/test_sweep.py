@@ -184,7 +184,7 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
     before = written(path)
     last = run_sweep(read_sweep(path), path.parent, live=True)
     assert len(records(path.parent)) == 32
-    assert len(last.done) == 32 - counts[-1]
+    assert len(last["done"]) == 32 - counts[-1]
     assert all(p.stat().st_mtime_ns == at for p, at in before.items())
     assert not list((path.parent / "runs").glob(".*.part"))
     calm = swept(tmp_path / "undisturbed", base=base, grid=grid, limit=1, name="killed")
@@ -240,7 +240,7 @@ def test_cells_are_the_replays_of_moecache_replay(tmp_path: Path, moecache: Moec
         tmp_path / "x", grid={"eviction": ["lru", "belady"]}, bounds=["oracle"]
     )
     report = run_sweep(read_sweep(path), path.parent)
-    assert (len(report.done), report.by_model, report.failed) == (3, 0, ())
+    assert (len(report["done"]), report["by_model"], report["failed"]) == (3, 0, [])
     rows = moecache.json("replay", TRACE, "--eviction", "lru,belady")["runs"]
     replayed = {row["eviction"]: row["metrics"] for row in rows}
     runs = load_runs(path.parent)
@@ -249,7 +249,7 @@ def test_cells_are_the_replays_of_moecache_replay(tmp_path: Path, moecache: Moec
         if run.label is None:
             assert run.moecache["totals"] == replayed[run.moecache["policy"]["eviction"]["name"]]
     again = run_sweep(read_sweep(path), path.parent)
-    assert (len(again.done), len(again.skipped)) == (0, 3)
+    assert (len(again["done"]), len(again["skipped"])) == (0, 3)
     assert "belady" in moecache("table", path.parent)
 
 
@@ -259,7 +259,7 @@ def test_processes_write_what_one_does(tmp_path: Path) -> None:
     for jobs in (1, 2):
         grid = {"eviction": ["lru", "belady", "arc"], "capacity": ["10%", "8/layer"]}
         path = write_over_traces(tmp_path / str(jobs), name="same", grid=grid, jobs=jobs)
-        assert len(run_sweep(read_sweep(path), path.parent).done) == 6
+        assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 6
         runs = load_runs(path.parent)
         found.append({run.run_id: (run.moecache, run.model_args, run.label) for run in runs})
     assert found[0] == found[1]
@@ -269,9 +269,9 @@ def test_another_content_of_a_trace_is_another_configuration(tmp_path: Path) -> 
     copy = tmp_path / "copy.parquet"
     shutil.copy(TRACE, copy)
     path = write_over_traces(tmp_path / "x", traces=[str(tmp_path / "*.parquet")])
-    assert len(run_sweep(read_sweep(path), path.parent).done) == 1
+    assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 1
     shutil.copy(TRACE.with_name("qwen3-30b-a3b.parquet"), copy)
-    assert len(run_sweep(read_sweep(path), path.parent).done) == 1
+    assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ from lm_eval_moecache.tune.measure import CandidateRunner, Objective
 from lm_eval_moecache.tune.outcome import (
     SEARCHED,
     SHIPPED,
-    Entry,
-    Outcome,
     front_table,
+    outcome_of,
     policy_yaml,
 )
 from lm_eval_moecache.tune.search import DEFAULT_SPACE, JOURNAL, Space, open_study, read_space
@@ -156,19 +155,17 @@ def test_a_folder_that_holds_another_question_is_refused(
 def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    with CandidateRunner(asked(checkpoint), tmp_path / "found") as runner:
-        runner.prepare(depth=1)
-        for args in (
-            {"policy": "specmd"},
-            {"policy": "on_demand", "prefetch": "next_gate", "eviction": "least_stale"},
-        ):
-            candidate = runner.candidate("x", args)
-            [live] = runner.run([candidate])
-            assert not isinstance(live, str)
-            replayed = runner.lossless(candidate.config.policy)
-            assert (live.accuracy, live.speed) == (replayed.accuracy, replayed.speed)
-        lossy = runner.candidate("y", {"policy": "specmd", "miss": "drop", "miss.h": 1})
-        assert runner.replay(lossy.config.policy) == runner.replay(load_policy("specmd"))
+    runner = CandidateRunner(asked(checkpoint), tmp_path / "found")
+    runner.prepare(depth=1)
+    other = {"policy": "on_demand", "prefetch": "next_gate", "eviction": "least_stale"}
+    for args in ({"policy": "specmd"}, other):
+        candidate = runner.candidate("x", args)
+        [live] = runner.run([candidate])
+        assert not isinstance(live, str)
+        replayed = runner.lossless(candidate.config.policy)
+        assert (live.accuracy, live.speed) == (replayed.accuracy, replayed.speed)
+    lossy = runner.candidate("y", {"policy": "specmd", "miss": "drop", "miss.h": 1})
+    assert runner.replay(lossy.config.policy) == runner.replay(load_policy("specmd"))
 
 
 def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
@@ -296,80 +293,77 @@ def test_the_furthest_look_ahead_is_known(tmp_path: Path, depth: Any, reach: int
 QUESTION = {**dataclasses.asdict(OBJECTIVE), "tasks": ["quiz"], "limit": None}
 
 
-def entry(name: str, accuracy: float, speed: float, kind: str = SEARCHED, **policy: Any) -> Entry:
-    return Entry(
-        name=name,
-        kind=kind,
-        policy=load_policy("on_demand", policy).as_dict(),
-        accuracy=accuracy,
-        stderr=0.01,
-        speed=speed,
-        measured_by="model",
-        within_budget=accuracy >= 0.89,
-    )
+def entry(name: str, accuracy: float, speed: float, kind: str = SEARCHED, **policy: Any) -> Any:
+    return {
+        "name": name,
+        "kind": kind,
+        "policy": load_policy("on_demand", policy).as_dict(),
+        "accuracy": accuracy,
+        "stderr": 0.01,
+        "speed": speed,
+        "measured_by": "model",
+        "within_budget": accuracy >= 0.89,
+    }
 
 
-def outcome(*entries: Entry, metric: str = "tok_per_s") -> Outcome:
-    return Outcome(
-        question={**QUESTION, "metric": metric},
-        floor=0.89,
-        entries=entries,
-        left_out={"commitmoe": "needs a predictor"},
-        counts={"complete": 2, "pruned": 5},
-    )
+def outcome(*entries: Any, metric: str = "tok_per_s") -> dict[str, Any]:
+    left_out, counts = {"commitmoe": "needs a predictor"}, {"complete": 2, "pruned": 5}
+    return outcome_of({**QUESTION, "metric": metric}, 0.89, entries, left_out, counts)
 
 
-def test_the_best_is_the_fastest_within_the_budget_and_not_the_fastest_of_all() -> None:
-    found = outcome(
-        entry("specmd", 0.90, 100.0, SHIPPED),
-        entry("trial 7", 0.89, 130.0),
-        entry("trial 8", 0.70, 500.0),
-    )
-    best = found.fastest()
-    assert best is not None and best.name == "trial 7"
-    assert found.verdict == (
-        "trial 7 (tok_per_s 130.0, accuracy 0.890) is faster than every shipped composition that "
-        "meets the budget: specmd (100.0)."
-    )
-    assert [e.name for e in found.front] == ["trial 8", "trial 7", "specmd"]
+SPECMD, SEVEN = entry("specmd", 0.90, 100.0, SHIPPED), entry("trial 7", 0.89, 130.0)
+EQUAL = [entry("a", 0.9, 5.0), entry("b", 0.9, 5.0, SHIPPED), entry("c", 0.9, 4.0)]
 
 
-def test_a_latency_is_better_where_it_is_lower() -> None:
-    entries = (entry("specmd", 0.90, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0))
-    found = outcome(*entries, metric="tpot_ms")
-    best = found.fastest()
-    assert best is not None and best.name == "specmd"
-    assert found.verdict.startswith("None was found faster than the shipped specmd")
-    assert [e.name for e in found.front] == ["specmd"]
+@pytest.mark.parametrize(
+    ("metric", "entries", "best", "front", "said"),
+    [
+        # The fastest within the budget, and not the fastest of all.
+        (
+            *("tok_per_s", [SPECMD, SEVEN, entry("trial 8", 0.70, 500.0)]),
+            *("trial 7", ["trial 8", "trial 7", "specmd"]),
+            "trial 7 (tok_per_s 130.0, accuracy 0.890) is faster than every shipped composition "
+            "that meets the budget: specmd (100.0).",
+        ),
+        # A latency is better where it is lower.
+        (
+            "tpot_ms",
+            [SPECMD, SEVEN],
+            "specmd",
+            ["specmd"],
+            "None was found faster than the shipped",
+        ),
+        # Equal figures are one entry of the front, the first of them.
+        ("tok_per_s", EQUAL, "a", ["a"], "meets the budget: b (5.0)."),
+        ("tok_per_s", [entry("a", 0.5, 1.0)], None, ["a"], "No policy met the budget."),
+        (
+            *("tok_per_s", [entry("b", 0.5, 9.0, SHIPPED), entry("a", 0.9, 1.0)]),
+            *("a", ["b", "a"], "meets the budget; no shipped composition does."),
+        ),
+    ],
+)
+def test_the_best_the_front_and_what_is_said_of_them(
+    metric: str, entries: list[Any], best: str | None, front: list[str], said: str
+) -> None:
+    found = outcome(*entries, metric=metric)
+    assert (found["best"] and found["best"]["name"]) == best
+    assert [e["name"] for e in found["front"]] == front
+    assert said in found["verdict"]
+    text = front_table(found)
+    assert found["verdict"] in text and "Left out: commitmoe: needs a predictor" in text
+    table, _, shipped = text.partition("## Shipped compositions")
+    for name, kind in ((e["name"], e["kind"]) for e in entries):
+        assert (f"| {name} |" in table, f"| {name} |" in shipped) == (
+            name in front,
+            kind == SHIPPED,
+        )
 
 
-def test_nothing_within_the_budget_is_said() -> None:
-    assert outcome(entry("trial 1", 0.5, 1.0)).verdict == "No policy met the budget."
-    found = outcome(entry("specmd", 0.5, 9.0, SHIPPED), entry("trial 1", 0.9, 1.0))
-    assert found.verdict.endswith("meets the budget; no shipped composition does.")
-
-
-def test_equal_figures_are_one_entry_of_the_front_and_the_first_of_them() -> None:
-    found = outcome(entry("a", 0.9, 5.0, SHIPPED), entry("b", 0.9, 5.0), entry("c", 0.9, 4.0))
-    assert [e.name for e in found.front] == ["a"]
-    best = found.fastest()
-    assert best is not None and best.name == "a"
-
-
-def test_the_best_policys_file_is_that_policy(tmp_path: Any) -> None:
+def test_the_best_policys_file_is_that_policy(tmp_path: Path) -> None:
     chosen = entry("trial 7", 0.9, 130.0, **{"miss": "drop", "miss.h": 1, "prefetch": "next_gate"})
     path = tmp_path / "best.yaml"
-    path.write_text(policy_yaml(chosen, outcome(chosen)))
+    path.write_text(policy_yaml(chosen, QUESTION))
     loaded = load_policy(str(path)).as_dict()
     for part in ("phases", "routing", "prefetch", "eviction", "miss"):
-        assert loaded[part] == chosen.policy[part]
+        assert loaded[part] == chosen["policy"][part]
     assert yaml.safe_load(path.read_text())["name"] == "tuned"
-
-
-def test_the_table_shows_front_shipped_verdict_and_what_was_left_out() -> None:
-    found = outcome(entry("specmd", 0.9, 100.0, SHIPPED), entry("trial 7", 0.9, 130.0))
-    text = front_table(found.as_dict())
-    front, _, shipped = text.partition("## Shipped compositions")
-    assert "| trial 7 |" in front and "specmd" not in front
-    assert "| specmd |" in shipped
-    assert "Left out: commitmoe: needs a predictor" in text
