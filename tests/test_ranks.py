@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 
-from lm_eval_moecache.harness.lm import MoECacheLM, Ranks, merge
+from lm_eval_moecache.harness.lm import MoECacheLM, merge, without_padding
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ledger import Ledger, PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import task_metrics
@@ -39,15 +40,13 @@ def test_passes_of_different_ranks_are_not_taken_for_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "names", "repeats", "count"),
-    [(1, "aabbb", 1, 5), (2, "abc", 1, 3), (2, "abccc", 1, 3), (2, "aabbbb", 2, 4), (2, "", 1, 0)],
+    ("names", "repeats", "count"), [("abc", 1, 3), ("abccc", 1, 3), ("aabbbb", 2, 4), ("", 1, 0)]
 )
 def test_requests_that_only_fill_up_a_rank_do_not_count(
-    world: int, names: str, repeats: int, count: int
+    names: str, repeats: int, count: int
 ) -> None:
     each = {name: SimpleNamespace(repeats=repeats) for name in set(names)}
-    ranks = Ranks(world, lambda: ([], 0))
-    assert ranks.without_padding([each[name] for name in names]) == count
+    assert without_padding([each[name] for name in names]) == count
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -60,7 +59,6 @@ def test_windows_that_only_fill_up_a_rank_do_not_count(
     before = [(r.prompt_tokens, len(r.passes)) for r in lm.engine.ledger.requests]
     lm.install(lm.moecache)
     monkeypatch.setattr(lm, "_world_size", 2)
-    lm.ranks.count = 2
     monkeypatch.setattr(lm, "all_gather", lambda mine: torch.stack([mine, mine + 4]))
     assert lm.loglikelihood_rolling(texts(), disable_tqdm=True) == alone
     requests = lm.engine.ledger.requests
@@ -72,21 +70,30 @@ def test_windows_that_only_fill_up_a_rank_do_not_count(
     lm.wrapped.unwrap()
 
 
-def test_figures_are_sent_once_after_the_requests_of_a_run() -> None:
+def test_figures_are_sent_once_after_the_requests_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others: tuple[list[RequestRecord], int] | None = (rank_of(2.0, 3.0), 7)
     sent: list[Any] = []
 
-    def send(obj: Any, dst: int) -> Any:
+    def gather(lm: HFLM, obj: Any, dst: int) -> Any:
         sent.append(obj)
         return [obj, ("theirs", others)]
 
-    ranks = Ranks(2, lambda: (rank_of(1.0), 5))
-    ranks.has_run = True
-    assert ranks.gather(send, "mine", 0) == ["mine", "theirs"]
+    monkeypatch.setattr(HFLM, "gather_object", gather)
+    lm: Any = MoECacheLM.__new__(MoECacheLM)
+    ledger = SimpleNamespace(requests=rank_of(1.0))
+    lm.engine = SimpleNamespace(ledger=ledger, peak_cache_bytes=5)
+    lm._has_unsent = True
+    assert lm.gather_object("mine") == ["mine", "theirs"]
+    ledger.requests = rank_of(1.0, 4.0)
     others = None
-    assert ranks.gather(send, "more", 0) == ["more", "theirs"]
+    assert lm.gather_object("more") == ["more", "theirs"]
     assert [figures is not None for _, figures in sent] == [True, False]
-    assert merge(ranks.all_figures())[1] == 7 and len(merge(ranks.all_figures())[0]) == 3
+    assert merge(lm._gathered)[1] == 7 and len(lm.evaluated()) == 3
+    lm._has_unsent = True
+    assert lm.gather_object("last") == ["last", "theirs"]
+    assert sent[-1][1] == (ledger.requests, 5) and len(lm.evaluated()) == 2
 
 
 def test_a_forgotten_request_leaves_its_index_to_no_other() -> None:

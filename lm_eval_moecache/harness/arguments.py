@@ -281,10 +281,9 @@ def host_keys() -> frozenset[str]:
     package = importlib.util.find_spec("lm_eval")
     assert package is not None and package.origin is not None, "lm-eval is not installed"
     source = (Path(package.origin).parent / "models" / "huggingface.py").read_text("utf-8")
-    classes = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)]
-    (hflm,) = [each for each in classes if each.name == "HFLM"]
-    methods = [n for n in hflm.body if isinstance(n, ast.FunctionDef)]
-    (made,) = [method.args for method in methods if method.name == "__init__"]
+    classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+    methods = {n.name: n for n in classes["HFLM"].body if isinstance(n, ast.FunctionDef)}
+    made = methods["__init__"].args
     return frozenset(each.arg for each in (*made.args, *made.kwonlyargs)) - {"self"}
 
 
@@ -337,16 +336,9 @@ def read_config(
     check_capacity(capacity)
     check_cache_form(policy, is_per_layer(capacity))
     ladder = () if asked.precision is None else parse_ladder(asked.precision)
-    needs_draft = getattr(policy.prefetch.algorithm, "needs_draft", False)
+    needs_draft = policy.prefetch.algorithm.needs_draft
     draft = (asked.draft or DEFAULT_DRAFT) if speculative or needs_draft else None
-    conflicts = [
-        *_clock_conflicts(asked, given, policy),
-        *_scan_conflicts(asked, policy, capacity),
-        *_other_conflicts(asked, given, ladder, draft),
-        *_draft_conflicts(asked, policy, needs_draft, speculative),
-    ]
-    if conflicts:
-        key, why, allowed = conflicts[0]
+    for key, why, allowed in _conflicts(asked, given, policy, capacity, ladder, draft, speculative):
         value = given.get(key, draft if key == "draft" else getattr(asked, key))
         raise ValueError(f"{key}={value!r} {why}. Allowed with it: {allowed}.")
     for key in ("store_dir", "encoded_dir"):
@@ -382,104 +374,88 @@ def read_config(
     return Config.model_construct(**{**dict(asked), **resolved})
 
 
-# --- settings that cannot stand together ---
-
-Conflicts = Iterator[tuple[str, str, str]]
-"""The key of a value that does not fit the others, why, and what it goes with."""
-
-
-def _clock_conflicts(asked: ModelArguments, given: Mapping[str, Any], policy: Policy) -> Conflicts:
-    """Find keys that belong to the other clock, and what the wall clock cannot do."""
+def _conflicts(
+    asked: ModelArguments,
+    given: Mapping[str, Any],
+    policy: Policy,
+    capacity: str,
+    ladder: Ladder,
+    draft: str | None,
+    speculative: bool,
+) -> Iterator[tuple[str, str, str]]:
+    """Find settings that cannot stand together: a key, why its value does not fit, what would."""
+    miss, needs_draft = policy.miss, policy.prefetch.algorithm.needs_draft
+    wall = "does not go with clock='wall', "
     if asked.clock == "virtual":
         for key in [k for k in ("store", "store_dir") if k in given]:
             yield key, "has no effect with clock='virtual', where nothing is moved", "clock=wall"
-        return
-    wall = "does not go with clock='wall', "
-    if "hardware" in given:
-        why = "has no effect with clock='wall', which measures this machine"
-        yield "hardware", why, "bandwidth, which slows the real link down; or clock=virtual"
-    if asked.link == FIFO:
-        yield "link", f"{wall}whose demands always go first", "clock=virtual"
-    for key in [k for k in ("execute", "reads_per_expert", "attention") if k in given]:
-        why = "which measures what this machine does in its own order"
-        yield key, wall + why, "clock=virtual"
-    if "emulate" in given:
-        yield "emulate", f"{wall}which moves and times the model's own experts", "clock=virtual"
-    if "store_dir" in given and asked.store != "disk":
-        yield "store_dir", "has no effect with store='ram'", "store=disk"
-    if policy.miss.name == "bounded_insertion":
-        why = "does not go with miss='bounded_insertion', whose uploads no event waits for"
-        yield "clock", why, "clock=virtual, or miss=host"
-    if policy.miss.algorithm.uses_host and asked.scoring == "scan":
-        why = (
-            f"does not go with miss={policy.miss.name!r} and clock='wall': who is sooner done, "
-            "host or link, shows only while a token is served, and all tokens of a text are "
-            "decided first"
-        )
-        yield "scoring", why, "miss=fetch, or clock=virtual"
-
-
-def _scan_conflicts(asked: ModelArguments, policy: Policy, capacity: str) -> Conflicts:
-    """Find where routing token after token inside a layer is not decoding the text."""
-    if asked.scoring != "scan":
-        return
-    if not (is_per_layer(capacity) or policy.per_layer):
-        why = f"needs a cache per layer, but capacity={capacity!r} is one cache for all layers: "
-        why += "routing token after token inside a layer has no order across layers"
-        yield "scoring", why, "a capacity like '30/layer'"
-    if policy.prefetch.algorithm.is_active:
-        why = "prefetches cross layers, and scan goes through one layer at a time"
-        why = f"does not go with prefetch={policy.prefetch.name!r}: {why}"
-        yield "scoring", why, "prefetch=none"
-    if getattr(policy.routing.algorithm, "depth", 0):
-        why = f"does not go with routing={policy.routing.name!r}, "
-        why += "which decides a layer's experts in the layer before"
-        yield "scoring", why, "a routing of one layer"
-    if asked.precision is not None and policy.miss.algorithm.uses_ladder:
-        why = f"does not go with miss={policy.miss.name!r}: tokens of one text would run one "
-        why += "expert at different precisions, but are executed together"
-        yield "scoring", why, "one precision"
-
-
-def _other_conflicts(
-    asked: ModelArguments, given: Mapping[str, Any], ladder: Ladder, draft: str | None
-) -> Conflicts:
-    """Find what does not go with the emulated context, the stored precisions, or no trace."""
+    else:
+        if "hardware" in given:
+            why = "has no effect with clock='wall', which measures this machine"
+            yield "hardware", why, "bandwidth, which slows the real link down; or clock=virtual"
+        if asked.link == FIFO:
+            yield "link", f"{wall}whose demands always go first", "clock=virtual"
+        for key in [k for k in ("execute", "reads_per_expert", "attention") if k in given]:
+            why = "which measures what this machine does in its own order"
+            yield key, wall + why, "clock=virtual"
+        if "emulate" in given:
+            yield "emulate", f"{wall}which moves and times the model's own experts", "clock=virtual"
+        if "store_dir" in given and asked.store != "disk":
+            yield "store_dir", "has no effect with store='ram'", "store=disk"
+        if miss.name == "bounded_insertion":
+            why = "does not go with miss='bounded_insertion', whose uploads no event waits for"
+            yield "clock", why, "clock=virtual, or miss=host"
+        if miss.algorithm.uses_host and asked.scoring == "scan":
+            why = (
+                f"does not go with miss={miss.name!r} and clock='wall': who is sooner done, host "
+                "or link, shows only while a token is served, and all tokens of a text are "
+                "decided first"
+            )
+            yield "scoring", why, "miss=fetch, or clock=virtual"
+    # Where routing token after token inside a layer is not decoding the text.
+    if asked.scoring == "scan":
+        if not (is_per_layer(capacity) or policy.per_layer):
+            why = f"needs a cache per layer, but capacity={capacity!r} is one cache for all layers:"
+            why += " routing token after token inside a layer has no order across layers"
+            yield "scoring", why, "a capacity like '30/layer'"
+        if policy.prefetch.algorithm.is_active:
+            why = f"does not go with prefetch={policy.prefetch.name!r}: prefetches cross layers, "
+            yield "scoring", why + "and scan goes through one layer at a time", "prefetch=none"
+        if getattr(policy.routing.algorithm, "depth", 0):
+            why = f"does not go with routing={policy.routing.name!r}, "
+            why += "which decides a layer's experts in the layer before"
+            yield "scoring", why, "a routing of one layer"
+        if ladder and miss.algorithm.uses_ladder:
+            why = f"does not go with miss={miss.name!r}: tokens of one text would run one "
+            why += "expert at different precisions, but are executed together"
+            yield "scoring", why, "one precision"
+        if asked.attention == CONTEXT:
+            why = "does not go with scoring='scan', which goes through a text layer by layer"
+            yield "attention", why, "scoring=parallel"
     if asked.attention == CONTEXT and asked.emulate is None:
         why = "needs emulate=, whose configuration says what heads and KV caches there are"
         allowed = "emulate=NAME, or the folder of the model itself; or attention=flat"
         yield "attention", why, allowed
-    if asked.attention == CONTEXT and asked.scoring == "scan":
-        why = "does not go with scoring='scan', which goes through a text layer by layer"
-        yield "attention", why, "scoring=parallel"
     if asked.encoded_dir is not None and not ladder:
         why = "has no effect without precision=: experts are stored as they are"
         yield "encoded_dir", why, "precision=int8, int8:int4:int2 and others"
-    if draft is not None and draft.startswith(SELF) and ladder:
-        why = "is made of the target's own weights, which "
-        why += f"precision={asked.precision!r} does not keep"
-        yield "draft", why, "another draft, as a folder or a hub id"
     if asked.execute == AS_THEY_ARRIVE and len(ladder) > 1:
-        why = "is for a store of one precision, and "
-        why += f"precision={asked.precision!r} has {len(ladder)}"
-        yield "execute", why, f"one precision; or execute={TOGETHER!r}"
+        why = f"is for a store of one precision, and precision={asked.precision!r} has "
+        yield "execute", f"{why}{len(ladder)}", f"one precision; or execute={TOGETHER!r}"
     if asked.trace is None and "trace_keep" in given:
         yield "trace_keep", "says what a trace keeps, and none is recorded", "trace=DIR"
-
-
-def _draft_conflicts(
-    asked: ModelArguments, policy: Policy, needs_draft: bool, speculative: bool
-) -> Conflicts:
-    """Find keys of drafting where nothing drafts, and a draft that foretells no experts."""
+    if draft is not None and draft.startswith(SELF) and ladder:
+        why = f"is made of the target's own weights, which precision={asked.precision!r} does not "
+        yield "draft", f"{why}keep", "another draft, as a folder or a hub id"
     for key in ("draft", "draft_tokens"):
         reads_along = needs_draft and key == "draft"
-        if getattr(asked, key) is not None and not (speculative or reads_along):
+        if key in given and not (speculative or reads_along):
             why = (
                 "is for --model moecache-spec; --model moecache decodes without a draft (with "
                 "prefetch=draft one reads along, and drafts no tokens)"
             )
             yield key, why, "--model moecache-spec"
-    if needs_draft and asked.draft == PROMPT_LOOKUP:
+    if needs_draft and draft == PROMPT_LOOKUP:
         why = "has no attention outputs to predict experts from, as "
         why += f"prefetch={policy.prefetch.name!r} does"
         yield "draft", why, "another prefetch; or a folder, a hub id or self:int4 in its place"

@@ -6,10 +6,11 @@ import copy
 import dataclasses
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ from lm_eval_moecache.harness.model_loader import ModelLoader
 from lm_eval_moecache.harness.preflight import check_arguments, model_name
 from lm_eval_moecache.harness.run_report import run_report, speed_rows, speed_table
 from lm_eval_moecache.harness.tasks import watch_evaluations
-from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
+from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
 from lm_eval_moecache.model.speculative import (
     DraftHooks,
@@ -52,6 +53,9 @@ from lm_eval_moecache.records.numbers import check_typed
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.trace.recorder import FULL, Detail, Recorder, identity, looks_on
 from lm_eval_moecache.trace.trace import NO_REQUEST
+
+RankFigures = tuple[list[RequestRecord], int]
+"""A rank's requests, and the most bytes that its cache held."""
 
 
 class MoECacheLM(HFLM):
@@ -77,26 +81,23 @@ class MoECacheLM(HFLM):
     is_speculative: ClassVar[bool] = False
     _draft: DraftModel | None = None
     _draft_hooks: ReadAlong | DraftHooks | None = None
+    _gathered: list[RankFigures] | None = None
+    """The figures of all ranks, on the first, once the harness has gathered them."""
+    _has_unsent = False
+    """Whether there have been requests since the figures were last sent to the first rank."""
 
     def __init__(self, pretrained: Any = TINY, **arguments: Any) -> None:
         with as_arguments_error(pretrained):
             speculative = self.is_speculative
             config, theirs = check_arguments(pretrained, arguments, speculative=speculative)
         self._model_name = model_name(pretrained)
-        path = model_path(pretrained)
-        bare, files = skeleton(pretrained, theirs), weights_files(path, theirs)
-        identity = weights_identity(path, theirs)
-        self.loader = ModelLoader(config, bare, identity, files, theirs["device"])
-        super().__init__(pretrained=path, **theirs)
+        self.loader = ModelLoader(config, pretrained, theirs)
+        super().__init__(pretrained=model_path(pretrained), **theirs)
         # HFLM divides documents over GPUs of one host; here a process without a GPU, or on another
         # host, is a rank like any other.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank = int(accelerator.process_index)
             self._world_size = int(accelerator.num_processes)
-        self.ranks = Ranks(
-            int(self.world_size),
-            lambda: (self.engine.ledger.requests, self.engine.peak_cache_bytes),
-        )
         self._moe_layers = find_moe_layers(self.model)
         self.geometry = describe(self.model, self._moe_layers, self._model_name, config.ladder)
         self._has_shown = False
@@ -163,11 +164,12 @@ class MoECacheLM(HFLM):
 
     def evaluated(self) -> list[RequestRecord]:
         """Return the requests of this evaluation, those of all ranks on the first."""
-        return [record for requests, _ in self.ranks.all_figures() for record in requests]
+        ranks = self._gathered or [self._own_figures()]
+        return [record for requests, _ in ranks for record in requests]
 
     def _wrap(self, config: Config) -> None:
         self.moecache = config
-        self.ranks.forget()
+        self._gathered, self._has_unsent = None, False
         if self._draft_hooks is not None:
             self._draft_hooks.remove()
             self._draft_hooks = None
@@ -211,13 +213,14 @@ class MoECacheLM(HFLM):
     # --- requests to records ------------------------------------------------------------------
 
     def _records(self, requests: Sequence[Instance]) -> list[RequestRecord]:
-        ledger, count = self.engine.ledger, self.ranks.without_padding(requests)
+        ledger = self.engine.ledger
         records = [
             ledger.new_request(str(r.task_name), r.request_type, document=r.doc_id, place=r.idx)
             for r in requests
         ]
-        ledger.forget(records[count:])
-        self.ranks.has_run = True
+        if self.world_size > 1:
+            ledger.forget(records[without_padding(requests) :])
+        self._has_unsent = True
         return records
 
     @contextmanager
@@ -323,7 +326,10 @@ class MoECacheLM(HFLM):
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
         """Note which record waits for which input, then let HFLM sort and batch as it likes."""
         records, self._scored = self._scored[: len(requests)], self._scored[len(requests) :]
-        records = self.ranks.filled_up(records, len(requests))
+        # A rank with fewer windows of texts than others is given its first one again, which no
+        # request waits for.
+        missing = len(requests) - len(records)
+        records += [RequestRecord(NO_REQUEST, "", "padding") for _ in range(missing)]
         for record, (_, context, continuation) in zip(records, requests, strict=True):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             record.prompt_tokens += len(tokens)
@@ -353,9 +359,20 @@ class MoECacheLM(HFLM):
 
     # --- results ------------------------------------------------------------------------------
 
+    def _own_figures(self) -> RankFigures:
+        return self.engine.ledger.requests, self.engine.peak_cache_bytes
+
     def gather_object(self, obj: Any, dst: int = 0) -> Any:
         """As HFLM. All ranks come by here with their scores: the figures of speed go along."""
-        return self.ranks.gather(super().gather_object, obj, dst)
+        # They are the whole ledger: sent once, and not with every task's scores.
+        figures = self._own_figures() if self._has_unsent else None
+        self._has_unsent = False
+        pairs = super().gather_object((obj, figures), dst)
+        if pairs is None:
+            return None
+        if any(sent is not None for _, sent in pairs):
+            self._gathered = [sent or ([], 0) for _, sent in pairs]
+        return [scores for scores, _ in pairs]
 
     def get_model_info(self) -> dict[str, Any]:
         """Add `moecache` to the results' `config`; the first time, print the table of speed."""
@@ -375,7 +392,7 @@ class MoECacheLM(HFLM):
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
-        ranks = self.ranks.all_figures()
+        ranks = self._gathered or [self._own_figures()]
         measured = self.loader.measured(self.device)
         report = run_report(self.engine, self.moecache, *merge(ranks), measured)
         report = {**report, "device": str(self.model.device)}
@@ -414,64 +431,18 @@ def publish(requests: Sequence[Instance], records: Sequence[RequestRecord]) -> N
 
 # --- data parallel: one cache per rank, and the requests of all ranks in one report ---
 
-RankFigures = tuple[list[RequestRecord], int]
-"""A rank's requests, and the most bytes that its cache held."""
 
+def without_padding(requests: Sequence[Any]) -> int:
+    """Return how many of a rank's requests count.
 
-class Ranks:
-    """What the ranks of a run have in common: figures travel to the first along with the scores."""
-
-    def __init__(self, count: int, own: Callable[[], RankFigures]) -> None:
-        self.count, self._own = count, own
-        self._gathered: list[RankFigures] | None = None
-        self.has_run = False
-        """Whether there have been requests since the figures were last sent."""
-
-    def forget(self) -> None:
-        """Drop what was gathered, and what there was to send: the counts begin at zero."""
-        self._gathered, self.has_run = None, False
-
-    def all_figures(self) -> list[RankFigures]:
-        """Return every rank's figures: the first rank has them once the harness has gathered."""
-        return [self._own()] if self._gathered is None else self._gathered
-
-    def gather(self, send: Callable[..., Any], obj: Any, dst: int) -> Any:
-        """Let HFLM's `send` gather the ranks' scores, with the figures going along."""
-        # They are the whole ledger: sent once, and not with every task's scores.
-        figures = self._own() if self.has_run else None
-        self.has_run = False
-        pairs = send((obj, figures), dst)
-        if pairs is None:
-            return None
-        if any(sent is not None for _, sent in pairs):
-            self._gathered = [sent or ([], 0) for _, sent in pairs]
-        return [scores for scores, _ in pairs]
-
-    def without_padding(self, requests: Sequence[Any]) -> int:
-        """Return how many of the requests count.
-
-        A rank with fewer documents than others is given its last request again, so that all ranks
-        run equally often.
-        """
-        if self.count == 1 or not requests:
-            return len(requests)
-        last, same = requests[-1], 0
-        for request in reversed(requests):
-            if request is not last:
-                break
-            same += 1
-        return len(requests) - same + min(same, last.repeats or 1)
-
-    def filled_up(self, records: list[RequestRecord], count: int) -> list[RequestRecord]:
-        """Return one record for each of `count` inputs.
-
-        A rank with fewer windows of texts than others is given its first one again, which no
-        request waits for.
-        """
-        if self.count == 1:
-            return records
-        missing = range(count - len(records))
-        return [*records, *(RequestRecord(NO_REQUEST, "", "padding") for _ in missing)]
+    One with fewer documents than others is given its last request again, so that all ranks run
+    equally often.
+    """
+    if not requests:
+        return 0
+    last = requests[-1]
+    same = sum(1 for _ in takewhile(lambda request: request is last, reversed(requests)))
+    return len(requests) - same + min(same, last.repeats or 1)
 
 
 def merge(ranks: Sequence[RankFigures]) -> RankFigures:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lm_eval_moecache.engine.compiled import live_engine
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.model.checkpoint import model_path, skeleton, weights_files, weights_identity
 from lm_eval_moecache.model.device import name_of
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.precision.codecs import Encoded
@@ -23,54 +23,45 @@ from lm_eval_moecache.model.store import LadderStore, Store, implementation_of
 from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.records.geometry import Geometry
 
+_DECISIVE = ("clock", "store", "store_dir", "precision")
+"""What decides how a model is loaded."""
+
 
 class ModelLoader:
     """Made of the setting that the model is loaded for; `check` says whether another one fits."""
 
-    def __init__(
-        self,
-        config: Config,
-        skeleton: nn.Module,
-        identity: str,
-        files: Sequence[Path],
-        device: str | None,
-    ) -> None:
-        """`identity` says which weights these are, as `weights_identity` does; `files` are they.
-
-        `device` is what `resolve_device` has found; None leaves it to HFLM.
-        """
-        self.device = device
-        self._loaded_for = (config.clock, config.store, config.store_dir)
-        self._ladder = config.ladder
-        self._skeleton = skeleton
+    def __init__(self, config: Config, pretrained: Any, arguments: Mapping[str, Any]) -> None:
+        """`arguments` are HFLM's, with the device that `resolve_device` has found."""
+        self.device: str | None = arguments["device"]
+        self._config = config
+        bare = skeleton(pretrained, arguments)
+        self._layers = find_moe_layers(bare)
         self._codecs = None if config.ladder is None else codecs_of(config.ladder)
+        path = model_path(pretrained)
+        identity = weights_identity(path, arguments)
         self._kept: EncodedExpertStore | None = None
         if config.encoded_dir is not None and self._codecs is not None and identity:
-            dtype = next(find_moe_layers(skeleton)[0].experts.parameters()).dtype
+            dtype = next(self._layers[0].experts.parameters()).dtype
             folder = Path(config.encoded_dir)
             self._kept = EncodedExpertStore(folder, identity, dtype, self._codecs)
         self.stored: list[dict[str, Encoded]] = []
         """Layer -> parameter name -> its levels, where the store has a precision of its own."""
         self._experts: ExpertLoader | None = None
         if config.clock == "wall":
+            files = weights_files(path, arguments)
             self._experts = ExpertLoader(
-                config.store, config.store_dir, skeleton, self._codecs, self._kept, files, identity
+                config.store, config.store_dir, bare, self._codecs, self._kept, files, identity
             )
 
     def check(self, config: Config) -> None:
         """Raise ValueError where a setting needs the model loaded in another way."""
-        clock, store, folder = self._loaded_for
-        if self._loaded_for != (config.clock, config.store, config.store_dir):
-            raise ValueError(
-                f"clock={config.clock!r}, store={config.store!r}, store_dir={config.store_dir!r}: "
-                f"the model was loaded for clock={clock!r}, store={store!r}, "
-                f"store_dir={folder!r} and has to be loaded anew."
-            )
-        if config.ladder != self._ladder:
-            raise ValueError(
-                f"precision={config.precision!r}: the model was loaded with "
-                f"precision={self._ladder and ':'.join(self._ladder)!r} and has to be loaded anew."
-            )
+        for key in _DECISIVE:
+            loaded, wanted = getattr(self._config, key), getattr(config, key)
+            if loaded != wanted:
+                raise ValueError(
+                    f"{key}={wanted!r}: the model was loaded with {key}={loaded!r} and has to be "
+                    "loaded anew."
+                )
 
     def arguments(self, device: str) -> Mapping[str, Any]:
         """Return what `from_pretrained` is given beside HFLM's own arguments."""
@@ -82,9 +73,8 @@ class ModelLoader:
             with self._experts.loading():
                 self._experts.take_experts(create(), torch.device(device))
         elif self._codecs is not None:
-            with encoding(find_moe_layers(self._skeleton), self._codecs, self._kept):
-                model = create()
-                self.stored = take(find_moe_layers(model), self._codecs, self._kept)
+            with encoding(self._layers, self._codecs, self._kept):
+                self.stored = take(find_moe_layers(create()), self._codecs, self._kept)
         else:
             create()
 

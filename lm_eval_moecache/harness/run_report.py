@@ -11,15 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
+from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.regime import decode_waits, regime_of
-from lm_eval_moecache.engine.setting import FIFO, FLAT, TOGETHER
-from lm_eval_moecache.harness.arguments import Config
+from lm_eval_moecache.engine.setting import FIFO
+from lm_eval_moecache.harness.arguments import Config, ModelArguments
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.ledger import GENERATE, RequestRecord
 from lm_eval_moecache.report.metrics import MEGABYTE, task_metrics
 from lm_eval_moecache.report.results import choice_name, metric_column
 from lm_eval_moecache.report.tables import padded
+
+_RARE = ("execute", "reads_per_expert", "attention")
+# The title of the table of speed names these settings where they are not at their defaults.
+_TITLED = ("scoring", "cache_reset", "link", *_RARE)
+_DEFAULTS = {
+    "phases": "all",
+    **{key: ModelArguments.model_fields[key].default for key in _TITLED},
+}
 
 
 def run_report(
@@ -37,8 +46,6 @@ def run_report(
     for request in requests:
         by_task.setdefault(request.task, []).append(request)
     setting, policy = engine.setting, config.policy
-    # What is charged and in which order experts run, where not as usual.
-    usual = {"execute": TOGETHER, "reads_per_expert": 1, "attention": FLAT}
     report: dict[str, Any] = {
         **_draft(engine, config),
         "policy": policy.as_dict(),
@@ -49,20 +56,13 @@ def run_report(
         "scoring": config.scoring,
         "cache_reset": config.cache_reset,
         "link": config.link,
-        **{k: getattr(config, k) for k, v in usual.items() if getattr(config, k) != v},
+        # What is charged and in which order experts run, where not as usual.
+        **{k: getattr(config, k) for k in _RARE if getattr(config, k) != _DEFAULTS[k]},
         **({} if setting.warm is None else {"warm": setting.warm.name}),
         "seed": config.seed,
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
-        "warnings": settings_without_effect(
-            by_task,
-            policy.phases,
-            config.scoring,
-            idle_seed=0 if policy.draws else config.seed,
-            idle_link=config.link == FIFO and not policy.prefetch.algorithm.is_active,
-            idle_cutoff=_prefetches_nothing(engine),
-            idle_levels=() if policy.miss.algorithm.uses_ladder else config.ladder or (),
-        ),
+        "warnings": settings_without_effect(by_task, config, engine.draft_stage),
         "totals": task_metrics(requests, peak),
         "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
@@ -89,12 +89,6 @@ def speed_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             row |= {name if k == "mean" else f"{name}_{k}": v for k, v in figures.items()}
         rows.append(row)
     return rows
-
-
-def _prefetches_nothing(engine: Engine) -> bool:
-    stage = engine.draft_stage
-    solution = None if stage is None else stage.solution
-    return solution is not None and solution["asked"] == "auto" and not solution["used"]
 
 
 def _regime(engine: Engine, config: Config, requests: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -127,57 +121,44 @@ def _draft(engine: Engine, config: Config) -> dict[str, Any]:
 
 
 def settings_without_effect(
-    by_task: Mapping[str, Sequence[RequestRecord]],
-    phases: str,
-    scoring: str,
-    *,
-    idle_seed: int = 0,
-    idle_levels: Sequence[str] = (),
-    idle_cutoff: bool = False,
-    idle_link: bool = False,
+    by_task: Mapping[str, Sequence[RequestRecord]], config: Config, stage: DraftStage | None
 ) -> list[str]:
-    """Return a sentence for each setting that did nothing, naming the tasks where that depends.
-
-    `phases=decode` is only ever set with a lossy policy, which then stands aside in prefill.
-    `idle_seed` is a seed that was asked for, other than 0, and from which nothing was drawn;
-    `idle_levels` are the precisions of a ladder of which the policy uses the first alone;
-    `idle_cutoff` says that the solver left draft-stage prefetch no layer; `idle_link` that the
-    link had nothing to put into another order.
-    """
+    """Return a sentence for each setting that did nothing, naming the tasks where that depends."""
+    policy, levels = config.policy, config.ladder or ()
+    solution = (stage and stage.solution) or {}
+    requests = sorted(by_task.items())
+    undecoded = [t for t, own in requests if all(p.phase == PREFILL for r in own for p in r.passes)]
+    unscored = [t for t, own in requests if all(r.kind == GENERATE for r in own)]
     warnings = []
-    if idle_seed:
+    if config.seed and not policy.draws:
         warnings.append(
-            f"seed={idle_seed}: no algorithm of this policy draws at random, so the figures are "
+            f"seed={config.seed}: no algorithm of this policy draws at random, so the figures are "
             "those of any other seed."
         )
-    if len(idle_levels) > 1:
+    if len(levels) > 1 and not policy.miss.algorithm.uses_ladder:
         warnings.append(
-            f"precision={':'.join(idle_levels)}: this policy loads every expert at "
-            f"{idle_levels[0]}, so the figures are those of precision={idle_levels[0]}."
+            f"precision={config.precision}: this policy loads every expert at {levels[0]}, so the "
+            f"figures are those of precision={levels[0]}."
         )
-    if idle_cutoff:
+    if solution.get("asked") == "auto" and not solution["used"]:
         warnings.append(
             "prefetch.cutoff=auto: no layer's drafted experts fit into the cache in time, so "
             "nothing was prefetched while drafting. Give more capacity, fewer draft_tokens or "
             "a cutoff."
         )
-    if idle_link:
+    if config.link == FIFO and not policy.prefetch.algorithm.is_active:
         warnings.append(
             "link=fifo: this policy prefetches nothing, so the figures are those of link=priority."
         )
-    requests = by_task.items()
-    undecoded = [t for t, own in requests if all(p.phase == PREFILL for r in own for p in r.passes)]
-    unscored = [t for t, own in requests if all(r.kind == GENERATE for r in own)]
-    if phases == "decode" and undecoded:
+    # `phases=decode` is only ever set with a lossy policy.
+    if policy.phases == "decode" and undecoded:
         warnings.append(
-            f"phases=decode: nothing was decoded in {', '.join(sorted(undecoded))}, so the "
-            "policy's lossy algorithms did nothing there. Use phases=all, or scoring=scan with a "
-            "cache per layer."
+            f"phases=decode: nothing was decoded in {', '.join(undecoded)}, so the policy's lossy "
+            "algorithms did nothing there. Use phases=all, or scoring=scan with a cache per layer."
         )
-    if scoring == "scan" and unscored:
+    if config.scoring == "scan" and unscored:
         warnings.append(
-            f"scoring=scan: no text was scored in {', '.join(sorted(unscored))}, so it had no "
-            "effect there."
+            f"scoring=scan: no text was scored in {', '.join(unscored)}, so it had no effect there."
         )
     return warnings
 
@@ -188,16 +169,6 @@ _COLUMNS = (
     *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
     *("collision_miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
 )
-# The title names these settings where they are not at their defaults.
-_DEFAULTS = {
-    "phases": "all",
-    "scoring": "parallel",
-    "cache_reset": "never",
-    "link": "priority",
-    "execute": "together",
-    "reads_per_expert": 1,
-    "attention": "flat",
-}
 
 
 def speed_table(report: Mapping[str, Any]) -> str:

@@ -6,11 +6,13 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.run_report import settings_without_effect, speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.ledger import Ledger, RequestRecord
@@ -82,39 +84,42 @@ TASKS = {
 }
 
 
+SCAN = {"scoring": "scan", "capacity": "4/layer"}
+LOSSY = {"policy": "pruning", "phases": "decode"}
+SOLVED = SimpleNamespace(solution={"asked": "auto", "used": 0})
+
+
+def warnings_of(tasks: Any, stage: Any = None, **given: Any) -> list[str]:
+    config = read_config({"policy": "on_demand", **given})
+    return settings_without_effect(tasks, config, stage)
+
+
 @pytest.mark.parametrize(
-    ("phases", "scoring", "idle", "said", "unsaid"),
+    ("given", "said", "unsaid"),
     [
-        ("decode", "parallel", {}, ("phases=decode", "arc, mmlu"), "gsm8k"),
-        ("all", "scan", {}, ("scoring=scan", "gsm8k"), "mmlu"),
-        ("all", "parallel", {"idle_seed": 3}, ("seed=3",), "scan"),
-        ("all", "parallel", {"idle_levels": ("int8", "int4")}, ("precision=int8:int4",), "scan"),
-        ("all", "parallel", {"idle_cutoff": True}, ("prefetch.cutoff=auto",), "scan"),
-        ("all", "parallel", {"idle_link": True}, ("link=fifo",), "scan"),
+        (LOSSY, ("phases=decode", "arc, mmlu"), "gsm8k"),
+        (SCAN, ("scoring=scan", "gsm8k"), "mmlu"),
+        ({"seed": 3}, ("seed=3",), "scan"),
+        ({"precision": "int8:int4"}, ("precision=int8:int4",), "scan"),
+        ({"stage": SOLVED}, ("prefetch.cutoff=auto",), "scan"),
+        ({"link": "fifo"}, ("link=fifo",), "scan"),
     ],
 )
 def test_what_did_nothing_is_said_with_its_tasks(
-    phases: str, scoring: str, idle: dict[str, Any], said: tuple[str, ...], unsaid: str
+    given: dict[str, Any], said: tuple[str, ...], unsaid: str
 ) -> None:
-    (warning,) = settings_without_effect(TASKS, phases, scoring, **idle)
+    (warning,) = warnings_of(TASKS, **given)
     assert all(text in warning for text in said)
     assert unsaid not in warning
 
 
-@pytest.mark.parametrize(
-    ("tasks", "phases", "scoring"),
-    [
-        (TASKS, "all", "parallel"),
-        ({"gsm8k": TASKS["gsm8k"]}, "decode", "parallel"),
-        # scan reads a text as if it were decoded.
-        ({"text": served("loglikelihood_rolling", DECODE, DECODE)}, "decode", "scan"),
-        ({}, "decode", "scan"),
-    ],
-)
-def test_settings_that_did_something_are_not_warned_of(
-    tasks: dict[str, list[RequestRecord]], phases: str, scoring: str
-) -> None:
-    assert settings_without_effect(tasks, phases, scoring) == []
+def test_settings_that_did_something_are_not_warned_of() -> None:
+    assert warnings_of(TASKS) == []
+    assert warnings_of({"gsm8k": TASKS["gsm8k"]}, **LOSSY) == []
+    # scan reads a text as if it were decoded.
+    text = {"text": served("loglikelihood_rolling", DECODE, DECODE)}
+    for tasks in (text, {}):
+        assert warnings_of(tasks, **LOSSY, **SCAN) == []
 
 
 # --- the published schema of config.moecache ---
