@@ -17,7 +17,7 @@ import numpy as np
 from grid import TRACES, setting_of, text_table
 from scipy import optimize
 
-from lm_eval_moecache.analysis.plan import attention_s
+from lm_eval_moecache.cli.plan import attention_s
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.emulation import load_real_model, load_stored

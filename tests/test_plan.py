@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.analysis.plan import fit, stand_in
-from lm_eval_moecache.cli.plan import two_digits
+from lm_eval_moecache.cli.plan import fit, stand_in, two_digits
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import load_hardware
 from tests.conftest import Moecache

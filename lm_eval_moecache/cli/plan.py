@@ -6,11 +6,19 @@ import dataclasses
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jsonargparse import ArgumentParser, Namespace
+from pyarrow.parquet import read_schema
 
+from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.cli.main import print_result
+from lm_eval_moecache.engine.regime import Regime, Waits, decode_waits, regime_of
+from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.emulation import (
     PRECISIONS,
     RealModel,
@@ -18,96 +26,33 @@ from lm_eval_moecache.records.emulation import (
     load_real_model,
     load_stored,
 )
+from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.records.files import traces_dir
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, on_disk, profile_names
 from lm_eval_moecache.records.numbers import read_count, unknown
+from lm_eval_moecache.records.sizes import Capacity
+from lm_eval_moecache.trace.future import Future
+from lm_eval_moecache.trace.header import read_header
+from lm_eval_moecache.trace.importers import load_trace
+from lm_eval_moecache.trace.trace import Trace
 
-RAM, DISK = STORES = ("ram", "disk")
+STORES = ("ram", "disk")
 MOST_CONTEXT = 2**24
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    text = f"{', '.join(emulated_names())}; or a config.json, its folder, a YAML"
-    parser.add_argument("model", type=str, help=text)
-    text = f"one of {', '.join(profile_names())}; or a YAML"
-    parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
-    text = f"stored weights: {', '.join(PRECISIONS)}; default: as published"
-    parser.add_argument("--precision", type=str | None, help=text)
-    parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (for TTFT)")
-    text = "where offloaded experts are stored: ram, or disk (an NVMe drive)"
-    parser.add_argument("--store", type=str, default=RAM, help=text)
-    text = "link bandwidth, overrides the profile's: '5GB/s'"
-    parser.add_argument("--bandwidth", type=str | None, help=text)
-    text = "trace whose routing is replayed; default: the most similar shipped one"
-    parser.add_argument("--trace", type=str | None, help=text)
-
-
-def run(arguments: Namespace) -> int:
-    context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
-    prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
-    model = load_real_model(arguments.model, key="model")
-    if arguments.precision is not None:
-        model = dataclasses.replace(model, stored=load_stored(arguments.precision))
-    if arguments.store not in STORES:
-        raise unknown("store", arguments.store, STORES)
-    hardware = load_hardware(arguments.hardware)
-    if arguments.store == DISK:
-        hardware = on_disk(hardware)
-    if arguments.bandwidth is not None:
-        hardware = hardware.with_bandwidth(arguments.bandwidth)
-    found = _find(model, hardware, context, prompt, arguments.trace)
-    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
-    return print_result(arguments.json, found, _text(model, hardware, found, width))
-
-
-def _find(
-    model: RealModel, hardware: Hardware, context: int, prompt: int, path: str | None
-) -> dict[str, Any]:
-    # What is wrong with the options has been said by now: the engine takes a second to import.
-    from lm_eval_moecache.analysis import plan
-    from lm_eval_moecache.trace.importers import load_trace
-
-    def say(step: str) -> None:
-        """Say what is being replayed, where somebody looks."""
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{'replaying ' + step if step else '':40s}\r")
-            sys.stderr.flush()
-
-    room = plan.fit(model, hardware, context)
-    trace = load_trace(path or str(plan.stand_in(model)))
-    rows = list(plan.speeds(model, hardware, room, trace, context, say))
-    say("")
-    needed = plan.touched_share(trace, prompt)
-    compute_s, link_s = plan.first_token_s(model, hardware, room, prompt, needed)
-    found = {
-        "model": model.name,
-        "precision": model.stored.name,
-        "hardware": hardware.name,
-        "link_bytes_per_s": hardware.link_rate,
-        "context": context,
-        "prompt": prompt,
-        "fit": {**dataclasses.asdict(room), "share": room.share, "whole": room.is_whole},
-        "routing": trace.geometry.model,
-        "ttft_ms": 1000 * (compute_s + link_s),
-        "ttft_loads_ms": 1000 * link_s,
-        "fits_at": None if room.is_whole else plan.fitting_precision(model, hardware, context),
-        "rows": rows,
-    }
-    return {**found, "verdict": _verdict(found, hardware)}
-
-
-def two_digits(number: float) -> str:
-    """Return a number at two significant digits, without an exponent."""
-    if number == 0:
-        return "0"
-    rounded = float(f"{number:.2g}")
-    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:#.2g}"
-
-
-def _gb(nbytes: float) -> str:
-    return two_digits(nbytes / 1e9)
-
-
+RECALL = 0.85
+"""Of a prefetcher as good as the next layer's gate is on real models (80.7 to 88.6%)."""
+GATE = {"prefetch": "oracle", "prefetch.recall": RECALL, "prefetch.precision": RECALL}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "lru": {"eviction": "lru"},
+    "hazard": {"eviction": "hazard"},
+    "prefetch": {"eviction": "hazard", **GATE},
+    "host": {"eviction": "lru", "miss": "host", "miss.rule": "balanced"},
+    "bound": {"eviction": "belady"},
+}
+ONLY_WHERE_IT_FITS = ("hazard", "prefetch")
+"""Policies that are replayed at the largest capacity alone: they take seconds."""
+SHARES = (0.05, 0.1, 0.25, 0.5)
+_SMALLER = 2
+_WINDOW = 64
 _BUILDABLE = {
     "lru": "with an LRU cache",
     "hazard": "evicting by forecast (hazard)",
@@ -125,6 +70,269 @@ _WORDS = {
     "waits for": "what a token's time mostly goes to under LRU: the link, memory (compute), "
     "launches",
 }
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    text = f"{', '.join(emulated_names())}; or a config.json, its folder, a YAML"
+    parser.add_argument("model", type=str, help=text)
+    text = f"one of {', '.join(profile_names())}; or a YAML"
+    parser.add_argument("--hardware", type=str, default="rtx-4090-24gb", help=text)
+    text = f"stored weights: {', '.join(PRECISIONS)}; default: as published"
+    parser.add_argument("--precision", type=str | None, help=text)
+    parser.add_argument("--context", type=int, default=4096, help="tokens in the KV cache")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens (for TTFT)")
+    text = "where offloaded experts are stored: ram, or disk (an NVMe drive)"
+    parser.add_argument("--store", type=str, default="ram", help=text)
+    text = "link bandwidth, overrides the profile's: '5GB/s'"
+    parser.add_argument("--bandwidth", type=str | None, help=text)
+    text = "trace whose routing is replayed; default: the most similar shipped one"
+    parser.add_argument("--trace", type=str | None, help=text)
+
+
+def run(arguments: Namespace) -> int:
+    context = read_count("--context", arguments.context, least=1, most=MOST_CONTEXT)
+    prompt = read_count("--prompt", arguments.prompt, least=1, most=MOST_CONTEXT)
+    model = load_real_model(arguments.model, key="model")
+    if arguments.precision is not None:
+        model = dataclasses.replace(model, stored=load_stored(arguments.precision))
+    if arguments.store not in STORES:
+        raise unknown("store", arguments.store, STORES)
+    hardware = load_hardware(arguments.hardware)
+    if arguments.store == "disk":
+        hardware = on_disk(hardware)
+    if arguments.bandwidth is not None:
+        hardware = hardware.with_bandwidth(arguments.bandwidth)
+    found = _find(model, hardware, context, prompt, arguments.trace)
+    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
+    return print_result(arguments.json, found, _text(model, hardware, found, width))
+
+
+def _find(
+    model: RealModel, hardware: Hardware, context: int, prompt: int, path: str | None
+) -> dict[str, Any]:
+    room = fit(model, hardware, context)
+    trace = load_trace(path or str(stand_in(model)))
+    rows = list(speeds(model, hardware, room, trace, context))
+    needed = touched_share(trace, prompt)
+    compute_s, link_s = first_token_s(model, hardware, room, prompt, needed)
+    found = {
+        "model": model.name,
+        "precision": model.stored.name,
+        "hardware": hardware.name,
+        "link_bytes_per_s": hardware.link_rate,
+        "context": context,
+        "prompt": prompt,
+        "fit": {**dataclasses.asdict(room), "share": room.share, "whole": room.is_whole},
+        "routing": trace.geometry.model,
+        "ttft_ms": 1000 * (compute_s + link_s),
+        "ttft_loads_ms": 1000 * link_s,
+        "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
+        "rows": rows,
+    }
+    return {**found, "verdict": _verdict(found, hardware)}
+
+
+# --- what fits, and how fast it is ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """What of a device's memory is taken, in bytes, and what is left for experts."""
+
+    memory: int
+    dense: int
+    kv_cache: int
+    experts: int
+    """Bytes left for experts, at most all of them."""
+    all_experts: int
+
+    @property
+    def share(self) -> float:
+        return self.experts / self.all_experts
+
+    @property
+    def is_whole(self) -> bool:
+        return self.experts == self.all_experts
+
+
+def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
+    """Return what fits beside the dense weights and a KV cache of `context` tokens.
+
+    Activations and what an allocator loses are left out. ValueError where not one expert fits.
+    """
+    kv_cache = model.kv_bytes(context)
+    left = int(hardware.memory_bytes) - model.dense_bytes - kv_cache
+    if left < model.expert_bytes:
+        raise ValueError(
+            f"{model.name} does not run on {hardware.name}: of "
+            f"{hardware.memory_bytes / 1e9:.1f} GB the dense weights take "
+            f"{model.dense_bytes / 1e9:.1f} ({model.stored.name}) and a KV cache of {context} "
+            f"tokens {kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
+            "Allowed: a shorter --context, fewer bits (--precision), or a device with more memory."
+        )
+    every = _all_experts(model)
+    return Fit(
+        memory=int(hardware.memory_bytes),
+        dense=model.dense_bytes,
+        kv_cache=kv_cache,
+        experts=min(left, every),
+        all_experts=every,
+    )
+
+
+def _all_experts(model: RealModel) -> int:
+    return model.num_layers * model.num_experts * model.expert_bytes
+
+
+def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str | None:
+    """Return the stored precision of most bits below the model's at which all of it fits."""
+    fewer = [p for p in PRECISIONS.values() if p.expert_bits < model.stored.expert_bits]
+    room = hardware.memory_bytes - model.kv_bytes(context)
+    for stored in sorted(fewer, key=lambda each: -each.expert_bits):
+        smaller = replace(model, stored=stored)
+        if _all_experts(smaller) + smaller.dense_bytes <= room:
+            return stored.name
+    return None
+
+
+def stand_in(model: RealModel) -> Path:
+    """Return the shipped trace that routes most like the model: the nearest share of experts."""
+    wanted = model.top_k / model.num_experts
+
+    def distance(path: Path) -> tuple[float, str]:
+        # The header says it: reading all the rows of all traces takes a second.
+        found = read_header(path.name, read_schema(path).metadata).geometry
+        own = (found.num_layers, found.num_experts) == (model.num_layers, model.num_experts)
+        return (0.0 if own else 1.0 + abs(found.top_k / found.num_experts - wanted), path.name)
+
+    return min(sorted(traces_dir().glob("*.parquet")), key=distance)
+
+
+def touched_share(trace: Trace, num_tokens: int) -> float:
+    """Return the share of a layer's experts that a prompt of so many tokens needs.
+
+    Counted over windows of a routing's tokens; longer prompts as if windows were independent.
+    """
+    geometry, experts = trace.geometry, trace.columns.experts
+    layers = np.repeat(
+        np.arange(len(trace.row_bounds) - 1) % geometry.num_layers, np.diff(trace.row_bounds)
+    )
+    window = min(num_tokens, _WINDOW)
+    shares = []
+    for layer in range(geometry.num_layers):
+        rows = experts[layers == layer]
+        for start in range(0, max(len(rows) - window, 0) + 1, window):
+            shares.append(len(np.unique(rows[start : start + window])) / geometry.num_experts)
+    return float(1 - (1 - np.mean(shares)) ** (num_tokens / window))
+
+
+def first_token_s(
+    model: RealModel, hardware: Hardware, room: Fit, prompt: int, share: float
+) -> tuple[float, float]:
+    """Return the seconds of a prompt's pass: its compute, and the loads that it waits for.
+
+    From a cold cache every expert that the prompt needs is loaded once, and none of that hides
+    behind compute; where all experts fit they are there.
+    """
+    weights = model.num_layers * (model.layer_weights + model.top_k * model.expert_weights)
+    flops = 2.0 * prompt * (weights + model.read_once - model.output) + 2.0 * model.output
+    flops += prompt * model.attention_flops(prompt) / 2
+    needed = share * room.all_experts
+    dense_bytes = model.num_layers * model.layer_dense_bytes
+    read_s = (needed + dense_bytes) / hardware.memory_bytes_per_s
+    launches_s = regime_of(model.geometry(), room.experts, hardware).launches_s
+    compute_s = max(flops / hardware.peak_flops, read_s) + model.num_layers * launches_s
+    loads = model.num_layers * model.num_experts * share
+    link_s = needed / hardware.link_rate + loads * hardware.link_latency_s
+    return compute_s, 0.0 if room.is_whole else link_s
+
+
+def attention_s(model: RealModel, hardware: Hardware, context: int) -> float:
+    """Return the seconds in which one token attends to its context: its KV cache is read once."""
+    read_s = model.kv_bytes(context) / hardware.memory_bytes_per_s
+    return max(read_s, model.attention_flops(context) / hardware.peak_flops)
+
+
+def speeds(
+    model: RealModel, hardware: Hardware, room: Fit, trace: Trace, context: int
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each capacity up to what fits, and each policy; one row where all fits.
+
+    The trace's layers are charged as the model's. Capacities are shares of all experts: what fits,
+    and up to two round shares below. A layer waits for the link (or the host) as its traced twin
+    does, in proportion to top-k; a token takes the model's number of such layers, and attends to
+    `context` tokens.
+    """
+    # What is wrong with the options has been said by now: the engine takes half a second to import.
+    from lm_eval_moecache.engine.replay import replay
+
+    context_s = attention_s(model, hardware, context)
+
+    def row(share: float, regime: Regime, policy: str, missed: float, waits: Waits) -> Any:
+        layer_s = regime.compute_s + regime.launches_s + waits.link_s + waits.host_s
+        return {
+            "capacity": f"{100 * share:.3g}%",
+            "capacity_bytes": int(room.all_experts * share),
+            "capacity_cycles": regime.cycles,
+            "policy": policy,
+            "decode_miss_rate": missed,
+            "tok_per_s": 1 / (model.num_layers * layer_s + context_s),
+            "bound": regime.bound(waits),
+            "transfer_per_layer": regime.transfer_per_layer,
+        }
+
+    if room.is_whole:
+        regime = regime_of(model.geometry(), room.experts, hardware)
+        yield row(1.0, regime, "resident", 0.0, Waits(0.0))
+        return
+    future = Future(trace)
+    charged = model.emulated_by(trace.geometry)
+    more = model.top_k / trace.geometry.top_k
+    below = [share for share in SHARES if share < 0.95 * room.share]
+    for share in [*below[-_SMALLER:], room.share]:
+        size = max(int(charged.total_expert_bytes * share), model.expert_bytes)
+        regime = regime_of(model.geometry(), int(room.all_experts * share), hardware)
+        for name, overrides in POLICIES.items():
+            if name == "host" and not hardware.host_flops:
+                continue
+            if name in ONLY_WHERE_IT_FITS and share != room.share:
+                continue
+            _say(f"replaying {100 * share:.0f}%, {name}")
+            setting = Setting(
+                policy=load_policy("on_demand", overrides),
+                capacity=Capacity(text=f"{100 * share:.3g}%", bytes_by_partition=(size,)),
+                hardware=hardware,
+                seed=trace.seed,
+                emulate=model,
+            )
+            ledger = replay(trace, setting, future=future).ledger
+            passes = [p for p in ledger.passes if p.phase == DECODE]
+            missed = sum(p.misses + p.late for p in passes) / sum(p.requests for p in passes)
+            waits = decode_waits(ledger.requests, trace.geometry.num_layers) or Waits(0.0)
+            yield row(share, regime, name, missed, Waits(waits.link_s * more, waits.host_s * more))
+    _say("")
+
+
+def _say(step: str) -> None:
+    """Say what is being replayed, where somebody looks."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{step:40s}\r")
+        sys.stderr.flush()
+
+
+# --- the page ---
+
+
+def two_digits(number: float) -> str:
+    """Return a number at two significant digits, without an exponent."""
+    if number == 0:
+        return "0"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:#.2g}"
+
+
+def _gb(nbytes: float) -> str:
+    return two_digits(nbytes / 1e9)
 
 
 def _verdict(found: dict[str, Any], hardware: Hardware) -> str:
@@ -189,14 +397,13 @@ def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: in
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     """Lay out one line a capacity: its misses under LRU, and each policy's tokens a second."""
-    policies = ["lru", "hazard", "prefetch", "host", "bound"]
-    lines = [["experts", "GB", "cycles", "miss", *policies, "waits for"]]
+    lines = [["experts", "GB", "cycles", "miss", *POLICIES, "waits for"]]
     for capacity in dict.fromkeys(row["capacity"] for row in rows):
         of = {row["policy"]: row for row in rows if row["capacity"] == capacity}
         lru = of["lru"]
         cells = [f"{float(capacity[:-1]):.0f}%", _gb(lru["capacity_bytes"])]
         cells += [two_digits(lru["capacity_cycles"]), f"{100 * lru['decode_miss_rate']:.0f}%"]
-        cells += [two_digits(of[name]["tok_per_s"]) if name in of else "-" for name in policies]
+        cells += [two_digits(of[name]["tok_per_s"]) if name in of else "-" for name in POLICIES]
         lines.append([*cells, lru["bound"]])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     over = " " * (sum(widths[:4]) + 8) + "tok/s under each policy"

@@ -159,36 +159,34 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
 
 
 def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Return the options, and what they change in the policy.
+    """Return the options, and the parameters of algorithms.
 
     The options of `--config` files come before those of the command line; who names an algorithm
     drops the parameters that were given to it before.
     """
     files, plain, own = _split_words(argv)
-    known = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
-    traces: Any = []
-    rest: list[str] = []
-    parameters: dict[str, Any] = {}
-    for options in [_of_file(file, known) for file in files]:
-        traces = options.pop("traces", traces)
-        new = {key: value for key, value in options.items() if "." in key}
-        parameters = _over(parameters, set(options), new)
-        for key, value in options.items():
-            # As it would stand on the command line.
-            if key in ("json", "all"):
-                rest += [f"--{key}"] if value else []
-            elif "." not in key:
-                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-                rest.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
+    options: dict[str, Any] = {}
     named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
-    arguments = parser(needs_traces=not traces).parse_args([*rest, *plain])
+    for new, names in [*((found, found) for found in map(_of_file, files)), (own, named)]:
+        dropped = [key for key in options if "." in key and key.partition(".")[0] in names]
+        options = {key: value for key, value in options.items() if key not in dropped} | new
+    traces = options.pop("traces", [])
+    words = []
+    for key, value in options.items():
+        # As it would stand on the command line.
+        if key in ("json", "all"):
+            words += [f"--{key}"] if value else []
+        elif "." not in key:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"--{key}={text.lower() if isinstance(value, bool) else text}")
+    arguments = parser(needs_traces=not traces).parse_args([*words, *plain])
     arguments.traces = arguments.traces or (traces if isinstance(traces, list) else [traces])
-    return arguments, _over(parameters, named, own)
+    return arguments, {key: value for key, value in options.items() if "." in key}
 
 
-def _over(before: Mapping[str, Any], named: set[str], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters where those of an axis that is named anew are dropped."""
-    return {k: v for k, v in before.items() if k.partition(".")[0] not in named} | dict(new)
+def _is_parameter(key: object) -> bool:
+    axis, dot, _ = str(key).partition(".")
+    return bool(dot) and axis in AXES
 
 
 def _split_words(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any]]:
@@ -197,17 +195,13 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, A
     rest: list[str] = []
     parameters: dict[str, Any] = {}
     words = iter(argv)
-    value: str | None
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
-        axis, dot, _ = name.partition(".")
-        if not word.startswith("--") or (name != "config" and not (dot and axis in AXES)):
+        if not word.startswith("--") or not (name == "config" or _is_parameter(name)):
             rest.append(word)
             continue
-        if not equals:
-            value = next(words, None)
-            if value is None:
-                raise ValueError(f"{word} needs a value: {word}=VALUE.")
+        if not equals and not (value := next(words, "")):
+            raise ValueError(f"{word} needs a value: {word}=VALUE.")
         if name == "config":
             files.append(value)
         else:
@@ -215,15 +209,15 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, A
     return files, rest, parameters
 
 
-def _of_file(file: str, known: set[str]) -> dict[str, Any]:
+def _of_file(file: str) -> dict[str, Any]:
     """Read a `--config` file; an axis may be a mapping, as in a policy's file."""
     found = read_yaml(file, f"config={file!r}")
     if not isinstance(found, dict):
         raise ValueError(f"config={file!r} must hold a mapping of options.")
+    known = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
     options: dict[str, Any] = {}
     for key, value in found.items():
-        axis, dot, _ = str(key).partition(".")
-        if key not in known and not (dot and axis in AXES):
+        if key not in known and not _is_parameter(key):
             raise unknown(f"config file {Path(file).name}: option", key, known)
         if key in AXES and isinstance(value, dict):
             options |= {key if k == "name" else f"{key}.{k}": v for k, v in value.items()}

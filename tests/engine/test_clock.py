@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_eval_moecache.analysis import plan
+from lm_eval_moecache.cli import plan
 from lm_eval_moecache.engine.regime import (
     COMPUTE,
     HOST,
