@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -32,38 +31,28 @@ def whole_parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="store_true", help="print the version")
     below = whole.add_subparsers()
     for name in command_names():
-        plain = below.add_parser(name, help=_safe(summary_of(name)), add_help=False)
-        for action in _actions(name):
-            # What a shell can complete of an option: its names and its choices.
-            choices = None if action.choices is None else [str(choice) for choice in action.choices]
-            given: dict[str, Any] = {"help": _safe(action.help), "action": "store_true"}
-            if action.nargs != 0:
-                many = "*" if action.nargs in ("+", "*") else None
-                given |= {"action": "store", "choices": choices, "nargs": many}
-            if action.option_strings:
-                plain.add_argument(*action.option_strings, **given)
-            elif choices is not None:
-                plain.add_argument(action.dest, choices=choices)
+        plain = below.add_parser(name, help=summary_of(name).replace("%", "%%"), add_help=False)
+        for action in _parser_of(name)._actions:
+            # What argparse would fill in is left out, and so is the type: a shell has text alone.
+            action.help = (action.help or "").replace("%%", "%").replace("%", "%%")
+            plain._add_action(action)
     return whole
 
 
-def _actions(name: str) -> list[argparse.Action]:
+def _parser_of(name: str) -> argparse.ArgumentParser:
+    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     if name == "eval":
         from lm_eval._cli.harness import HarnessCLI
 
-        found: list[argparse.Action] = HarnessCLI()._subparsers.choices["run"]._actions
-        return found
-    module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
-    if name == "profile":
-        plain = argparse.ArgumentParser(add_help=False)
-        plain.add_argument("artifact", choices=module.action_names())
-        return plain._actions
+        run: argparse.ArgumentParser = HarnessCLI()._subparsers.choices["run"]
+        return run
     if name == "replay":
-        return list(module.parser()._actions)
-    # A command with actions of its own has none here.
-    return list(parser_of(name)._actions) if hasattr(module, "add_arguments") else []
-
-
-def _safe(text: str | None) -> str:
-    """Drop what argparse would fill in."""
-    return (text or "").replace("%", "%%")
+        replay: argparse.ArgumentParser = module.parser()
+        return replay
+    if hasattr(module, "add_arguments"):
+        return parser_of(name)
+    # A command with actions of its own: of those of `profile` the names.
+    plain = argparse.ArgumentParser(add_help=False)
+    if name == "profile":
+        plain.add_argument("artifact", choices=module.action_names())
+    return plain
