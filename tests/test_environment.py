@@ -220,7 +220,8 @@ def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_t
     monkeypatch.setattr(worker, "evaluate", lambda cell, lm: {})
     monkeypatch.setattr(worker, "head", lambda planned, experiment: {"run_id": "x"})
     monkeypatch.setattr(files, "write_whole", full)
-    planned: Any = SimpleNamespace(cell=SimpleNamespace(model="moecache"), run_id="x", share=None)
+    cell = SimpleNamespace(model="moecache")
+    planned: Any = SimpleNamespace(cell=cell, run_id="x", shared=None, replayed=False)
     outcome = worker.run_cell(planned, str(tmp_path), "e")
     assert outcome.run_id == "x"
     assert outcome.error is not None
