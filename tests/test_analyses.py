@@ -147,7 +147,7 @@ def test_one_tokens_search_is_the_least_loss_of_all_trials(checkpoint: Checkpoin
     analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["ab"], 2)
     analyzed.windows = [window[:2] for window in analyzed.windows[:1]]
     [window], rank = analyzed.windows, 2
-    rows = optimal_expert.analyze(analyzed, rank)
+    rows = optimal_expert.run(analyzed, {"rank": rank}).tables["optimal_expert"]
     plain = float(analyzed.losses(window)[0])
     for layer, row in enumerate(rows):
         losses = tried_by_hand(analyzed, window, layer, rank)
@@ -218,6 +218,10 @@ def analyzed(tmp_path_factory: pytest.TempPathFactory) -> AnalyzedModel:
     return AnalyzedModel("tiny", read_texts("tiny", str(file)), 400, window=64)
 
 
+def drafted(analyzed: AnalyzedModel, draft: str) -> Any:
+    return drafting.run(analyzed, {"draft": draft}).tables
+
+
 def test_shares_by_hand() -> None:
     experts = np.array([[2, 0], [1, 3], [0, 1]])
     scores = np.array([[0.1, 0.2, 0.9, 0.3], [0.8, 0.7, 0.0, 0.1], [0.2, 0.5, 0.9, 0.1]])
@@ -248,7 +252,7 @@ def test_entropy_of_a_sure_and_of_an_even_choice() -> None:
 
 
 def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> None:
-    for row in drafting.analyze(analyzed, "tiny")["drafting"]:
+    for row in drafted(analyzed, "tiny")["drafting"]:
         # But for ties of two gate logits in bfloat16, which the router and the sort break
         # differently; among 64 experts they are not rare.
         assert min(row["draft_top1"], row["draft_topk"]) > 0.98
@@ -258,14 +262,14 @@ def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> 
 
 @pytest.mark.slow
 def test_less_precision_foretells_worse_and_better_than_chance(analyzed: AnalyzedModel) -> None:
-    fine, coarse = (drafting.analyze(analyzed, f"self:{p}")["drafting"] for p in ("int8", "int2"))
+    fine, coarse = (drafted(analyzed, f"self:{p}")["drafting"] for p in ("int8", "int2"))
     for better, worse in list(zip(fine, coarse, strict=True))[1:]:
         assert better["draft_topk"] > worse["draft_topk"] > worse["random_topk"]
         assert better["next_gate_topk"] == worse["next_gate_topk"]
 
 
 def test_the_texts_figures_are_those_of_the_layers_divided_anew(analyzed: AnalyzedModel) -> None:
-    tables = drafting.analyze(analyzed, "self:int4")
+    tables = drafted(analyzed, "self:int4")
     texts, sizes = tables["drafting_texts"], Counter[int]()
     for text, window in zip(analyzed.text_of, analyzed.windows, strict=True):
         sizes[text] += len(window)

@@ -18,6 +18,7 @@ from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Ro
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.coactivation import NO_BUDDY, Coactivation, buddy_lists, conditional
+from lm_eval_moecache.report.plots import new_figure
 
 TITLE = "Experts chosen together"
 Weights = Callable[[int], Any]
@@ -127,8 +128,6 @@ def analyze(counts: Coactivation, similarity: FloatArray, alpha: float, k_max: i
 
 def draw(counts: Coactivation, similarity: FloatArray, layer: int, title: str) -> Any:
     """Draw a layer's co-activations, output similarities (diagonals left out) and activations."""
-    from lm_eval_moecache.report.plots import new_figure
-
     figure, (left, middle, right) = new_figure(columns=3)
     for panel, name, values in (
         (left, "tokens that chose i and j", counts.pairs[layer]),

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
 from lm_eval_moecache.report.metrics import MEGABYTE, cache_metrics
+from lm_eval_moecache.report.plots import legend, look, new_figure
 
 TITLE = "What a policy changes of the output"
 UNMODIFIED = "unmodified"
@@ -132,8 +133,6 @@ def figures(windows: Sequence[Window]) -> dict[str, Any]:
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the divergence of each policy over the bytes that it moves."""
-    from lm_eval_moecache.report.plots import legend, look, new_figure
-
     figure, (left, right) = new_figure(columns=2)
     series = {}
     for index, row in enumerate(rows[1:]):

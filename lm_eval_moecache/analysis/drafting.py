@@ -19,6 +19,7 @@ from lm_eval_moecache.harness.preflight import check_draft
 from lm_eval_moecache.model.moe_layers import MoELayer
 from lm_eval_moecache.model.speculative import make_draft, matching_layers
 from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.report.plots import legend, new_figure
 
 TITLE = "Predicting a layer's experts, by layer"
 Array = np.ndarray[Any, Any]
@@ -32,13 +33,6 @@ _NEIGHBOURS = (1, 2, 3, 4, 6, 8)
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
-    """Analyse the predictions of one draft."""
-    tables = analyze(analyzed, options["draft"])
-    title = f"{TITLE} ({analyzed.name}, {options['draft']})"
-    return Analysis(tables, title, partial(draw, tables["drafting"]))
-
-
-def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
     """Return how often each predictor is right, and how sure it is: by MoE layer, and by text.
 
     Beside it what neighbouring tokens of a text ask for, as drafts do (`_neighbours`).
@@ -49,6 +43,7 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
     most often by the tokens before, of earlier texts too, `random` the chance. Entropies are in
     bits, per token. A text's figures are means over its tokens, then over the layers.
     """
+    draft = options["draft"]
     check_draft(draft, analyzed.name, {}, needs_layers=True)
     model = make_draft(draft, analyzed.model)
     matches = matching_layers(model.blocks, analyzed.layers)
@@ -70,20 +65,17 @@ def analyze(analyzed: AnalyzedModel, draft: str) -> dict[str, Rows]:
         chosen_TE = np.zeros((len(experts_TK), analyzed.geometry.num_experts), dtype=bool)
         np.put_along_axis(chosen_TE, experts_TK, True, axis=-1)
         chosen += np.split(chosen_TE, np.cumsum(sizes)[:-1])
-    return {
-        "drafting": [
-            {"layer": at} | {n: float(own[n].mean()) if n in own else None for n in _NAMES}
-            for at, own in enumerate(figures)
-        ],
-        "drafting_texts": texts,
-        "drafting_neighbours": _neighbours(chosen),
-    }
+    rows: Rows = [
+        {"layer": at} | {n: float(own[n].mean()) if n in own else None for n in _NAMES}
+        for at, own in enumerate(figures)
+    ]
+    neighbours = _neighbours(chosen)
+    tables = {"drafting": rows, "drafting_texts": texts, "drafting_neighbours": neighbours}
+    return Analysis(tables, f"{TITLE} ({analyzed.name}, {draft})", partial(draw, rows))
 
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the share of experts predicted rightly over the layers."""
-    from lm_eval_moecache.report.plots import legend, new_figure
-
     figure, panels = new_figure(columns=2)
     for axes, form in zip(panels, ("top1", "topk"), strict=True):
         for predictor in _PREDICTORS:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows
+from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.report.metrics import cache_metrics
+from lm_eval_moecache.report.plots import new_figure
 
 TITLE = "Expert selection, token after token"
 ABSENT, CACHED, HIT, MISS = range(4)
@@ -23,32 +24,23 @@ _SHOWN = (
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
-    """Analyse the router's own choices and those of `cache_prior`, under one capacity."""
-    capacity, share, layer = options["capacity"], options["lambda"], options["layer"]
-    cache_prior = {"routing": "cache_prior", "routing.lambda": share}
-    routings = {"standard": {}, f"cache_prior (lambda {share:g})": cache_prior}
-    rows, maps = analyze(analyzed, capacity, routings, layer)
-    title = f"{TITLE} ({analyzed.name}, {capacity})"
-    return Analysis({"locality": rows}, title, partial(draw, maps, layer))
+    """Analyse the router's own choices and those of `cache_prior`, with one cache per layer.
 
-
-def analyze(
-    analyzed: AnalyzedModel, capacity: str, routings: Mapping[str, Mapping[str, Any]], layer: int
-) -> tuple[Rows, dict[str, IntArray]]:
-    """Read the text under each routing with one cache per layer.
-
-    Returns a row for each (perplexity, miss rates, lifetime in tokens, fidelity) and, of `layer`
+    A row for each: perplexity, miss rates, lifetime in tokens, fidelity. Drawn is, of `layer`
     (which counts MoE layers from 0), the state of every expert at every token: [tokens, experts].
     """
+    capacity, share, layer = options["capacity"], options["lambda"], options["layer"]
+    cache_prior = {"routing": "cache_prior", "routing.lambda": share}
     rows, maps = [], {}
-    for name, overrides in routings.items():
+    for name, overrides in {"standard": {}, f"cache_prior (lambda {share:g})": cache_prior}.items():
         with analyzed.under(overrides, capacity=capacity, scan=True) as engine:
             states = _watch(engine, layer)
             row = {"routing": name, "perplexity": analyzed.perplexity()}
         metrics = cache_metrics(engine.ledger.passes)
         rows.append(row | {key: metrics[key] for key in _SHOWN})
         maps[name] = np.array(states)
-    return rows, maps
+    title = f"{TITLE} ({analyzed.name}, {capacity})"
+    return Analysis({"locality": rows}, title, partial(draw, maps, layer))
 
 
 def _watch(engine: Engine, layer: int) -> list[IntArray]:
@@ -71,8 +63,6 @@ def draw(maps: Mapping[str, IntArray], layer: int, title: str, tokens: int = 100
     """Draw the maps below each other: green a hit, red a miss, blue in the cache and not needed."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
-
-    from lm_eval_moecache.report.plots import new_figure
 
     colors = ListedColormap(["#ffffff", "#9ecae1", "#31a354", "#de2d26"])
     figure, axes = new_figure(rows=len(maps))

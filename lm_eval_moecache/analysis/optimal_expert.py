@@ -19,6 +19,7 @@ from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
+from lm_eval_moecache.report.plots import new_figure
 
 TITLE = "Share of tokens whose router chose the expert with which they are predicted best"
 
@@ -50,22 +51,15 @@ class ForcedExpert(RoutingAlgorithm):
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
-    """Analyse the choices of one `rank`."""
-    rows = analyze(analyzed, options["rank"])
-    title = f"{TITLE} ({analyzed.name}, rank {options['rank']})"
-    return Analysis({"optimal_expert": rows}, title, partial(draw, rows))
-
-
-def analyze(analyzed: AnalyzedModel, rank: int = 2) -> Rows:
     """Return one row a layer: agreement, what chance would agree, and perplexities.
 
-    The experts of all ranks but one are fixed and every choice for that one is tried, at one layer
-    at a time; best is the one with which the token's successor is likeliest (ties go to the
-    router's). A trial changes all tokens of the text at once, as one for each token alone would
-    take as many readings as there are tokens: a token's loss holds the change of those before it.
-    `oracle` is the perplexity when every token gets its best expert there.
+    The experts of all ranks but `rank` are fixed and every choice for it is tried, at one layer at
+    a time; best is the one with which the token's successor is likeliest (ties go to the router's).
+    A trial changes all tokens of the text at once, as one for each token alone would take as many
+    readings as there are tokens: a token's loss holds the change of those before it. `oracle` is
+    the perplexity when every token gets its best expert there.
     """
-    geometry = analyzed.geometry
+    geometry, rank = analyzed.geometry, options["rank"]
     rows = []
     forced = {"routing": f"{__name__}.{ForcedExpert.__name__}", "routing.rank": rank}
     with analyzed.under(forced) as engine:
@@ -84,7 +78,8 @@ def analyze(analyzed: AnalyzedModel, rank: int = 2) -> Rows:
                     "oracle": float(np.exp(oracle / count)),
                 }
             )
-    return rows
+    title = f"{TITLE} ({analyzed.name}, rank {rank})"
+    return Analysis({"optimal_expert": rows}, title, partial(draw, rows))
 
 
 def _search(
@@ -115,8 +110,6 @@ def _search(
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw Figure 10: agreement over the layers, beside chance."""
-    from lm_eval_moecache.report.plots import new_figure
-
     figure, (axes,) = new_figure()
     layers = [row["layer"] for row in rows]
     axes.plot(layers, [row["agreement"] for row in rows], marker="o", label="router")

@@ -10,7 +10,7 @@ replaced by the predicted ones.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from lm_eval_moecache.model.predictor.samples import (
 from lm_eval_moecache.records.files import TINY
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.predictor import load_predictor
+from lm_eval_moecache.report.plots import new_figure
 from lm_eval_moecache.report.results import SPEED_FILTER
 from lm_eval_moecache.sweep.evaluation import (
     answers_of,
@@ -51,24 +52,16 @@ _REPLACED = {"routing": "commit", "routing.tokens": "mispredicted", "phases": "d
 _NOTHING = "so there is nothing to predict. Allowed: tasks "
 
 
-def run(model: str, options: Mapping[str, Any]) -> Analysis:
-    """Analyse what a model generates in `tasks`; tiny has tasks of its own."""
-    tasks = [name for name in (options["tasks"] or "").split(",") if name]
-    if not tasks and model != TINY:
-        raise ValueError("tasks: name tasks that generate text, such as gsm8k: --tasks gsm8k.")
-    limit, profile = options["limit"], options["profile"]
-    tables = analyze(model, tasks or TINY_TASKS, limit=limit, profile=profile)
-    return Analysis(tables, f"{TITLE} ({model})", partial(draw, tables["certainty"]))
+def run(pretrained: str, options: Mapping[str, Any]) -> Analysis:
+    """Run `tasks` as they are and with the replacement; every expert is resident all the time.
 
-
-def analyze(
-    pretrained: str, tasks: Sequence[str], *, limit: int, profile: str | None = None
-) -> dict[str, Rows]:
-    """Run the tasks as they are and with the replacement; every expert is resident all the time.
-
-    The frequency baseline names the experts that these very tokens chose most often, which no
-    predictor made beforehand could know better.
+    Tiny has tasks of its own. The frequency baseline names the experts that these very tokens chose
+    most often, which no predictor made beforehand could know better.
     """
+    tasks = [name for name in (options["tasks"] or "").split(",") if name]
+    if not tasks and pretrained != TINY:
+        raise ValueError("tasks: name tasks that generate text, such as gsm8k: --tasks gsm8k.")
+    tasks, profile = tasks or [*TINY_TASKS], options["profile"]
     check_task_names(tasks, ())
     kinds = answers_of(leaf_tasks(tasks))
     if GENERATE not in kinds:
@@ -85,7 +78,7 @@ def analyze(
         model="moecache",
         model_args={},
         tasks=tuple(tasks),
-        options={"limit": limit},
+        options={"limit": options["limit"]},
         include_path=(),
     )
     with quiet():
@@ -95,7 +88,7 @@ def analyze(
         lm.install(replacing)
         replaced = evaluate(cell, lm)
     top_k = lm.geometry.top_k
-    return {
+    tables = {
         "certainty": certainty_rows(judged, top_k),
         "deciles": decile_rows(judged, top_k),
         "layers": layer_rows(judged, top_k),
@@ -103,12 +96,11 @@ def analyze(
         "documents": document_rows(judged),
         "replacement": _compare(plain, replaced),
     }
+    return Analysis(tables, f"{TITLE} ({pretrained})", partial(draw, tables["certainty"]))
 
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw Figure 2: mean certainty over accuracy, and how many predictions have each."""
-    from lm_eval_moecache.report.plots import new_figure
-
     figure, (left, right) = new_figure(columns=2)
     accuracy = [row["accuracy"] for row in rows]
     width = 0.6 / len(rows)

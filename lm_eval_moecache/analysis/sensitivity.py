@@ -19,6 +19,7 @@ from tqdm import tqdm
 from lm_eval_moecache.analysis.analyzed_model import Analysis, AnalyzedModel, Rows, watched
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.sensitivity import Doubles, rises
+from lm_eval_moecache.report.plots import new_figure
 
 TITLE = (
     "Perplexity when experts are dropped from a rank on, or one rank is swapped for a random one"
@@ -26,17 +27,12 @@ TITLE = (
 
 
 def run(analyzed: AnalyzedModel, options: Mapping[str, Any]) -> Analysis:
-    """Analyse with `seeds` draws for each swapped rank."""
-    rows = analyze(analyzed, options["seeds"])
-    return Analysis({"sensitivity": rows}, f"{TITLE} ({analyzed.name})", partial(draw, rows))
-
-
-def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> Rows:
     """Return one row a rank: perplexity with the rank dropped (and all after it) and swapped.
 
-    Rank 0 is the unmodified model. Swapping is random, so it is read once for each seed; the mean
-    and the largest distance from it are given.
+    Rank 0 is the unmodified model. Swapping is random, so it is read once for each of `seeds`; the
+    mean and the largest distance from it are given.
     """
+    seeds = options["seeds"]
 
     def perplexity(overrides: dict[str, Any], seed: int = 0) -> float:
         with analyzed.under(overrides, seed=seed):
@@ -51,13 +47,11 @@ def analyze(analyzed: AnalyzedModel, seeds: int = 3) -> Rows:
         mean = sum(swapped) / seeds
         spread = max(abs(value - mean) for value in swapped)
         rows.append({"rank": rank, "drop_from": dropped, "swap": mean, "swap_spread": spread})
-    return rows
+    return Analysis({"sensitivity": rows}, f"{TITLE} ({analyzed.name})", partial(draw, rows))
 
 
 def draw(rows: Rows, title: str) -> Any:
     """Draw the two panels of Figure 2; perplexity is on a logarithmic axis."""
-    from lm_eval_moecache.report.plots import new_figure
-
     figure, (left, right) = new_figure(columns=2)
     plain, ranked = rows[0]["drop_from"], rows[1:]
     columns = {key: [row[key] for row in ranked] for key in rows[0]}

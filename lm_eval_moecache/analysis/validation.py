@@ -24,6 +24,7 @@ from lm_eval_moecache.records.files import is_file
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown, unknown
 from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.report.plots import pyplot
 from lm_eval_moecache.trace.trace import Trace
 
 Values = NDArray[np.float64]
@@ -94,13 +95,14 @@ def read_measured(path: Path, names: Mapping[str, str]) -> Series:
             f"{what} has no rows with any of the columns {', '.join(COLUMNS)}; it has "
             f"{', '.join(given) or 'none'}. Allowed: --columns '{{wall_ms: its_name}}'."
         )
-    columns = {ours: np.empty(len(rows)) for ours in present}
-    for number, row in enumerate(rows, start=1):
-        for ours, theirs in present.items():
-            value = plain_number(row[theirs] or "")
-            if value is None:
-                raise ValueError(f"{what}: row {number}, {theirs}={shown(row[theirs])}: no number.")
-            columns[ours][number - 1] = value
+    columns = {}
+    for ours, theirs in present.items():
+        values = [plain_number(row[theirs] or "") for row in rows]
+        if None in values:
+            number = values.index(None)
+            bad = shown(rows[number][theirs])
+            raise ValueError(f"{what}: row {number + 1}, {theirs}={bad}: no number.")
+        columns[ours] = np.array(values, dtype=np.float64)
     return Series(columns)
 
 
@@ -115,9 +117,8 @@ def foretell(trace: Trace, setting: Setting) -> Series:
     decoded = [i for i, each in enumerate(passes) if each.phase != PREFILL]
     if not decoded:
         raise ValueError(f"trace {trace.name} has no decoded token to compare.")
-    wall = np.array([1e3 * passes[i].duration_s for i in decoded])
-    stall = np.array([1e3 * passes[i].stall_s for i in decoded])
-    read = np.array([float(passes[i].bytes_moved) for i in decoded])
+    rows = [(1e3 * p.duration_s, 1e3 * p.stall_s, float(p.bytes_moved)) for p in passes]
+    wall, stall, read = np.array(rows)[decoded].T
     spent = 1e3 * setting.hardware.load_overhead_s_per_byte * read
     columns = {WALL: wall, STALL: stall, COMPUTE: wall - stall - spent, MANAGEMENT: spent}
     return Series({**columns, READ: read, HIT: share[decoded]})
@@ -153,23 +154,25 @@ def compare(ours: Series, measured: Series) -> dict[str, float | int | None]:
         errors = np.abs(mine[some] - theirs[some]) / theirs[some]
         return float(mine.sum() / theirs.sum()), float(np.median(errors))
 
-    found: dict[str, float | int | None] = {"tokens": len(measured)}
-    found["bytes_ratio"], _ = nearness(READ)
     varies = READ in both and len(measured) > 1 and all(side.std() for side in both[READ])
-    found["bytes_correlation"] = float(np.corrcoef(*both[READ])[0, 1]) if varies else None
     has_cache = HIT in both and both[HIT][1][-1] >= 0
-    found["hit_rate_difference"] = (
-        float(both[HIT][0][-1] - both[HIT][1][-1]) / 100 if has_cache else None
-    )
-    found["stall_ratio"], found["stall_median_error"] = nearness(STALL)
-    found["wall_ratio"], found["wall_median_error"] = nearness(WALL)
-    return found
+    stall, wall = nearness(STALL), nearness(WALL)
+    return {
+        "tokens": len(measured),
+        "bytes_ratio": nearness(READ)[0],
+        "bytes_correlation": float(np.corrcoef(*both[READ])[0, 1]) if varies else None,
+        "hit_rate_difference": float(both[HIT][0][-1] - both[HIT][1][-1]) / 100
+        if has_cache
+        else None,
+        "stall_ratio": stall[0],
+        "stall_median_error": stall[1],
+        "wall_ratio": wall[0],
+        "wall_median_error": wall[1],
+    }
 
 
 def plot(ours: Series, measured: Series, path: Path) -> None:
     """Draw each measured column over the tokens, and ours beside it."""
-    from lm_eval_moecache.report.plots import pyplot
-
     named = {WALL: "wall (ms)", STALL: "stall (ms)", READ: "bytes read", HIT: "hits (%)"}
     drawn = [name for name in named if name in measured.columns and name in ours.columns]
     size = (7, 2.2 * len(drawn))
@@ -188,16 +191,16 @@ def as_text(found: Mapping[str, Any], measured: Series) -> str:
     """Say it in lines that a reader can act on."""
     lines = [f"{found['tokens']} decoded tokens, the clock / the device:"]
     for name, key in (("bytes read", "bytes"), ("stall", "stall"), ("wall", "wall")):
-        ratio = found[f"{key}_ratio"]
+        ratio, error = found[f"{key}_ratio"], found.get(f"{key}_median_error")
         if ratio is None:
-            lines.append(f"  {name:11s} not measured")
-        elif key == "bytes":
+            told = "not measured"
+        elif error is None:
             correlation = found["bytes_correlation"]
-            told = "-" if correlation is None else f"{correlation:.4f}"
-            lines.append(f"  {name:11s} {ratio:.3f} of the total, correlation {told}")
+            told = f"{ratio:.3f} of the total, correlation "
+            told += "-" if correlation is None else f"{correlation:.4f}"
         else:
-            error = f"median error of a token {100 * found[f'{key}_median_error']:.1f}%"
-            lines.append(f"  {name:11s} {ratio:.3f} of the total, {error}")
+            told = f"{ratio:.3f} of the total, median error of a token {100 * error:.1f}%"
+        lines.append(f"  {name:11s} {told}")
     if found["hit_rate_difference"] is not None:
         lines.append(f"  hit rate    {100 * found['hit_rate_difference']:+.2f} points")
     wall = measured.columns.get(WALL)

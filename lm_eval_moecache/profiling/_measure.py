@@ -85,39 +85,39 @@ def measure(name: str, device_name: str, dtype_name: str, nbytes: int, edge: int
         return typical_s(lambda: target.copy_(source, non_blocking=True), device)
 
     device_edge = _edge_in_time(device, dtype, edge)
-    flops = 2 * device_edge**3 / _matmul_s(device, dtype, device_edge)
     weights = _weights(device, dtype, nbytes)
     memory = weights.nbytes / typical_s(_products_with(weights), device)
     large_s, small_s = copy_s(nbytes), copy_s(_SMALL_BYTES)
     layer_s = _launches_s(device, dtype, memory)
     num_kernels = DENSE_KERNELS + EXPERT_KERNELS
-    host, host_source = _measure_host(nbytes, edge)
     where = _describe(device)
     how = f"measured on {where} with torch {torch.__version__}: "
     matrices = f"{len(weights)} matrices of {' x '.join(map(str, weights[0].shape))}"
-    return Hardware(
-        name=name,
-        peak_flops=flops,
-        memory_bytes_per_s=memory,
-        link_bytes_per_s=(nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
-        link_latency_s=small_s,
-        kernel_overhead_s=layer_s / num_kernels,
-        memory_bytes=float(memory_bytes),
-        **host,
-        source={
-            "peak_flops": f"{how}{_cube(device_edge)} product in {dtype_name}",
-            "memory_bytes_per_s": f"{how}products of one row with {matrices}",
-            "link_bytes_per_s": f"{how}copy of {nbytes} bytes to it from host memory",
-            "link_latency_s": f"{how}copy of {_SMALL_BYTES} bytes to it from host memory",
-            "kernel_overhead_s": f"{how}{layer_s:.3g} s a layer beyond reading, over the "
-            f"{num_kernels} kernels that the clock counts",
-            "memory_bytes": f"reported by {where}",
-            **host_source,
-        },
-    )
+    found = {
+        "peak_flops": (
+            2 * device_edge**3 / _matmul_s(device, dtype, device_edge),
+            f"{how}{_cube(device_edge)} product in {dtype_name}",
+        ),
+        "memory_bytes_per_s": (memory, f"{how}products of one row with {matrices}"),
+        "link_bytes_per_s": (
+            (nbytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9),
+            f"{how}copy of {nbytes} bytes to it from host memory",
+        ),
+        "link_latency_s": (small_s, f"{how}copy of {_SMALL_BYTES} bytes to it from host memory"),
+        "kernel_overhead_s": (
+            layer_s / num_kernels,
+            f"{how}{layer_s:.3g} s a layer beyond reading, over the {num_kernels} kernels that the "
+            "clock counts",
+        ),
+        "memory_bytes": (float(memory_bytes), f"reported by {where}"),
+        **_measure_host(nbytes, edge),
+    }
+    figures: dict[str, Any] = {key: value for key, (value, _) in found.items()}
+    source = {key: text for key, (_, text) in found.items()}
+    return Hardware(name=name, source=source, **figures)
 
 
-def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _measure_host(nbytes: int, edge: int) -> dict[str, tuple[float, str]]:
     """Return what the processor reaches at an expert's work, and where each figure comes from.
 
     With all its threads, at what it multiplies fastest: float32. Half precisions are products of
@@ -129,15 +129,12 @@ def _measure_host(nbytes: int, edge: int) -> tuple[dict[str, Any], dict[str, str
     read_s = typical_s(_products_with(weights), cpu)
     how = f"measured on {_describe(cpu)} with torch {torch.__version__}: "
     rows = f"products of one row with {len(weights)} float32 matrices"
-    figures = {
-        "host_flops": 2 * edge**3 / _matmul_s(cpu, torch.float32, edge),
-        "host_memory_bytes_per_s": weights.nbytes / read_s,
+    flops = 2 * edge**3 / _matmul_s(cpu, torch.float32, edge)
+    read = f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once"
+    return {
+        "host_flops": (flops, f"{how}{_cube(edge)} product in float32"),
+        "host_memory_bytes_per_s": (weights.nbytes / read_s, read),
     }
-    source = {
-        "host_flops": f"{how}{_cube(edge)} product in float32",
-        "host_memory_bytes_per_s": f"{how}{rows} of {_CPU_EDGE} x {_CPU_EDGE}, each read once",
-    }
-    return figures, source
 
 
 def _dtype(dtype_name: str) -> torch.dtype:

@@ -115,12 +115,7 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     kept: dict[str, dict[str, Any]] = {}
     for sample in samples:
-        figures = sample.get(SAMPLE_KEY, {})
-        found = {
-            f"{name},{SPEED_FILTER}": six_digits(figures[name])
-            for name in KEPT_SPEED
-            if name in figures
-        }
+        found: dict[str, Any] = kept_speed(sample.get(SAMPLE_KEY, {}))
         if sample["filter"] != SPEED_FILTER:
             found |= {
                 f"{name},{sample['filter']}": _plain(sample[name]) for name in sample["metrics"]
@@ -131,9 +126,13 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return kept
 
 
-def six_digits(value: float) -> float:
-    """Round: the last digits of a mean are noise, and half of a record's size."""
-    return float(f"{value:.6g}")
+def kept_speed(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return a document's figures of speed that are kept, to six digits.
+
+    The last digits of a mean are noise, and half of a record's size.
+    """
+    kept = {name: figures[name] for name in KEPT_SPEED if name in figures}
+    return {f"{name},{SPEED_FILTER}": float(f"{value:.6g}") for name, value in kept.items()}
 
 
 def _plain(value: Any) -> Any:

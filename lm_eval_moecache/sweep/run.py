@@ -337,7 +337,7 @@ def outcome_of(future: Future[Outcome], planned: ResolvedCell) -> Outcome:
 
 
 def _ray(stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
-    ray = _extra("ray")
+    ray = import_extra("executor='ray'", "ray", "ray")
     ours = not ray.is_initialized()
     if ours:
         ray.init(**{"log_to_driver": False, **options})
@@ -368,7 +368,7 @@ def _ray(stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]) ->
 def _submitit(
     stages: Stages, where: Place, jobs: int, options: Mapping[str, Any]
 ) -> Iterator[Outcome]:
-    submitit = _extra("submitit")
+    submitit = import_extra("executor='submitit'", "submitit", "submitit")
     parameters = {"timeout_min": 24 * 60, **options}
     cluster = parameters.pop("cluster", None)
     executor = submitit.AutoExecutor(folder=f"{where[0]}/submitit", cluster=cluster)
@@ -390,12 +390,12 @@ def _submitit(
             raise
 
 
-def _extra(name: str) -> Any:
-    """Import an optional executor, or say which extra brings it."""
+def import_extra(what: str, package: str, extra: str) -> Any:
+    """Import an optional package, or say which extra of this one brings it."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(
-            f"executor={name!r} needs the package {name!r}, which is not installed ({error}). "
-            f"Install it with: pip install 'lm-eval-moecache[{name}]'."
+            f"{what} needs the package {package!r}, which is not installed ({error}). "
+            f"Install it with: pip install 'lm-eval-moecache[{extra}]'."
         ) from error

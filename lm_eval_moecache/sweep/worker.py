@@ -39,7 +39,7 @@ from lm_eval_moecache.records.ledger import RequestRecord
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.sizes import check_sized, parse_bytes
 from lm_eval_moecache.report.results import SPEED_FILTER
-from lm_eval_moecache.sweep.evaluation import KEPT_SPEED, evaluate, loadable, quiet, six_digits
+from lm_eval_moecache.sweep.evaluation import evaluate, kept_speed, loadable, quiet
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
@@ -299,13 +299,11 @@ def _replace_speed(kept: dict[str, Any], requests: Sequence[RequestRecord], cell
                 f"cell has {', '.join(found)}. Run it with `moecache sweep --live`."
             )
         row.update(found)
-        # What `evaluation.scores` keeps of a live run's documents.
-        kept_speed: dict[str, dict[str, float]] = {}
+        speeds: dict[str, dict[str, float]] = {}
         for document, figures in documents.items():
-            for name in (name for name in KEPT_SPEED if name in figures):
-                by_document = kept_speed.setdefault(name + _SUFFIX, {})
-                by_document[str(document)] = six_digits(figures[name])
-        kept["scores"].setdefault(task, {}).update(kept_speed)
+            for key, value in kept_speed(figures).items():
+                speeds.setdefault(key, {})[str(document)] = value
+        kept["scores"].setdefault(task, {}).update(speeds)
     for name, group in _groups(cell.tasks, cell.include_path).items():
         aggregated = group.aggregate(results)
         for shown in (results.get(name), kept.get("groups", {}).get(name)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool
-from lm_eval_moecache.sweep.run import check_cell
+from lm_eval_moecache.sweep.run import check_cell, import_extra
 from lm_eval_moecache.sweep.worker import BY_REPLAY
 from lm_eval_moecache.tune.measure import POINT, CandidateRunner, Figures, Objective, overrides_of
 from lm_eval_moecache.tune.outcome import (
@@ -258,7 +257,7 @@ class Search:
 
     def _take(self, name: str, args: Mapping[str, Any], trial: Any) -> list[Candidate]:
         """Return a candidate that the model has to run; settle all others by themselves."""
-        pruned = import_optuna().trial.TrialState.PRUNED
+        states = import_optuna().trial.TrialState
         if trial is None and self._leaves_out(name):
             return []
         try:
@@ -267,7 +266,7 @@ class Search:
             if trial is None:
                 self._fail(name, trial, str(error))
             else:
-                self._close(trial, {"reason": f"refused: {error}"}, state=pruned)
+                self._close(name, trial, states.PRUNED, {"reason": f"refused: {error}"})
             return []
         policy = planned.config.policy
         if trial is None and not policy.is_lossless:
@@ -286,7 +285,7 @@ class Search:
         ratio = figures.speed / best
         if (ratio if self.sign > 0 else 1 / ratio) < 1 - self.slack:
             reason = f"its lossless part: {figures.speed:.1f}"
-            self._close(trial, {"reason": reason}, state=pruned)
+            self._close(name, trial, states.PRUNED, {"reason": reason})
             return []
         return [(planned, trial)]
 
@@ -314,40 +313,36 @@ class Search:
 
     def _enter(self, planned: ResolvedCell, trial: Any, found: Figures) -> None:
         name, policy = str(planned.cell.label), planned.config.policy.as_dict()
-        attributes = {
-            **({"composition": name} if trial is None else {}),
-            "kind": SHIPPED if trial is None else SEARCHED,
-            "policy": policy,
-            "figures": dataclasses.asdict(found),
-            "excess": self.floor - found.accuracy,
-        }
-        self._close(trial, attributes, [found.accuracy, found.speed])
+        figures, excess = dataclasses.asdict(found), self.floor - found.accuracy
+        attributes = {"policy": policy, "figures": figures, "excess": excess}
+        complete = import_optuna().trial.TrialState.COMPLETE
+        self._close(name, trial, complete, attributes, [found.accuracy, found.speed])
         by = "replayed" if found.measured_by == BY_REPLAY else "run"
         told = f"{name}: accuracy {found.accuracy:.3f}, speed {found.speed:.1f} ({by})"
         self.say(told if trial is None else f"{told}: {composition_text(policy)}")
 
     def _fail(self, name: str, trial: Any, reason: str) -> None:
         """Enter that a candidate's run has failed, or why a composition cannot run here."""
-        shipped = {"kind": SHIPPED, "composition": name} if trial is None else {}
-        state = import_optuna().trial.TrialState.FAIL
-        self._close(trial, {**shipped, "reason": reason}, state=state)
+        self._close(name, trial, import_optuna().trial.TrialState.FAIL, {"reason": reason})
         self.say(f"{name}: {'left out' if trial is None else 'failed'}: {reason}")
 
     def _close(
         self,
+        name: str,
         trial: Any,
+        state: Any,
         attributes: Mapping[str, Any],
         values: Sequence[float] | None = None,
-        state: Any = None,
     ) -> None:
         """End a trial; a composition's is made for it, without parameters."""
-        optuna = import_optuna()
-        state = state or optuna.trial.TrialState.COMPLETE
         if trial is None:
-            ended = optuna.trial.create_trial(values=values, state=state, user_attrs=attributes)
+            shipped = {"kind": SHIPPED, "composition": name, **attributes}
+            ended = import_optuna().trial.create_trial(
+                values=values, state=state, user_attrs=shipped
+            )
             self.study.add_trial(ended)
             return
-        for key, value in attributes.items():
+        for key, value in {"kind": SEARCHED, **attributes}.items():
             trial.set_user_attr(key, value)
         self.study.tell(trial, values, state)
 
@@ -422,13 +417,7 @@ def _suggest(trial: Any, name: str, values: Any) -> Any:
 
 def import_optuna() -> Any:
     """Import the optional search library, or say which extra brings it."""
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ValueError(
-            f"moecache tune needs the package 'optuna', which is not installed ({error}). "
-            "Install it with: pip install 'lm-eval-moecache[tune]'."
-        ) from error
+    return import_extra("moecache tune", "optuna", "tune")
 
 
 def open_study(folder: Path, objective: Objective, seed: int) -> Any:

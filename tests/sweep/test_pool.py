@@ -66,32 +66,19 @@ def alive(pid: int) -> bool:
         return False
 
 
-def assert_two_have_ended(folder: Path) -> None:
-    """Check that two workers have begun, and wait for their end."""
-    begun = {int(path.name.split("-")[1]) for path in (folder / "begun").iterdir()}
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("how", ["interrupt as a terminal sends it", "interrupt", "kill"])
+def test_workers_end_with_their_parent_and_nothing_else_begins(tmp_path: Path, how: str) -> None:
+    with start(tmp_path) as process:
+        send = os.killpg if "terminal" in how else os.kill
+        send(process.pid, signal.SIGKILL if how == "kill" else signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    if how != "kill":
+        assert (process.returncode, out) == (130, "interrupted\n"), err
+        assert "Traceback" not in err and "leaked" not in err
+    begun = {int(path.name.split("-")[1]) for path in (tmp_path / "begun").iterdir()}
     assert len(begun) == 2
     deadline = time.monotonic() + 20
     while any(map(alive, begun)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, begun))
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("to_all", [True, False], ids=["as a terminal sends it", "to one process"])
-def test_an_interrupt_ends_workers_at_once_and_begins_nothing_else(
-    tmp_path: Path, to_all: bool
-) -> None:
-    with start(tmp_path) as process:
-        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "interrupted\n"), err
-    assert "Traceback" not in err and "leaked" not in err
-    assert_two_have_ended(tmp_path)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    with start(tmp_path) as process:
-        process.kill()
-        process.communicate(timeout=30)
-    assert_two_have_ended(tmp_path)

@@ -16,9 +16,8 @@ from lm_eval_moecache.model.checkpoint import skeleton
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.records.artifact import UseProfile, write_use
 from lm_eval_moecache.records.emulation import emulated_names
-from lm_eval_moecache.sweep import worker
 from tests.conftest import Moecache
-from tests.sweep.toy import both_ways, figures, frail, made_by, records, swept, write_sweep
+from tests.sweep.toy import both_ways, figures, made_by, records, swept, write_sweep
 
 Captured = pytest.CaptureFixture[str]
 
@@ -36,41 +35,80 @@ def lossless_policies(with_predictor: bool) -> list[str]:
     ]
 
 
-def test_every_lossless_composition_is_replayed_to_the_byte(
-    tmp_path: Path, base: dict[str, Any]
+TOY, PAIR = {"tasks": ["toy_speed"], "limit": 3}, {"tasks": ["toy_choice", "toy_answer"]}
+LOSSLESS = [
+    {"policy": lossless_policies(with_predictor=False), "capacity": ["25%"]},
+    {"policy": ["specmd", "on_demand"], "capacity": ["4/layer", "9"], "bandwidth": ["1GB/s"]},
+    {"policy": ["specmd"], "cache_reset": ["request"], "seed": [3]},
+    {"policy": ["on_demand"], "hardware": ["h200"]},
+    {"policy": ["on_demand"], "eviction": ["random", "score", "lfu"]},
+]
+LINKS = {"link": ["priority", "fifo"], "emulate": [None, emulated_names()[0]]}
+ORDERS = {"execute": ["together", "as_they_arrive"], "reads_per_expert": [1, 3]}
+BATCHED = {"policy": ["on_demand", "specmd", "moe_infinity"], "cache_reset": ["never", "request"]}
+SCANNED = {"policy": ["on_demand"], "eviction": ["lru", "lfu", "score"]}
+SCANNED |= {"capacity": ["3/layer", "5/layer"], "cache_reset": ["never", "request"]}
+# On the shipped model, whose predictors ship with it.
+PREDICTORS = {"policy": [*lossless_policies(with_predictor=True), "specmd", "on_demand"]}
+SHIPPED = {"tasks": ["tiny_mmlu", "tiny_gsm8k"], "include_path": [], "limit": 1}
+DRAFTED = {"model": "moecache-spec", **PAIR, "limit": 2}
+SELF = {"capacity": "40%", "draft": "self:int8"}
+DRAFTS = [
+    {"policy": ["sp_moe"], "prefetch.cutoff": [0, 2, "auto"], "bandwidth": ["1GB/s", "9MB/s"]},
+    {"policy": ["sp_moe"], "prefetch.critical": [1, 5], "link": ["priority", "fifo"]},
+    {"policy": ["sp_moe_vanilla", "mixtral_offloading", "moe_infinity", "on_demand"]},
+    {"policy": ["sp_moe"], "capacity": ["4/layer"], "cache_reset": ["request"], "seed": [2]},
+    {"policy": ["on_demand"], "eviction": ["score", "random"], "hardware": ["h200"]},
+]
+OTHERS: dict[str, Any] = {"draft": ["self:int8", "self:int4", "prompt_lookup"]}
+OTHERS |= {"policy": ["on_demand"], "draft_tokens": [1, 2], "eviction": ["lru", "lfu"]}
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("given", "grid", "fields", "runs", "distinct"),
+    [
+        pytest.param({}, LOSSLESS, TOY, 1, 5, id="compositions"),
+        pytest.param({"policy": "specmd"}, LINKS, {"limit": 1}, 1, 2, id="links and models"),
+        pytest.param({"hardware": "oneplus-15r"}, ORDERS, {"limit": 1}, 1, 4, id="orders"),
+        pytest.param({"batch_size": 3}, BATCHED, PAIR, 1, 3, id="batches"),
+        pytest.param({"batch_size": 2, "logits_cache": False}, BATCHED, PAIR, 1, 3, id="no cache"),
+        pytest.param({"scoring": "scan"}, SCANNED, PAIR, 1, 3, id="scan", marks=slow),
+        pytest.param({"pretrained": "tiny"}, PREDICTORS, SHIPPED, 1, 3, id="own", marks=slow),
+        pytest.param({**SELF, "draft_tokens": 2}, DRAFTS, DRAFTED, 1, 3, id="drafted", marks=slow),
+        # Another draft, or another length, is another run.
+        pytest.param(SELF, OTHERS, {**DRAFTED, "limit": 1}, 6, 6, id="drafts"),
+    ],
+)
+def test_cells_that_share_a_run_are_those_of_live_runs_to_the_byte(
+    tmp_path: Path,
+    base: dict[str, Any],
+    given: dict[str, Any],
+    grid: Any,
+    fields: dict[str, Any],
+    runs: int,
+    distinct: int,
 ) -> None:
-    names = lossless_policies(with_predictor=False)
-    assert {"on_demand", "specmd", "mixtral_offloading", "moe_infinity"} <= set(names)
-    grid = [
-        {"policy": names, "capacity": ["25%"]},
-        {"policy": ["specmd", "on_demand"], "capacity": ["4/layer", "9"], "bandwidth": ["1GB/s"]},
-        {"policy": ["specmd"], "cache_reset": ["request"], "seed": [3]},
-        {"policy": ["on_demand"], "hardware": ["h200"]},
-        {"policy": ["on_demand"], "eviction": ["random", "score", "lfu"]},
-    ]
-    tasks = ["toy_speed"]
-    found, _ = both_ways(tmp_path, base=base, grid=grid, tasks=tasks, limit=3)
-    assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
+    found, _ = both_ways(tmp_path, base={**base, **given}, grid=grid, **fields)
+    assert made_by(found) == ["replay_of"] * (len(found) - runs) + ["run"] * runs
+    totals = {str(record["config"]["moecache"]["totals"]) for record in found.values()}
+    assert len(totals) >= distinct
 
 
-def test_links_and_emulated_models_share_the_run(tmp_path: Path, base: dict[str, Any]) -> None:
-    grid = {"link": ["priority", "fifo"], "emulate": [None, emulated_names()[0]]}
-    found, _ = both_ways(tmp_path, base={**base, "policy": "specmd"}, grid=grid, limit=1)
-    assert made_by(found) == ["replay_of"] * 3 + ["run"]
-    speeds = {r["config"]["moecache"]["totals"]["ttft_ms"]["mean"] for r in found.values()}
-    assert len(speeds) >= 2
+def test_lossless_compositions_are_those_that_papers_name() -> None:
+    assert {"on_demand", "specmd", "mixtral_offloading"} <= set(LOSSLESS[0]["policy"])
+    assert {"promoe", "commitmoe_prefetch"} <= set(PREDICTORS["policy"])
 
 
-def test_orders_of_execution_share_the_run(tmp_path: Path, base: dict[str, Any]) -> None:
-    lanes = {"policy": "specmd", "hardware": "oneplus-15r"}
-    grid = {"execute": ["together", "as_they_arrive"], "reads_per_expert": [1, 3]}
-    found, _ = both_ways(tmp_path, base={**base, **lanes}, grid=grid, limit=1)
-    assert made_by(found) == ["replay_of"] * 3 + ["run"]
-    reports = [record["config"]["moecache"] for record in found.values()]
-    told = {(r.get("execute"), r.get("reads_per_expert")): r["totals"] for r in reports}
-    assert told.keys() == {(e, n) for e in (None, "as_they_arrive") for n in (None, 3)}
-    speeds = {totals["ttft_ms"]["mean"] for totals in told.values()}
-    assert len(speeds) == 4
+def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, Any]) -> None:
+    plain, grid = {**base, **SELF, "policy": "on_demand"}, {"eviction": ["lru", "lfu"]}
+    given = {**DRAFTED, "tasks": ["toy_answer"], "bounds": ["belady", "oracle"]}
+    found = records(swept(tmp_path / "x", base=plain, grid=grid, **given).parent)
+    totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in found.values()}
+    fewest = totals.pop("knows the future: belady")["miss_rate"]
+    assert len(totals) == 3 and all(each["draft_acceptance"] > 0 for each in totals.values())
+    del totals["knows the future: oracle"]
+    assert all(fewest <= each["miss_rate"] for each in totals.values())
 
 
 def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[str, Any]) -> None:
@@ -89,37 +127,6 @@ def test_warmed_cells_share_the_run_of_the_cold_one(tmp_path: Path, base: dict[s
     assert moved[True, "request"] < moved[False, "request"]
     with pytest.raises(ValueError, match=r"layers of .* experts, and the model 'tiny' has"):
         check_arguments("tiny", {"policy": "on_demand", "warm": str(profile)})
-
-
-@pytest.mark.parametrize("setting", [{"batch_size": 3}, {"batch_size": 2, "logits_cache": False}])
-def test_batches_are_replayed_to_the_byte(
-    tmp_path: Path, base: dict[str, Any], setting: dict[str, Any]
-) -> None:
-    grid = {"policy": ["on_demand", "specmd", "moe_infinity"], "cache_reset": ["never", "request"]}
-    tasks = ["toy_choice", "toy_answer"]
-    both_ways(tmp_path, base={**base, **setting}, grid=grid, tasks=tasks)
-
-
-@pytest.mark.slow
-def test_texts_routed_token_after_token_are_replayed_to_the_byte(
-    tmp_path: Path, base: dict[str, Any]
-) -> None:
-    grid = {"policy": ["on_demand"], "eviction": ["lru", "lfu", "score"]}
-    grid |= {"capacity": ["3/layer", "5/layer"], "cache_reset": ["never", "request"]}
-    given = {**base, "scoring": "scan"}
-    found, _ = both_ways(tmp_path, base=given, grid=grid, tasks=["toy_choice", "toy_answer"])
-    assert made_by(found) == ["replay_of"] * 11 + ["run"]
-
-
-@pytest.mark.slow
-def test_prefetchers_with_predictors_of_their_own_share_the_run(tmp_path: Path) -> None:
-    """On the shipped model, whose predictors ship with it."""
-    names = [*lossless_policies(with_predictor=True), "specmd", "on_demand"]
-    assert {"promoe", "commitmoe_prefetch"} <= set(names)
-    base, grid = {"pretrained": "tiny", "device": "cpu"}, {"policy": names, "capacity": ["25%"]}
-    which = {"tasks": ["tiny_mmlu", "tiny_gsm8k"], "include_path": [], "limit": 1}
-    found, _ = both_ways(tmp_path, base=base, grid=grid, **which)
-    assert made_by(found) == ["replay_of"] * (len(found) - 1) + ["run"]
 
 
 def test_what_changes_outputs_or_is_measured_is_not_shared(
@@ -163,19 +170,6 @@ def test_a_trace_is_made_again_when_the_model_has_changed(
         os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     report = json.loads(capsys.readouterr().out)
     assert (report["by_model"], report["by_replay"]) == (1, 1)
-
-
-def test_a_failed_run_fails_its_replays_and_another_cell_is_tried_next(
-    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    path = write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%", "75%"]})
-    monkeypatch.setattr(worker, "evaluate", frail("25%"))
-    assert main(["sweep", str(path)]) == 1
-    assert "has failed; the same command tries another one" in capsys.readouterr().out
-    assert records(path.parent) == {}
-    assert main(["sweep", str(path)]) == 0
-    assert made_by(records(path.parent)) == ["replay_of", "replay_of", "run"]
-    assert not list((path.parent / "traces").glob(".*"))
 
 
 def test_a_dry_run_counts_runs_and_replays(

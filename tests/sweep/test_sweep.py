@@ -23,7 +23,7 @@ from lm_eval_moecache.sweep.files import LOCK, only_sweep
 from lm_eval_moecache.sweep.run import run_sweep
 from lm_eval_moecache.sweep.spec import read_sweep
 from tests.conftest import Moecache
-from tests.sweep.toy import figures, frail, records, swept, write_sweep
+from tests.sweep.toy import figures, frail, made_by, records, swept, write_sweep
 
 GRID = {"policy": ["specmd", "on_demand"], "capacity": ["25%", "50%"]}
 
@@ -95,21 +95,33 @@ def test_every_cell_is_checked_before_the_first_run(
     assert not (path.parent / "runs").exists()
 
 
-def test_a_failed_run_is_reported_with_exit_code_1_and_retried(
-    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize("live", [False, True])
+def test_a_failed_run_is_reported_and_retried_and_fails_its_replays(
+    tmp_path: Path,
+    base: dict[str, Any],
+    live: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = write_sweep(tmp_path / "frail", base=base, grid={"capacity": ["25%", "50%"]})
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "evaluate", frail("50%"))
-        # Live: the second cell would be replayed from the first, and not fail.
-        assert run(path, "--live") == 1
-    assert "the disk is full" in capsys.readouterr().out
-    assert len(records(path.parent)) == 1
+    path = write_sweep(tmp_path / "frail", base=base, grid={"capacity": ["25%", "50%", "75%"]})
+    monkeypatch.setattr(worker, "evaluate", frail("25%"))
+    # Live, the other cells run by themselves; else they are replayed from the first.
+    options = ["--live"] if live else []
+    assert run(path, *options) == 1
+    told = capsys.readouterr().out
+    assert "the disk is full" in told
+    assert ("the same command tries another one" in told) is not live
+    assert len(records(path.parent)) == (2 if live else 0)
     [trace] = (path.parent / "failed").glob("*.txt")
     assert "RuntimeError" in trace.read_text()
-    assert run(path, "--live") == 0
-    assert len(records(path.parent)) == 2
+    if live:
+        monkeypatch.undo()
+    # Replayed, another cell is tried, which does not fail.
+    assert run(path, *options) == 0
+    how = ["run"] * 3 if live else ["replay_of", "replay_of", "run"]
+    assert made_by(records(path.parent)) == how
     assert not (path.parent / "failed").exists()
+    assert not list((path.parent / "traces").glob(".*"))
 
 
 def test_equal_cells_run_once_and_a_new_label_is_written_into_the_finished_run(
