@@ -21,7 +21,6 @@ from lm_eval_moecache.analysis import (
 from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel, read_texts
 from lm_eval_moecache.analysis.divergence import Reading, Window, compare, figures
 from lm_eval_moecache.analysis.optimal_expert import ForcedExpert
-from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.records.coactivation import Coactivation
 from lm_eval_moecache.testing.streams import make_event, make_geometry
 from tests.conftest import Checkpoint, Moecache
@@ -43,6 +42,7 @@ COMPARED = ("--policies=on_demand,mixture_cache", "--capacity=4/layer")
         ("coactivation", 20, ("--sample_tokens=8", "--layer=2"), LAYERS),
         ("sensitivity", 6, ("--seeds=1",), ("rank", [0, 1, 2, 3])),
         ("locality", 20, ("--capacity=4/layer",), ROUTINGS),
+        ("drafting", 20, ("--draft=self:int8",), LAYERS),
     ],
 )
 def test_the_command_writes_table_and_pictures(
@@ -60,8 +60,9 @@ def test_the_command_writes_table_and_pictures(
     rows = moecache.json("analyze", analysis, *given, "--out", out)["rows"]
     assert [row[column[0]] for row in rows] == column[1]
     assert all(0 <= row.get("agreement", 0) <= 1 for row in rows)
-    names = {path.name for path in out.iterdir()}
+    names = {path.name for path in out.iterdir() if path.stem == analysis}
     assert names == {f"{analysis}.{end}" for end in ("json", "md", "svg", "png")}
+    assert json.loads((out / f"{analysis}.json").read_text())["rows"] == rows
 
 
 def test_the_rows_say_how_uneven_pairs_are_and_whether_buddies_do_the_same() -> None:
@@ -280,16 +281,6 @@ def test_the_texts_figures_are_those_of_the_layers_divided_anew(analyzed: Analyz
         assert np.average([row[name] for row in texts], weights=weights) == pytest.approx(by_layer)
 
 
-def test_the_command_writes_its_tables_and_refuses_what_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    few = ["analyze", "drafting", "--max_tokens", "60"]
-    assert main([*few, "--draft", "self:int8", "--out", str(tmp_path), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert [row["layer"] for row in shown["rows"]] == list(range(8))
-    assert json.loads((tmp_path / "drafting.json").read_text()) == shown
-    assert (tmp_path / "drafting.svg").is_file()
-    assert main([*few, "--draft", "self:int9"]) != 0
-    assert "self:int9" in capsys.readouterr().err
-    assert main(["analyze", "locality", "--draft", "tiny"]) != 0
-    assert "analyze drafting" in capsys.readouterr().err
+def test_a_draft_that_does_not_fit_is_refused(moecache: Moecache) -> None:
+    assert "self:int9" in moecache("analyze", "drafting", "--draft=self:int9", code=2)
+    assert "analyze drafting" in moecache("analyze", "locality", "--draft=tiny", code=2)

@@ -29,6 +29,7 @@ from lm_eval_moecache.profiling._measure import (
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware, profile_names
 from tests.engine.scripted import make_hardware
+from tests.models import random_model
 
 
 def figures_of(profile: Hardware) -> set[str]:
@@ -138,22 +139,6 @@ def test_where_reading_takes_longer_than_the_whole_nothing_is_beside_it() -> Non
     assert profile.layer_overhead_s == 0.5
 
 
-def small(layers: int = 3) -> Any:
-    torch.manual_seed(0)
-    config = transformers.OlmoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 def taken(model: Any) -> ExpertLoader:
     loader = ExpertLoader("ram", None, model)
     loader.take_experts(model, torch.device("cpu"))
@@ -162,7 +147,7 @@ def taken(model: Any) -> ExpertLoader:
 
 @pytest.mark.parametrize(("policy", "rate"), [("on_demand", None), ("specmd", 1e7)])
 def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) -> None:
-    model = small()
+    model = random_model("olmoe")
     hooks = [len(m._forward_hooks) for m in model.modules()]
     profile = measure_on_wall(NOBODYS, model, taken(model), policy, rate)
     replaced = {f.name for f in dataclasses.fields(profile)} - {"name", "source", "peak_flops"}
@@ -180,13 +165,13 @@ def test_every_part_is_measured_and_says_how(policy: str, rate: float | None) ->
 
 
 def test_one_layer_says_nothing_of_layers() -> None:
-    model = small(layers=1)
+    model = random_model("olmoe", num_hidden_layers=1)
     with pytest.raises(ValueError, match="one MoE layer"):
         measure_on_wall(NOBODYS, model, taken(model), "on_demand")
 
 
 def test_a_model_of_a_shape_has_its_first_layers_and_no_weights_of_it(tmp_path: Path) -> None:
-    small(layers=6).save_pretrained(tmp_path)
+    random_model("olmoe", num_hidden_layers=6).save_pretrained(tmp_path)
     model = model_like(str(tmp_path), torch.bfloat16, torch.device("cpu"))
     assert len(model.model.layers) == MOST_LAYERS == model.config.num_hidden_layers
     assert model.model.layers[0].mlp.experts.down_proj.shape == (8, 32, 16)
@@ -196,7 +181,7 @@ def test_a_model_of_a_shape_has_its_first_layers_and_no_weights_of_it(tmp_path: 
 
 
 def test_a_profile_is_measured_for_a_model_and_a_policy(tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path / "model")
+    random_model("olmoe").save_pretrained(tmp_path / "model")
     out = tmp_path / "here.yaml"
     command = ["profile", "hardware", "--out", str(out), "--device", "cpu", "--size", "1MiB"]
     command += ["--matmul", "64", "--pretrained", str(tmp_path / "model"), "--policy", "specmd"]

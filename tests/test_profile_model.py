@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,18 +133,14 @@ def test_output_similarity_is_the_mean_cosine_of_what_two_experts_give() -> None
     assert len(hidden) == 6, "every eighth of 41 tokens"
 
 
-class FakeManager:
+def fake_manager(include_path: Sequence[str], defaults: bool) -> Any:
     """lm-eval's index without its 10,000 tasks, and one task that has test documents only."""
-
-    task_index: ClassVar[dict[str, object]] = {"tiny_arc": None, "only_test": None}
-
-    def __init__(self, include_path: Sequence[str], defaults: bool) -> None:
-        pass
-
-    def load(self, names: list[str]) -> dict[str, Any]:
-        no, yes = (lambda: False), (lambda: True)
-        task = SimpleNamespace(has_training_docs=no, has_validation_docs=yes, has_test_docs=no)
-        return {"tasks": dict.fromkeys(names, task)}
+    no, yes = (lambda: False), (lambda: True)
+    task = SimpleNamespace(has_training_docs=no, has_validation_docs=yes, has_test_docs=no)
+    index = {"tiny_arc": task, "only_test": task}
+    return SimpleNamespace(
+        task_index=index, load=lambda names: {"tasks": {name: index[name] for name in names}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +153,7 @@ class FakeManager:
 def test_unknown_tasks_and_tasks_without_other_documents_are_refused(
     task: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "_task_manager", FakeManager)
+    monkeypatch.setattr(evaluation, "_task_manager", fake_manager)
     with pytest.raises(ValueError, match=words):
         task_examples([task], 5)
 

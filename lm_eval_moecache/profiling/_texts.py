@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lm_eval_moecache.records.artifact import Artifact
-from lm_eval_moecache.records.files import TINY, read_text
+from lm_eval_moecache.records.files import TINY, parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -114,10 +114,9 @@ def task_examples(
     Where a task has none, its validation documents are taken, unless they are what lm-eval tests
     on. Raises ValueError for an unknown task, and for one that has test documents only.
     """
-    from lm_eval_moecache.sweep.evaluation import check_task_names, leaf_tasks
+    from lm_eval_moecache.sweep.evaluation import leaf_tasks
 
     folders = (include_path,) if include_path else ()
-    check_task_names(tasks, folders)
     examples = []
     for name, task in sorted(leaf_tasks(tasks, folders).items()):
         if task.has_training_docs():
@@ -146,8 +145,8 @@ def _example(task: Any, doc: Any) -> Example:
     return Example(str(prompt), f"{task.config.target_delimiter}{target}")
 
 
-def collect_texts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return the texts, and what to write down of where they come from."""
+def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]:
+    """Return the model with its texts, and what to write down of where they come from."""
     tasks, files = _listed(arguments.tasks), _listed(arguments.data)
     if not (tasks or files):
         raise ValueError("tasks, data: give --tasks, --data or both: a profile needs text.")
@@ -156,16 +155,11 @@ def collect_texts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
     texts = [example.prompt + example.answer for example in examples]
     texts += [read_text(name, f"data={name!r}") for name in files]
     names = [Path(name).name for name in files]
-    return texts, {"tasks": tasks, "data": names, "documents": len(examples)}
-
-
-def analyzed_texts(arguments: Namespace) -> tuple[AnalyzedModel, dict[str, Any]]:
-    """Return the model with its texts, and what to write down of where they come from."""
-    texts, data = collect_texts(arguments)
     # Imported late: it brings torch, and a wrong option should not wait for it.
     from lm_eval_moecache.analysis.analyzed_model import AnalyzedModel
 
-    return AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens), data
+    analyzed = AnalyzedModel(arguments.pretrained, texts, arguments.max_tokens)
+    return analyzed, {"tasks": tasks, "data": names, "documents": len(examples)}
 
 
 def collect_prompts(arguments: Namespace) -> tuple[list[str], dict[str, Any]]:
@@ -199,15 +193,11 @@ def read_prompts(path: str) -> list[str]:
         return lines
     prompts = []
     for number, line in enumerate(lines, start=1):
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data={path!r}: line {number} is not JSON: {error}.") from error
+        where = f"data={path!r}: line {number}"
+        found = parse_json(line, where)
         prompt = found.get("prompt") if isinstance(found, dict) else found
         if not isinstance(prompt, str):
-            raise ValueError(
-                f'data={path!r}: line {number} must be a string or {{"prompt": string, ...}}.'
-            )
+            raise ValueError(f'{where} must be a string or {{"prompt": string, ...}}.')
         prompts.append(prompt)
     return prompts
 

@@ -74,7 +74,11 @@ def loadable(tasks: Sequence[str], include_path: tuple[str, ...]) -> TaskManager
 
 
 def leaf_tasks(tasks: Sequence[str], include_path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Load tasks and groups, quietly, and return lm-eval's leaf tasks by name."""
+    """Load tasks and groups, quietly, and return lm-eval's leaf tasks by name.
+
+    Raises ValueError for a name that is not known.
+    """
+    check_task_names(tasks, include_path)
     with quiet():
         return dict(loadable(tasks, include_path).load(list(tasks))["tasks"])
 

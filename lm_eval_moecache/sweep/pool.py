@@ -5,7 +5,6 @@ Imports nothing heavy, so that a worker is there to hear of the end before it ha
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -34,21 +33,18 @@ def local_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     # Read by torch when a worker imports it; what the user has set stays.
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // jobs)))
-    alive, ending = context.Pipe(duplex=False)
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS=threads):
-        pool = ProcessPoolExecutor(
-            jobs, mp_context=context, initializer=_start_worker, initargs=(alive,)
-        )
+    others = set(multiprocessing.active_children())
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS=threads),
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool,
+    ):
         try:
             yield pool
         except BaseException:
-            ending.close()
-            pool.shutdown(wait=True, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            pool.shutdown(cancel_futures=True)
             raise
-        finally:
-            pool.shutdown()
-            ending.close()
-            alive.close()
 
 
 def submit(
@@ -77,20 +73,18 @@ def _unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(alive: Any) -> None:
+def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A bar's own lock is a semaphore of the system, which Python warns of where a worker is ended.
     tqdm.set_lock(threading.RLock())
-    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with(alive: Any) -> None:
-    """A pool's workers outlive a killed parent and would run on beside the sweep that resumes.
-
-    Nobody writes into the pipe: it ends when its other end is closed, or its process is gone.
-    """
-    with contextlib.suppress(EOFError, OSError):
-        alive.recv()
+def _end_with_parent() -> None:
+    """A pool's workers outlive a killed parent and would run on beside the sweep that resumes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker of a pool"
+    parent.join()
     os._exit(1)
 
 

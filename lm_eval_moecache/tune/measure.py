@@ -57,19 +57,17 @@ class Objective:
         samples: Mapping[str, Sequence[int]] | None = None,
     ) -> Cell:
         """Return the run of a policy, on `samples` (task -> documents) in place of the first."""
-        given = {
-            "pretrained": self.pretrained,
-            "capacity": self.capacity,
-            "hardware": self.hardware,
-            **({} if self.bandwidth is None else {"bandwidth": self.bandwidth}),
-            **self.model_args,
-            **policy,
-        }
+        own = {"pretrained": self.pretrained, "capacity": self.capacity, "hardware": self.hardware}
+        own |= {} if self.bandwidth is None else {"bandwidth": self.bandwidth}
         options: dict[str, Any] = {} if self.limit is None else {"limit": self.limit}
         if samples is not None:
             options = {"samples": {task: list(numbers) for task, numbers in samples.items()}}
         return Cell(
-            model="moecache", model_args=given, tasks=self.tasks, options=options, label=label
+            model="moecache",
+            model_args={**own, **self.model_args, **policy},
+            tasks=self.tasks,
+            options=options,
+            label=label,
         )
 
 

@@ -30,7 +30,7 @@ from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.records.schemas.inputs import SIZES, SpaceFile
-from lm_eval_moecache.sweep.evaluation import answers_of, check_task_names, leaf_tasks
+from lm_eval_moecache.sweep.evaluation import answers_of, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
 from lm_eval_moecache.sweep.identity import ResolvedCell
 from lm_eval_moecache.sweep.pool import local_pool
@@ -106,7 +106,6 @@ def check_objective(objective: Objective) -> None:
     """
     if not objective.tasks:
         raise ValueError("tasks='' names none. Allowed: comma-separated names of tasks.")
-    check_task_names(objective.tasks, ())
     # Before a folder is made, which would then be a search with these options.
     check_cell(objective.cell({"policy": "on_demand"}))
     tasks = leaf_tasks(objective.tasks)

@@ -19,8 +19,6 @@ from lm_eval_moecache.records.emulation import emulated_names
 from tests.conftest import Moecache
 from tests.sweep.toy import both_ways, figures, made_by, records, swept, write_sweep
 
-Captured = pytest.CaptureFixture[str]
-
 
 def lossless_policies(with_predictor: bool) -> list[str]:
     policies = [load_policy(name) for name in policy_names()]
@@ -139,37 +137,30 @@ def test_what_changes_outputs_or_is_measured_is_not_shared(
     assert not (path.parent / "traces").exists()
 
 
-def test_cells_that_are_added_later_use_the_trace_that_is_there(
+def test_a_trace_serves_later_cells_until_it_lacks_something_or_the_model_has_changed(
     tmp_path: Path, base: dict[str, Any], moecache: Moecache
 ) -> None:
-    grid = {"policy": ["on_demand"], "capacity": ["25%", "50%"]}
+    grid: dict[str, Any] = {"policy": ["on_demand"], "capacity": ["25%", "50%"]}
     path = swept(tmp_path / "x", base=base, grid=grid)
     before = set(records(path.parent))
-    write_sweep(tmp_path / "x", base=base, grid={**grid, "capacity": ["25%", "50%", "75%"]})
-    report = moecache.json("sweep", path)
-    assert (len(report["done"]), report["by_model"], report["by_replay"]) == (1, 0, 1)
+
+    def by_model_and_replay(**changes: Any) -> tuple[int, int]:
+        grid.update(changes)
+        write_sweep(tmp_path / "x", base=base, grid=grid)
+        report = moecache.json("sweep", path)
+        return report["by_model"], report["by_replay"]
+
+    assert by_model_and_replay(capacity=["25%", "50%", "75%"]) == (0, 1)
     # A prefetcher that was not there to look on needs a run of its own.
-    write_sweep(tmp_path / "x", base=base, grid={**grid, "policy": ["on_demand", "specmd"]})
-    report = moecache.json("sweep", str(path))
-    assert (report["by_model"], report["by_replay"]) == (1, 1)
+    assert by_model_and_replay(policy=["on_demand", "specmd"]) == (1, 2)
     assert before < set(records(path.parent))
-
-
-def test_a_trace_is_made_again_when_the_model_has_changed(
-    tmp_path: Path, base: dict[str, Any], capsys: Captured
-) -> None:
-    path = swept(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%"]})
     weights = next(Path(base["pretrained"]).glob("*.safetensors"))
     stat = weights.stat()
     try:
         os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-        write_sweep(tmp_path / "x", base=base, grid={"capacity": ["25%", "50%", "75%", "90%"]})
-        capsys.readouterr()
-        assert main(["sweep", str(path), "--json"]) == 0
+        assert by_model_and_replay(capacity=["85%", "90%"]) == (1, 3)
     finally:
         os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    report = json.loads(capsys.readouterr().out)
-    assert (report["by_model"], report["by_replay"]) == (1, 1)
 
 
 def test_a_dry_run_counts_runs_and_replays(

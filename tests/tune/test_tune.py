@@ -266,28 +266,20 @@ def test_the_shipped_space_names_algorithms_that_exist_and_draws_policies() -> N
     assert len(drawn) > 6
 
 
-def test_sizes_of_the_model_stand_in_for_their_names(tmp_path: Path) -> None:
-    path = write_space(
-        tmp_path, routing={"max_rank": {"M": {"low": "top_k", "high": "num_experts"}}}
-    )
-    space = read_space(path)
-    assert space.fit(GEOMETRY).axes["routing"]["max_rank"]["M"] == {"low": 2, "high": 8}
-
-
-def test_whole_numbers_draw_whole_numbers_and_others_do_not(tmp_path: Path) -> None:
-    ranges = {"lambda": {"low": 0.5, "high": 1}, "top_j": {"low": 0, "high": 2}}
-    path = write_space(tmp_path, routing={"cache_prior": ranges})
-    overrides = read_space(path).suggest(optuna.create_study().ask())
+def test_a_space_draws_whole_numbers_for_whole_ones_and_knows_sizes_and_depths(
+    tmp_path: Path,
+) -> None:
+    ranges = {"lambda": {"low": 0.5, "high": 1}, "top_j": {"low": 0, "high": "top_k"}}
+    depths = {"none": {}, "next_gate": {"depth": {"low": 1, "high": 4}}}
+    path = write_space(tmp_path, routing={"cache_prior": ranges}, prefetch=depths)
+    space = read_space(path).fit(GEOMETRY)
+    assert space.axes["routing"]["cache_prior"]["top_j"] == {"low": 0, "high": 2}
+    overrides = space.suggest(optuna.create_study().ask())
     assert isinstance(overrides["routing.top_j"], int)
     assert isinstance(overrides["routing.lambda"], float)
     assert overrides["routing"] == "cache_prior"
-
-
-@pytest.mark.parametrize(("depth", "reach"), [([1, 3, 2], 3), ({"low": 1, "high": 4}, 4)])
-def test_the_furthest_look_ahead_is_known(tmp_path: Path, depth: Any, reach: int) -> None:
-    path = write_space(tmp_path, prefetch={"none": {}, "next_gate": {"depth": depth}})
-    assert read_space(path).max_depth == reach
-    assert Space({"prefetch": {}}).max_depth == 1
+    found = [space.max_depth, Space({"prefetch": {}}).max_depth]
+    assert [*found, Space({"prefetch": {"next_gate": {"depth": [1, 3, 2]}}}).max_depth] == [4, 1, 3]
 
 
 QUESTION = {**dataclasses.asdict(OBJECTIVE), "tasks": ["quiz"], "limit": None}
