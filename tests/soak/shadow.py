@@ -8,7 +8,7 @@ eviction algorithm is told, its own bytes and seconds, and compares after every 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -16,15 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
+from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.records.event import DECODE, PREFILL, Event
+from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_event
+from tests.engine.scripted import Always, on_wave
 
 PASSES = 240
 
@@ -49,14 +52,17 @@ class Watch:
     inserted: list[int] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     """Keys that were resident at some time of the event in progress."""
+    serving: Container[int] = ()
+    """Keys of the event in progress, which leave last where all of it is loaded as it is."""
     number: int = 0
     order: str = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, keys: Container[int]) -> None:
         self.number, self.inserted, self.seen = number, [], set(self.resident)
+        self.serving = keys
 
     def on_insert(self, key: int, prefetched: bool) -> None:
         must(key not in self.resident, f"{key} came although it was there")
@@ -65,9 +71,17 @@ class Watch:
         self.seen.add(key)
         self.inner.on_insert(key, prefetched)
 
+    def on_predicted(self, key: int) -> None:
+        must(key in self.resident, f"{key} is wished for here although it is not there")
+        self.inner.on_predicted(key)
+
     def on_evict(self, key: int) -> None:
         must(key in self.resident, f"{key} left although it was not there")
         del self.resident[key], self.used[key]
+        others = (
+            [] if key not in self.serving else [k for k in self.resident if k not in self.serving]
+        )
+        must(not others, f"{key} of the current event left although {others} could")
         self.inner.on_evict(key)
 
     def victim(self, pinned: Container[int], layer: int) -> int | None:
@@ -87,17 +101,39 @@ class Watch:
         return chosen
 
 
-class Built:
-    """Gives the engine an algorithm that is watched."""
+class RandomPrefetch(PrefetchAlgorithm):
+    """Proposes random keys of random layers, some of them resident or pending."""
 
-    def __init__(self, choice: Any, watches: list[Watch]) -> None:
-        self._choice, self._watches = choice, watches
+    source = "test"
 
-    def build(self, geometry: Geometry, seed: int) -> Any:
-        watch = Watch(self._choice.build(geometry, seed))
-        watch.order = self._choice.name
-        self._watches.append(watch)
-        return watch
+    def __init__(self, geometry: Geometry, seed: int) -> None:
+        super().__init__(geometry, seed=seed)
+        self._rng = np.random.default_rng(seed)
+
+    def propose(self, event: Event) -> Sequence[int]:
+        num_keys = self.geometry.num_layers * self.geometry.num_experts
+        return self._rng.permutation(num_keys)[: self._rng.integers(0, 4)].tolist()
+
+
+class RandomLevels(MissAlgorithm):
+    """Demands random levels of absent and of resident experts."""
+
+    source = "test"
+    uses_ladder = upgrade = True
+
+    def __init__(self, geometry: Geometry, seed: int) -> None:
+        super().__init__(geometry)
+        self._rng = np.random.default_rng(seed)
+
+    def resolve(
+        self, event: Event, absent: Sequence[int], resident: Mapping[int, int]
+    ) -> Resolution | None:
+        wanted = zip(event.keys, self.prefetch_levels(event, 0, event.keys), strict=True)
+        return Resolution([Fetch(k, level) for k, level in wanted if level < resident.get(k, 9)])
+
+    def prefetch_levels(self, event: Event, layer: int, keys: Sequence[int]) -> Sequence[int]:
+        levels: list[int] = self._rng.integers(0, len(self.geometry.precision), len(keys)).tolist()
+        return levels
 
 
 @dataclass
@@ -110,6 +146,8 @@ class Case:
     policy: Policy
     capacity: str
     hardware: Hardware
+    is_wild: bool
+    """Whether prefetches and, on a ladder, levels are random."""
 
     def __str__(self) -> str:
         names = " ".join(f"{axis}={getattr(self.policy, axis).name}" for axis in AXES)
@@ -146,7 +184,8 @@ def _drawn(seed: int, rng: np.random.Generator) -> Case:
         precision=("int8", "int4", "int2")[:num_levels],
     )
     chosen = {axis: str(rng.choice(names)) for axis, names in _online().items()}
-    if rng.random() < 0.3:  # the exact books are kept where nothing is guessed and nothing lost
+    kind = rng.random()
+    if kind < 0.5:  # the exact books are kept where nothing is guessed and nothing lost
         chosen |= {"routing": "standard", "prefetch": "none", "miss": "fetch"}
     if rng.random() < 0.3:
         chosen["phases"] = "decode"
@@ -165,7 +204,7 @@ def _drawn(seed: int, rng: np.random.Generator) -> Case:
     forms += [str(rng.integers(1, num_layers * num_experts + 1)), f"{rng.integers(64, 50000)}B"]
     capacity = str(rng.choice(forms))
     policy = load_policy("on_demand", chosen)
-    return Case(seed, rng, geometry, policy, capacity, hardware)
+    return Case(seed, rng, geometry, policy, capacity, hardware, is_wild=kind < 0.2)
 
 
 @cache
@@ -189,7 +228,11 @@ class Shadow:
         composed: Any = SimpleNamespace(
             **{name: getattr(policy, name) for name in ("phases", *AXES)}
         )
-        composed.eviction = Built(policy.eviction, self.watches)
+        composed.eviction = Always(self._watched)
+        if case.is_wild:
+            composed.prefetch = Always(lambda geometry: RandomPrefetch(geometry, case.seed))
+            if len(geometry.precision) > 1:
+                composed.miss = Always(lambda geometry: RandomLevels(geometry, case.seed))
         capacity = parse_capacity(case.capacity, geometry)
         self.limits = capacity.bytes_by_partition
         setting = Setting(
@@ -197,21 +240,40 @@ class Shadow:
         )
         self.engine = Engine(geometry, setting)
         names = (policy.routing.name, policy.prefetch.name, policy.miss.name)
-        self.is_plain = names == ("standard", "none", "fetch")
+        self.is_plain = names == ("standard", "none", "fetch") and not case.is_wild
         self.events = 0
+        self.executed: list[int] = []
+        on_wave(self.engine, self._wave)
 
-    def run(self) -> int:
+    def _watched(self, geometry: Geometry) -> Watch:
+        choice = self.case.policy.eviction
+        self.watches.append(Watch(choice.build(geometry, self.case.seed), order=choice.name))
+        return self.watches[-1]
+
+    def _wave(self, keys: Sequence[int]) -> None:
+        self.executed += keys
+
+    def run(self, passes: int = PASSES) -> int:
         """Serve the passes of a case; return the number of events. Raises Violation."""
-        rng = self.case.rng
-        for index in range(PASSES):
+        rng, unseen = self.case.rng, 0
+        for index in range(passes):
             if index % 6:
                 self._pass(DECODE, int(rng.choice([1, 1, 1, 1, 2, 5])))
             else:
                 self._pass(PREFILL, int(rng.integers(1, 9)))
             if rng.random() < 0.03:
+                before = self._evictions()
                 self.engine.reset_cache()
+                unseen += self._evictions() - before
                 must(not any(w.resident for w in self.watches), "a reset cache holds experts")
+        records, link = self.engine.ledger.passes, self.engine.link
+        must(sum(r.link_busy_s for r in records) <= link.busy_until * (1 + 1e-9), "a busier link")
+        seen = sum(r.evictions for r in records)
+        must(seen + unseen == self._evictions(), "evictions are not the pools'")
         return self.events
+
+    def _evictions(self) -> int:
+        return sum(pool.evictions for pool in self.engine.pools)
 
     def _pass(self, phase: str, num_tokens: int) -> None:
         engine, geometry = self.engine, self.case.geometry
@@ -241,16 +303,26 @@ class Shadow:
         engine = self.engine
         place = event.layer if len(self.watches) > 1 else 0
         watch, pool = self.watches[place], engine.pools[place]
-        watch.begin(self.events)
+        policy, uses_host = self.case.policy, self.case.policy.miss.algorithm.uses_host
+        stays = policy.is_lossless and not uses_host and len(self.case.geometry.precision) == 1
+        watch.begin(self.events, event.keys if stays else ())
+        self.executed.clear()
         started = engine.clock.now
         counts = (record.requests, record.hits, record.misses, record.late, record.stall_s)
         before, resident = engine.link.bytes_moved, set(watch.resident)
-        choice = engine.run(event).selection
+        plan = engine.run(event)
+        watch.serving = ()
+        choice = plan.selection
         must(engine.clock.now >= started, "the clock went back")
         must(math.isfinite(engine.clock.now), "the clock is not finite")
         executed = self._executed(event, choice)
-        if not self.case.policy.miss.algorithm.uses_host:
+        if not uses_host:
             must(executed <= watch.seen, f"{executed - watch.seen} ran without being there")
+            must(sorted(self.executed) == sorted(executed), "an expert ran twice, or never")
+        if plan.levels is not None:
+            must(plan.levels.keys() == executed, "levels of others than were executed")
+            is_exact = event.phase == PREFILL and policy.phases == DECODE
+            must(not (is_exact and any(plan.levels.values())), "an exact pass at a lower precision")
         must(pool.resident.keys() == watch.resident.keys(), "the residents are not those told")
         for key in executed & watch.resident.keys():
             watch.used[key] = self.events
@@ -304,6 +376,9 @@ class Shadow:
         for name in ("substituted", "unfaithful", "low_precision"):
             must(0 <= getattr(record, name) <= record.executed, name)
         must(0 <= record.collisions <= record.misses, "collisions")
+        must(0 <= record.prefetch_hits <= record.hits, "prefetch hits")
+        right = record.predicted_right
+        must(right <= min(record.predicted, record.predictable), "predicted right")
         must(0 <= record.stall_s <= record.duration_s * (1 + 1e-9) + 1e-12, "stall beyond the pass")
         policy = self.case.policy
         if policy.is_lossless or (policy.phases == "decode" and phase == PREFILL):
@@ -312,6 +387,7 @@ class Shadow:
         for watch, pool, limit in zip(self.watches, self.engine.pools, self.limits, strict=True):
             must(pool.resident.keys() == watch.resident.keys(), "the residents are not those told")
             levels = [*pool.resident.items(), *pool.arriving.items()]
+            must(pool.unused_prefetches <= watch.resident.keys(), "an unused prefetch is not there")
             held = sum(self._size(key, level) for key, level in levels)
             must(held <= limit, f"{held} bytes in a cache of {limit}")
             must(pool.peak_bytes <= limit, f"once {pool.peak_bytes} bytes in a cache of {limit}")
@@ -321,11 +397,11 @@ class Shadow:
         return self.case.geometry.expert_bytes[key // self.case.geometry.num_experts][level]
 
 
-def run_case(seed: int) -> int:
+def run_case(seed: int, passes: int = PASSES) -> int:
     """Run the case of a seed; return its events. Violation names the case."""
     case = draw(seed)
     try:
-        return Shadow(case).run()
+        return Shadow(case).run(passes)
     except Violation as error:
         raise Violation(f"{case}: {error}") from error
     except Exception as error:
