@@ -15,12 +15,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.stats
 import torch
 from grid import decode_trace, setting_of, text_table
 from scipy.cluster.vq import kmeans2
@@ -69,6 +71,7 @@ class Specimen:
         self.blocks = [one for one in modules if hasattr(one, "gate") and hasattr(one, "experts")]
         self.num_experts = int(self.model.config.num_experts)
         self.top_k = int(self.model.config.num_experts_per_tok)
+        self.cluster_size = self.num_experts // NUM_CLUSTERS
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
@@ -87,36 +90,32 @@ class Specimen:
         return Routing(inputs, logits, best.indices.numpy(), best.values.numpy())
 
     @torch.no_grad()
-    def text_loss(self, texts: list[list[int]]) -> float:
+    def text_loss(self, texts: list[list[int]], swap: Swap | None = None) -> float:
         rows = (torch.tensor([ids]) for ids in texts)
-        return mean(float(self.model(input_ids=row, labels=row).loss) for row in rows)
+        with swapped(self, swap):
+            return mean(float(self.model(input_ids=row, labels=row).loss) for row in rows)
 
     @torch.no_grad()
-    def _log_likelihoods(self, prompt: str, answers: list[str]) -> list[tuple[float, bool]]:
-        """Of each answer after the prompt, and whether it is what greedy decoding writes."""
-        before, rows = self.ids(prompt), [self.ids(f" {answer}") for answer in answers]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*before, *row, *[0] * (longest - len(row))] for row in rows])
-        logits = self.model(input_ids=ids).logits[:, len(before) - 1 : -1]
-        found = list[tuple[float, bool]]()
-        for row, row_logits in zip(rows, logits, strict=True):
-            asked, ours = torch.tensor(row), row_logits[: len(row)]
-            scores = ours.log_softmax(-1).gather(1, asked[:, None])
-            found.append((float(scores.sum()), bool((ours.argmax(-1) == asked).all())))
-        return found
-
     def is_right(self, problem: Problem) -> bool:
         """As the harness scores it: the likeliest option, or the text that is written."""
         row: Any = problem.row
+        texts, right = [problem.target], 0
         if "mc1_targets" in row:
-            texts, right = row["mc1_targets"]["choices"], 0
+            texts = row["mc1_targets"]["choices"]
         elif "answerKey" in row:
             texts, right = row["choices"]["text"], "ABCD".index(row["answerKey"])
         elif "choices" in row:
             texts, right = list("ABCD"), row["answer"]
-        else:
-            return self._log_likelihoods(problem.prompt, [problem.target])[0][1]
-        scores = [score for score, _ in self._log_likelihoods(problem.prompt, texts)]
+        before, answers = self.ids(problem.prompt), [self.ids(f" {text}") for text in texts]
+        longest = max(map(len, answers))
+        ids = [[*before, *answer, *[0] * (longest - len(answer))] for answer in answers]
+        logits = self.model(input_ids=torch.tensor(ids)).logits[:, len(before) - 1 : -1]
+        if len(texts) == 1:
+            return bool((logits[0].argmax(-1) == torch.tensor(answers[0])).all())
+        scores = [
+            float(own[: len(answer)].log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum())
+            for own, answer in zip(logits, answers, strict=True)
+        ]
         return max(range(len(scores)), key=scores.__getitem__) == right
 
     def accuracy(self, task: str, num_documents: int, swap: Swap | None = None) -> float:
@@ -173,11 +172,8 @@ def one_stream(routings: list[Routing]) -> Routing:
 
 def entropy(routing: Routing, num_experts: int) -> float:
     """Of the use of experts, mean of the layers; 1 is even."""
-    found = []
-    for layer in routing.chosen_TLK.swapaxes(0, 1):
-        counts = np.bincount(layer.ravel())
-        shares = counts[counts > 0] / counts.sum()
-        found.append(-(shares * np.log(shares)).sum())
+    layers = routing.chosen_TLK.swapaxes(0, 1)
+    found = [scipy.stats.entropy(np.bincount(layer.ravel())) for layer in layers]
     return float(np.mean(found)) / math.log(num_experts)
 
 
@@ -210,18 +206,14 @@ def chosen_cosine(specimen: Specimen, text: Routing) -> list[float]:
 
 def of_routing(specimen: Specimen, texts: list[list[int]]) -> Rows:
     read, num_experts = [specimen.read(ids) for ids in texts], specimen.num_experts
-    for name, eviction in EVICTIONS.items():
-        for cycles in CYCLES:
-            share = hit_share(read, num_experts, cycles, eviction)
-            yield f"{name} hits at {cycles:g} cycles, %", shown(share)
-    yield (
-        "entropy of expert use in a text (of 1)",
-        shown(mean(entropy(one, num_experts) for one in read)),
-    )
-    layers = one_stream(read).chosen_TLK.swapaxes(0, 1)
-    unused = sum(num_experts - len(np.unique(layer)) for layer in layers)
+    for (name, eviction), cycles in product(EVICTIONS.items(), CYCLES):
+        share = hit_share(read, num_experts, cycles, eviction)
+        yield f"{name} hits at {cycles:g} cycles, %", shown(share)
+    even = mean(entropy(one, num_experts) for one in read)
+    yield "entropy of expert use in a text (of 1)", shown(even)
+    _, _, chosen, weights = one_stream(read)
+    unused = sum(num_experts - len(np.unique(layer)) for layer in chosen.swapaxes(0, 1))
     yield "experts never used", str(unused)
-    weights = one_stream(read).weights_TLK
     best = 100 * float((weights.max(-1) / weights.sum(-1)).mean())
     yield "best expert's share of the weight, %", shown(best)
     yield "tokens replayed", str(len(weights))
@@ -268,13 +260,11 @@ def random_resident(specimen: Specimen, share: float) -> Swap:
     caches = [OrderedDict.fromkeys(rng.sample(every, size)) for _ in specimen.blocks]
 
     def swap(layer: int, index: Tensor, _: Tensor) -> Tensor:
-        cache, rows = caches[layer], index.tolist()
-        for row, experts in enumerate(index.tolist()):
+        cache, rows = caches[layer], []
+        for experts in index.tolist():
             spare = [one for one in cache if one not in experts]
             rng.shuffle(spare)
-            for slot, expert in enumerate(experts):
-                if expert not in cache:
-                    rows[row][slot] = spare.pop() if spare else expert
+            rows.append([e if e in cache or not spare else spare.pop() for e in experts])
             for expert in experts:
                 cache[expert] = None
                 cache.move_to_end(expert)
@@ -304,7 +294,7 @@ def cluster_swap(specimen: Specimen, share: float, *, inside: bool) -> Swap:
     Only experts whose cluster has one to spare are swapped, in both directions, so that the two
     swaps change the same assignments.
     """
-    size, rng = specimen.num_experts // NUM_CLUSTERS, Random(0)
+    size, rng = specimen.cluster_size, Random(0)
 
     def swap(_: int, index: Tensor, __: Tensor) -> Tensor:
         rows = index.tolist()
@@ -325,12 +315,11 @@ def clusters_found(specimen: Specimen, texts: list[list[int]]) -> list[float]:
 
     Clusters are of the leading eigenvectors of the normalised co-activation (Ng et al. 2002).
     """
-    truth = np.arange(specimen.num_experts) // (specimen.num_experts // NUM_CLUSTERS)
-    found = []
-    for layer in zip(*(specimen.read(ids).logits_LTE for ids in texts), strict=True):
-        logits_TE = torch.cat(layer)
-        best = logits_TE.topk(specimen.top_k).indices
-        used_TE = np.array(torch.zeros_like(logits_TE).scatter_(1, best, 1.0), dtype=float)
+    truth, found = np.arange(specimen.num_experts) // specimen.cluster_size, []
+    read = one_stream([specimen.read(ids) for ids in texts])
+    for chosen_TK in read.chosen_TLK.swapaxes(0, 1):
+        used_TE = np.zeros((len(chosen_TK), specimen.num_experts))
+        np.put_along_axis(used_TE, chosen_TK, 1.0, 1)
         counts_EE = used_TE.T @ used_TE
         np.fill_diagonal(counts_EE, 0)
         size = np.sqrt(np.maximum(counts_EE.sum(1), 1))
@@ -348,18 +337,15 @@ def of_clusters(specimen: Specimen, texts: list[list[int]]) -> Rows:
     yield "co-activation's clusters, adjusted Rand", spread(clusters_found(specimen, texts))
     plain = specimen.text_loss(texts)
     for share in (0.5, 1.0):
-        added = []
-        for inside in (True, False):
-            with swapped(specimen, cluster_swap(specimen, share, inside=inside)):
-                added.append(specimen.text_loss(texts) - plain)
+        swaps = (cluster_swap(specimen, share, inside=inside) for inside in (True, False))
+        added = [specimen.text_loss(texts, swap) - plain for swap in swaps]
         told = f"{added[0]:.3f}, {added[1]:.3f} (ratio {added[0] / added[1]:.2f})"
         yield f"nats of text lost, {share:.0%} swapped: inside, across", told
-    lost = np.zeros(2)
+    count, lost = NUM_CLUSTER_SWAPPED, np.zeros(2)
     for task in ASKED:
-        right = specimen.accuracy(task, NUM_CLUSTER_SWAPPED)
-        for place, inside in enumerate((True, False)):
-            swap = cluster_swap(specimen, 1.0, inside=inside)
-            lost[place] += (right - specimen.accuracy(task, NUM_CLUSTER_SWAPPED, swap)) / len(ASKED)
+        swaps = (cluster_swap(specimen, 1.0, inside=inside) for inside in (True, False))
+        right = specimen.accuracy(task, count)
+        lost += [(right - specimen.accuracy(task, count, swap)) / len(ASKED) for swap in swaps]
     told = f"{lost[0]:.1f}, {lost[1]:.1f} (ratio {lost[0] / lost[1]:.2f})"
     yield "points of answers lost, all swapped: inside, across", told
 
@@ -382,8 +368,7 @@ def of_draft(specimen: Specimen, draft: Any, texts: list[list[int]]) -> Rows:
                 for one in (model, draft)
             )
             pairs = zip(ours, theirs, strict=True)
-            cosines = [nn.functional.cosine_similarity(a, b, -1).mean() for a, b in pairs]
-            by_text.append(list(map(float, cosines)))
+            by_text.append([float(torch.cosine_similarity(a, b, -1).mean()) for a, b in pairs])
         layers = map(mean, zip(*by_text, strict=True))
         yield "draft's hidden states, cosine by layer", spread(layers)
     for task, makers in ASKED.items():
@@ -452,17 +437,14 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    drafts = dict(one.split("=", 1) for one in options.draft)
-    columns = dict[str, dict[str, str]]()
-    for item in options.model or ["new=tiny"]:
-        name, _, folder = item.partition("=")
-        own = columns[name] = dict[str, str]()
+    drafts, found = dict(one.split("=", 1) for one in options.draft), dict[str, dict[str, str]]()
+    names = [item.partition("=")[::2] for item in options.model or ["new=tiny"]]
+    for name, folder in names:
         for measure, told in measures(folder, drafts.get(name), options.pages, options.documents):
-            own[measure] = told
+            found.setdefault(measure, {})[name] = told
             sys.stderr.write(f"{name}: {measure}: {told}\n")
-    names = dict.fromkeys(measure for column in columns.values() for measure in column)
-    rows = ([name, *(own.get(name, "-") for own in columns.values())] for name in names)
-    print(text_table(["measure", *columns], rows))
+    rows = ([measure, *(own.get(name, "-") for name, _ in names)] for measure, own in found.items())
+    print(text_table(["measure", *(name for name, _ in names)], rows))
 
 
 if __name__ == "__main__":
