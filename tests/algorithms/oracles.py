@@ -162,15 +162,11 @@ def lfru(scene: Scene, key: int) -> Sequence[float]:
     return (rank, *lru(scene, key))
 
 
-def _arrivals(scene: Scene) -> list[Entry]:
-    return [e for e in scene.log if e.what == "insert"]
-
-
 def static(scene: Scene, key: int) -> Sequence[float]:
     """Who came while nobody had to leave stays; the cache of the test is as full as `resident`."""
-    first = [e.key for e in _arrivals(scene)[: len(scene.resident)]]
-    came_first = scene.last(key, "insert") <= scene.log.index(_arrivals(scene)[len(first) - 1])
-    return (came_first, scene.last(key, "insert"))
+    arrivals = [i for i, e in enumerate(scene.log) if e.what == "insert"]
+    came = scene.last(key, "insert")
+    return (came <= arrivals[len(scene.resident) - 1], came)
 
 
 def heat_lru(scene: Scene, key: int, protect_above: int = 4) -> Sequence[float]:
@@ -217,10 +213,7 @@ def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
                 heat = {k: h // 2 for k, h in heat.items()}
         elif entry.what == "evict":
             full = True
-            hot, passing = (
-                [k for k in hot if k != entry.key],
-                [k for k in passing if k != entry.key],
-            )
+            hot, passing = ([k for k in held if k != entry.key] for held in (hot, passing))
         elif entry.what == "insert":
             (passing if full else hot).append(entry.key)
         elif entry.what == "use":
@@ -236,24 +229,11 @@ def hysteresis(scene: Scene, key: int, half_life: int = 64) -> Sequence[float]:
     return (1, heat.get(key, 0), key)
 
 
-EVICTIONS: dict[str, Oracle] = {
-    "static": static,
-    "heat_lru": heat_lru,
-    "tail_lru": tail_lru,
-    "lfru_colibri": lfru_colibri,
-    "hysteresis": hysteresis,
-    "lru": lru,
-    "fifo": fifo,
-    "lfu": lfu,
-    "lhu": lhu,
-    "score": score,
-    "fld": fld,
-    "shallow_first": shallow_first,
-    "frequency_layer": frequency_layer,
-    "least_stale": least_stale,
-    "layered_lru": layered_lru,
-    "lfru": lfru,
-}
+_RULES: tuple[Oracle, ...] = (
+    *(static, heat_lru, tail_lru, lfru_colibri, hysteresis, lru, fifo, lfu, lhu, score, fld),
+    *(shallow_first, frequency_layer, least_stale, layered_lru, lfru),
+)
+EVICTIONS: dict[str, Oracle] = {rule.__name__: rule for rule in _RULES}
 
 
 # --- routing: equations 5 to 10 on lists ------------------------------------------------------
@@ -403,8 +383,7 @@ def buddy_token(
 def activation_matrix(geometry: Geometry, events: Sequence[Event]) -> Any:
     matrix = np.zeros((geometry.num_layers, geometry.num_experts))
     for event in events:
-        for expert in event.experts.ravel().tolist():
-            matrix[event.layer, expert] += 1
+        np.add.at(matrix[event.layer], event.experts.ravel(), 1)
     return matrix
 
 

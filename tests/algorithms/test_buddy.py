@@ -25,6 +25,7 @@ from lm_eval_moecache.records.coactivation import (
     top_k_shares,
 )
 from lm_eval_moecache.records.event import DROPPED, Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.testing.streams import (
     artifact_for,
     fresh,
@@ -48,19 +49,22 @@ TEXT = [3.0, 2.0, 1.0, 0.5, 0.0]
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
     """A profile whose counts are M, unsmoothed."""
-    made = artifact_for(BUDDIES, GEOMETRY)
     made_from = {"alpha": [1.0], "k_max": 4, "smoothing": 0.0}
-    arrays = {**made.arrays, PAIRS: M[None]}
-    write_artifact(
-        tmp_path / "m.safetensors", dataclasses.replace(made, arrays=arrays, made_from=made_from)
-    )
-    return str(tmp_path / "m.safetensors")
+    return write(tmp_path, {PAIRS: M[None]}, made_from=made_from)
 
 
-def make(profile: str | None, /, **parameters: Any) -> Any:
+def write(folder: Path, arrays: dict[str, Any], **changes: Any) -> str:
+    """Write a profile with these arrays in the place of a sound one's."""
+    made, path = artifact_for(BUDDIES, GEOMETRY), folder / "m.safetensors"
+    changed = dataclasses.replace(made, **changes, arrays={**made.arrays, **arrays})
+    write_artifact(path, changed)
+    return str(path)
+
+
+def make(profile: str | None, geometry: Geometry = GEOMETRY, /, **parameters: Any) -> Any:
     """Build it with open gates: the entropy of no token is 0 or less."""
     open_gates = {"tau": 0.0, "tau_scale": "absolute", "profile": profile}
-    return find_algorithm("miss", "buddy")(GEOMETRY, **{**open_gates, **parameters})
+    return find_algorithm("miss", "buddy")(geometry, **{**open_gates, **parameters})
 
 
 def resolve(handler: Any, resident: set[int], *texts: list[float]) -> Any:
@@ -203,9 +207,7 @@ RESIDENT = st.sets(st.integers(0, 7))
 
 
 def wide(**parameters: Any) -> Any:
-    path = profile_for(BUDDIES, WIDE)
-    given = {"profile": path, "tau": 0.0, "tau_scale": "absolute", **parameters}
-    return find_algorithm("miss", "buddy")(WIDE, **given)
+    return make(profile_for(BUDDIES, WIDE), WIDE, **parameters)
 
 
 def lists_of(handler: Any, layer: int) -> list[list[int]]:
@@ -245,42 +247,35 @@ def test_all_tokens_at_once_agree_with_algorithm_1(
     assert answer(handler, event, resident).tolist() == expected
 
 
+SETTINGS = {
+    "tau": (0.0, 0.5, 0.8, 0.95),
+    "gamma": (0.2, 0.5, 1.0),
+    "temperature": (0.8, 1.0, 1.5),
+    "alpha": (0.3, 0.8, 1.0),
+    "rho": (1, 2, None),
+    "kappa": (0.0, 0.3, 0.4),
+    "eta": (0.0, 2.0),
+    "reuse": (0.0, 0.7),
+    "order": ("heaviest", "lightest"),
+}
+
+
 @LIGHT
 @given(
-    TEXTS,
-    RESIDENT,
-    st.sampled_from([0.0, 0.5, 0.8, 0.95]),
-    st.sampled_from([0.2, 0.5, 1.0]),
-    st.sampled_from([0.8, 1.0, 1.5]),
-    st.sampled_from([0.3, 0.8, 1.0]),
-    st.sampled_from([1, 2, None]),
-    st.sampled_from([(0.0, 1), (0.3, 2), (0.4, 4)]),
-    st.sampled_from([0.0, 2.0]),
-    st.sampled_from([0.0, 0.7]),
-    st.sampled_from(["heaviest", "lightest"]),
+    texts=TEXTS,
+    resident=RESIDENT,
+    given=st.fixed_dictionaries({k: st.sampled_from(v) for k, v in SETTINGS.items()}),
 )
 def test_gates_scores_and_budget_agree_with_plain_loops(
-    texts: list[list[float]],
-    resident: set[int],
-    tau: float,
-    gamma: float,
-    temperature: float,
-    alpha: float,
-    rho: int | None,
-    topology: tuple[float, int],
-    eta: float,
-    reuse: float,
-    order: str,
+    texts: list[list[float]], resident: set[int], given: dict[str, Any]
 ) -> None:
-    kappa, partitions = topology
-    handler = wide(
-        tau=tau, gamma=gamma, temperature=temperature, alpha=alpha, rho=rho,
-        kappa=kappa, partitions=partitions, eta=eta, reuse=reuse, order=order,
-    )  # fmt: skip
+    kappa, temperature = given["kappa"], given["temperature"]
+    partitions = {0.0: 1, 0.3: 2, 0.4: 4}[kappa]
+    handler = wide(**given, partitions=partitions)
     event = make_event(WIDE, 0, 0, texts)
     made = artifact_for(BUDDIES, WIDE)
     q = conditional(made.arrays[PAIRS][0], 1.0).tolist()
-    lists = [oracles.buddy_list(row, alpha, 16) for row in q]
+    lists = [oracles.buddy_list(row, given["alpha"], 16) for row in q]
 
     def hop_factor(i: int, j: int) -> float:
         return 1 - kappa * abs(i * partitions // 8 - j * partitions // 8)
@@ -292,14 +287,13 @@ def test_gates_scores_and_budget_agree_with_plain_loops(
         shares = sorted(math.exp((z - max(mine)) / temperature) for z in mine)
         margin = (shares[-1] - shares[-2]) / sum(shares)
         entropy = oracles.activating_entropy(mine, temperature)
-        if abs(entropy - tau) < 1e-5 or abs(margin - gamma) < 1e-5:
+        if abs(entropy - given["tau"]) < 1e-5 or abs(margin - given["gamma"]) < 1e-5:
             continue
         expected = own
-        if not bypass and entropy > tau and margin < gamma:
-            expected = oracles.buddy_token(
-                text, own, resident, lists, q,
-                rho=rho or 3, eta=eta, hop_factor=hop_factor, reuse=reuse, order=order,
-            )  # fmt: skip
+        if not bypass and entropy > given["tau"] and margin < given["gamma"]:
+            chosen = {name: given[name] for name in ("eta", "reuse", "order")}
+            chosen |= {"rho": given["rho"] or 3, "hop_factor": hop_factor}
+            expected = oracles.buddy_token(text, own, resident, lists, q, **chosen)
         assert changed == expected
 
 
@@ -345,26 +339,24 @@ def unlike(row: Any, column: Any, value: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("pairs", "changes", "said"),
     [
         (
-            {"arrays": {PAIRS: unlike(4, slice(None), 0) * unlike(slice(None), 4, 0)}},
+            unlike(4, slice(None), 0) * unlike(slice(None), 4, 0),
+            {},
             r"1 of 5 experts were never activated .*expert 4 of layer 0.*no evidence",
         ),
-        ({"arrays": {PAIRS: M[None] * 0}}, r"5 of 5 experts"),
-        ({"arrays": {PAIRS: -M[None]}}, "'pairs' holds no counts"),
-        ({"arrays": {PAIRS: unlike(1, 2, 7)}}, "'pairs' holds no counts"),
-        ({"made_from": {"k_max": 4}}, r"`made_from` lacks .alpha., .smoothing."),
+        (M[None] * 0, {}, r"5 of 5 experts"),
+        (-M[None], {}, "'pairs' holds no counts"),
+        (unlike(1, 2, 7), {}, "'pairs' holds no counts"),
+        (M[None], {"made_from": {"k_max": 4}}, r"`made_from` lacks .alpha., .smoothing."),
     ],
 )
 def test_a_profile_that_cannot_be_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, pairs: Any, changes: dict[str, Any], said: str
 ) -> None:
-    made, path = artifact_for(BUDDIES, GEOMETRY), tmp_path / "broken.safetensors"
-    changes = {**changes, "arrays": {**made.arrays, **changes.get("arrays", {})}}
-    write_artifact(path, dataclasses.replace(made, **changes))
     with pytest.raises(ValueError, match=said):
-        make(str(path))
+        make(write(tmp_path, {PAIRS: pairs}, **changes))
 
 
 def test_a_profile_of_other_counts_is_refused_and_top_1_routers_too() -> None:

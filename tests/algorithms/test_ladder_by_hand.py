@@ -136,17 +136,15 @@ def wishes(name: str, event: Event, token: int, t1: float, t2: float, h: int) ->
     return wanted
 
 
+NUMBER = st.floats(-3, 3).map(lambda x: round(x, 2))
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     name=st.sampled_from(["fetch_priority", "cascade", "drop_cascade"]),
-    logits=st.lists(
-        st.lists(st.floats(-3, 3).map(lambda x: round(x, 2)), min_size=6, max_size=6),
-        min_size=1,
-        max_size=3,
-    ),
+    logits=st.lists(st.lists(NUMBER, min_size=6, max_size=6), min_size=1, max_size=3),
     resident=st.dictionaries(st.integers(0, 5), st.integers(0, 2), max_size=5),
-    t1=st.sampled_from([0.31, 0.57]),
-    t2=st.sampled_from([0.73, 0.89]),
+    steps=st.tuples(st.sampled_from([0.31, 0.57]), st.sampled_from([0.73, 0.89])),
     h=st.integers(1, 3),
     upgrade=st.booleans(),
 )
@@ -154,29 +152,25 @@ def test_ladder_algorithms_agree_with_their_slow_versions(
     name: str,
     logits: list[list[float]],
     resident: dict[int, int],
-    t1: float,
-    t2: float,
+    steps: tuple[float, float],
     h: int,
     upgrade: bool,
 ) -> None:
+    t1, t2 = steps
     event = make_event(GEOMETRY, 0, 0, logits)
     parameters: dict[str, Any] = {"h": h} if name == "fetch_priority" else {"t1": t1, "t2": t2}
     if name != "drop_cascade":
         parameters["upgrade"] = upgrade
     absent = [key for key in event.keys if key not in resident]
     expected: dict[int, int] = {}
-    dropped: list[tuple[int, int]] = []
-    for token in range(len(logits)):
+    keep = np.ones(event.experts.shape, dtype=bool)
+    for token, experts in enumerate(event.experts.tolist()):
         for expert, level in wishes(name, event, token, t1, t2, h).items():
             if level == 3:
-                if expert not in resident:
-                    dropped.append((token, event.experts[token].tolist().index(expert)))
+                keep[token, experts.index(expert)] = expert in resident
             elif expert not in resident or (parameters.get("upgrade") and level < resident[expert]):
                 expected[expert] = min(level, expected.get(expert, 9))
     resolution = make(name, **parameters).resolve(event, absent, resident)
     assert levels(resolution) == expected
-    keep = np.ones(event.experts.shape, dtype=bool)
-    for place in dropped:
-        keep[place] = False
     found = keep | True if resolution.selection is None else resolution.selection.keep
     assert found.tolist() == keep.tolist()

@@ -11,7 +11,6 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.engine import Engine, Setting
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -31,12 +30,10 @@ def make(name: str, **parameters: Any) -> Any:
     return find_algorithm("miss", name)(GEOMETRY, **parameters)
 
 
-def make_engine(geometry: Geometry = GEOMETRY, **overrides: Any) -> Engine:
-    named = {key.replace("__", "."): value for key, value in overrides.items()}
-    setting = Setting(
-        policy=policy_of(named), capacity=parse_capacity(5, geometry), hardware=make_hardware()
-    )
-    return Engine(geometry, setting)
+def make_engine(**overrides: Any) -> Engine:
+    policy = policy_of({key.replace("__", "."): value for key, value in overrides.items()})
+    capacity = parse_capacity(5, GEOMETRY)
+    return Engine(GEOMETRY, Setting(policy=policy, capacity=capacity, hardware=make_hardware()))
 
 
 def serve(engine: Engine, event: Event) -> tuple[PassRecord, Selection | None]:
@@ -94,14 +91,9 @@ def test_a_drop_after_pruning_keeps_what_both_keep() -> None:
 
 def test_renormalising_shares_the_lost_weight_and_is_off_by_default() -> None:
     scores = softmax(np.array([LOGITS], dtype=np.float32))[0]
+    pruning = {"routing": "pruning", "routing__h": 2, "miss": "drop", "miss__h": 1}
     for renormalize in (False, True):
-        engine = make_engine(
-            routing="pruning",
-            routing__h=2,
-            routing__renormalize=renormalize,
-            miss="drop",
-            miss__h=1,
-        )
+        engine = make_engine(**pruning, routing__renormalize=renormalize)
         event = make_event(GEOMETRY, 0, 0, [LOGITS])
         output = weigh(make_event(GEOMETRY, 0, 0, [LOGITS]), serve(engine, event)[1])
         expected = scores[:3].sum() if renormalize else scores[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,14 @@ from lm_eval_moecache.algorithms.prefetch.score import Score
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.event import DECODE, Event
-from lm_eval_moecache.testing.streams import StreamFuture, make_geometry, run
+from lm_eval_moecache.testing.streams import StreamFuture, make_event, make_geometry, run
 from tests.engine.traces import geometry_of
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 GEOMETRY = geometry_of((10,) * LAYERS, EXPERTS, TOP_K)
 
 
-def event(pass_index: int, layer: int, logits: FloatArray) -> Event:
-    experts = np.argsort(-logits, axis=-1, kind="stable")[:, :TOP_K]
-    keys = list(dict.fromkeys((experts + layer * EXPERTS).ravel().tolist()))
-    return Event(pass_index, layer, DECODE, len(logits), keys, experts=experts, logits=logits)
+event = partial(make_event, GEOMETRY)
 
 
 class SlowMaps:
@@ -109,8 +107,7 @@ SMALL = make_geometry(num_layers=2, num_experts=4, top_k=1)
 
 
 def scored(index: int, layer: int, scores: list[float]) -> Event:
-    logits = np.log(np.asarray([scores], dtype=np.float32))
-    return Event(index, layer, DECODE, 1, [layer * 4], logits=logits)
+    return make_event(SMALL, index, layer, np.log([scores]))
 
 
 def test_the_least_important_leaves_and_layers_compare() -> None:
@@ -193,10 +190,7 @@ def test_many_steps_at_once_move_the_bar_as_single_ones_do(
 ) -> None:
     monkeypatch.setattr(score, "_compiled", lambda count: taker)
     rng = np.random.default_rng(8)
-    at_once, alone = (
-        Score(TWO_LAYERS, percentile=percentile),
-        Score(TWO_LAYERS, percentile=percentile),
-    )
+    at_once, alone = (Score(TWO_LAYERS, percentile=percentile) for _ in range(2))
     for size in (1, 2, 30, 7, 60, 5):
         # A chunk of another spread moves the percentile beyond the bins that are looked at first.
         logits = rng.normal(0, rng.choice([0.1, 1, 40]), (size, 16)).astype(np.float32)
@@ -215,25 +209,18 @@ WIDE = make_geometry(num_layers=4, num_experts=32, top_k=4)
 NUM_PASSES = 150
 
 
-def make_passes() -> list[list[Event]]:
-    rng = np.random.default_rng(0)
-    return [
-        [
-            Event(p, layer, DECODE, 1, (32 * layer + rng.permutation(32)[:4]).tolist())
-            for layer in range(4)
-        ]
-        for p in range(NUM_PASSES)
-    ]
-
-
-PASSES = make_passes()
-EVENTS = [event for events in PASSES for event in events]
+RNG = np.random.default_rng(0)
+EVENTS = [
+    Event(p, layer, DECODE, 1, (32 * layer + RNG.permutation(32)[:4]).tolist())
+    for p in range(NUM_PASSES)
+    for layer in range(4)
+]
 
 
 def foretold(seed: int = 0, **parameters: Any) -> list[list[int]]:
     """What is proposed at each event, in order."""
     oracle = find_algorithm("prefetch", "oracle")(WIDE, seed=seed, **parameters)
-    oracle.prepare(StreamFuture(WIDE, PASSES))
+    oracle.prepare(StreamFuture(WIDE, [EVENTS]))
     return [list(oracle.propose(event)) for event in EVENTS]
 
 
