@@ -46,13 +46,13 @@ PLACE = ["trace", "cycles", "eviction"]
 
 def evictions(trace: Trace) -> list[str]:
     """Return the rules that see what the trace has: no logits, no scores without weights."""
-    has_weights = trace.columns.weights is not None
-    rules = {name: find_algorithm("eviction", name) for name in algorithm_names("eviction")}
-    return [
-        name
-        for name, rule in rules.items()
-        if not (rule.uses_logits or rule.pairs_with or (rule.uses_weights and not has_weights))
-    ]
+    has_none = trace.columns.weights is None
+
+    def is_blind(rule: Any) -> bool:
+        return rule.uses_logits or rule.pairs_with or (rule.uses_weights and has_none)
+
+    names = algorithm_names("eviction")
+    return [name for name in names if not is_blind(find_algorithm("eviction", name))]
 
 
 def cells(capacities: Sequence[float] = CYCLES) -> Iterator[tuple[Run, tuple[Trace, Future]]]:

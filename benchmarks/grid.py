@@ -43,16 +43,15 @@ def arguments(doc: str, *files: str, **defaults: Any) -> argparse.Namespace:
     for name in files:
         parser.add_argument(name, type=Path)
     for name, default in defaults.items():
-        option: dict[str, Any]
+        option: dict[str, Any] = {"type": str if default is None else type(default)}
         if isinstance(default, bool):
             option = {"action": "store_true"}
         elif isinstance(default, tuple):
-            option = {"choices": default, "default": default[0]}
+            option = {"choices": default}
         elif isinstance(default, list):
-            option = {"nargs": "+", "type": type(default[0]), "default": default}
-        else:
-            option = {"type": str if default is None else type(default), "default": default}
-        parser.add_argument(f"--{name}", **option)
+            option = {"nargs": "+", "type": type(default[0])}
+        first = default[0] if isinstance(default, tuple) else default
+        parser.add_argument(f"--{name}", default=first, **option)
     return parser.parse_args()
 
 

@@ -26,7 +26,6 @@ from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting, check_host
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -83,18 +82,18 @@ HOST_GB = 100
 
 def record(folder: Path) -> dict[str, Trace]:
     """Run the tasks, where that is not recorded yet, and load all that replays have to see."""
-    shadows = {}
-    for choice in (load_policy(name).prefetch for name in policy_names()):
-        rule = choice.algorithm
-        if rule.is_active and not (rule.needs_draft or rule.is_offline):
-            shadows[str(choice.as_dict())] = choice, 0
-    wanted: dict[str, tuple[dict[str, Any], Detail]] = {
-        "plain": ({"policy": BASE}, Detail(onlookers=tuple(shadows.values()))),
-        "predictor": ({"policy": "commitmoe_prefetch"}, Detail()),
-        "ladder": ({"policy": BASE, "precision": LADDER}, Detail()),
+    shadows = {
+        str(choice.as_dict()): (choice, 0)
+        for choice in (load_policy(name).prefetch for name in policy_names())
+        if (rule := choice.algorithm).is_active and not (rule.needs_draft or rule.is_offline)
     }
+    wanted: tuple[tuple[str, dict[str, str], Detail], ...] = (
+        ("plain", {"policy": BASE}, Detail(onlookers=tuple(shadows.values()))),
+        ("predictor", {"policy": "commitmoe_prefetch"}, Detail()),
+        ("ladder", {"policy": BASE, "precision": LADDER}, Detail()),
+    )
     traces = {}
-    for name, (given, detail) in wanted.items():
+    for name, given, detail in wanted:
         own = folder / name
         if not any(own.glob("*.parquet")):
             own.mkdir(parents=True, exist_ok=True)
@@ -141,9 +140,8 @@ def measure_answer(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
         host_memory_bytes_per_s=cell["host_gb"] * 1e9,
         host_flops=HOST_FLOP_PER_BYTE * cell["host_gb"] * 1e9,
     )
-    trace = traces["ladder"]
-    warm = use_of(trace) if cell["answer"].endswith(PLACED) else None
-    return measure(trace, policy, "25%", machine, "Qwen3-30B-A3B", warm)
+    is_placed = cell["answer"].endswith(PLACED)
+    return measure(traces["ladder"], policy, "25%", machine, "Qwen3-30B-A3B", is_placed)
 
 
 def measure(
@@ -152,12 +150,12 @@ def measure(
     capacity: str,
     hardware: Hardware,
     emulate: str,
-    warm: UseProfile | None = None,
+    is_placed: bool = False,
 ) -> Run:
     model = load_real_model(emulate)
     geometry = model.emulated_by(trace.geometry)
     size = parse_capacity(capacity, geometry, per_layer=policy.per_layer)
-    warm = placement(policy, warm, trace.geometry)
+    warm = placement(policy, use_of(trace) if is_placed else None, trace.geometry)
     setting = Setting(policy=policy, capacity=size, hardware=hardware, emulate=model, warm=warm)
     engine = replay(trace, setting)
     engine.check_integrity()
@@ -270,7 +268,13 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
     figure.set_size_inches(17, 5)
     titles = {"": "from an empty cache", PLACED: "most used experts placed"}
     for axes, (suffix, title) in zip(panels, titles.items(), strict=False):
-        draw_map(axes, *winners(runs, suffix))
+        names, gains = winners(runs, suffix)
+        places = names.map(LOSSLESS.index)
+        axes.imshow(places, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
+        texts = names.map(lambda name: name.removeprefix("host, ")) + gains.map("\nx{:.2f}".format)
+        links, hosts = ([f"{rate:g}" for rate in of] for of in (names.columns, names.index))
+        write_cells(axes, texts, links, hosts)
+        axes.set(xlabel="link [GB/s]", ylabel="host memory [GB/s]")
         axes.set_title(f"fastest at equal outputs, {title}")
     axes = panels[2]
     speeds = speeds_of(runs).xs(HOST_GB, level="host_gb")
@@ -279,20 +283,10 @@ def draw_answers(runs: Sequence[Run], costs: Mapping[str, str], folder: Path) ->
         axes.plot(own.index, own, dashes, label=f"{answer}{costs.get(answer, '')}", **look(place))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("link [GB/s]")
-    axes.set_ylabel(f"tok/s, host {HOST_GB} GB/s")
+    axes.set(xlabel="link [GB/s]", ylabel=f"tok/s, host {HOST_GB} GB/s")
     axes.set_title("every answer; dotted: lossy, with what it costs")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, folder / "answers.svg")
-
-
-def draw_map(axes: Any, names: DataFrame, gains: DataFrame) -> None:
-    places = names.map(LOSSLESS.index)
-    axes.imshow(places, cmap="Pastel1", vmin=0, vmax=8, aspect="auto", origin="lower")
-    texts = names.map(lambda name: name.removeprefix("host, ")) + gains.map("\nx{:.2f}".format)
-    write_cells(axes, texts, *([f"{rate:g}" for rate in of] for of in (names.columns, names.index)))
-    axes.set_xlabel("link [GB/s]")
-    axes.set_ylabel("host memory [GB/s]")
 
 
 def perplexity_costs(folder: Path) -> dict[str, str]:

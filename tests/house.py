@@ -64,19 +64,17 @@ def imports_of(module: str) -> frozenset[str]:
 
 def own_imports_of(module: str) -> set[str]:
     """Return the modules of this package that a module imports."""
-    prefix = f"{NAME}."
-    names = {name.removeprefix(prefix) for name in imports_of(module) if name.startswith(prefix)}
-    return {name for name in names if name in MODULES}
+    names = (name.partition(f"{NAME}.") for name in imports_of(module))
+    return {name for before, _, name in names if not before and name in MODULES}
 
 
 def imports() -> dict[str, set[str]]:
     """Return folder -> the folders that it imports."""
     found: dict[str, set[str]] = {folder: set() for folder in ORDER}
     for module in MODULES:
-        folder = module.partition(".")[0]
-        if folder in found:
-            found[folder] |= {name.partition(".")[0] for name in own_imports_of(module)}
-    return {folder: names & set(ORDER) - {folder} for folder, names in found.items()}
+        names = {name.partition(".")[0] for name in own_imports_of(module)}
+        found.get(module.partition(".")[0], set()).update(names & found.keys())
+    return {folder: names - {folder} for folder, names in found.items()}
 
 
 def floors() -> list[list[str]]:

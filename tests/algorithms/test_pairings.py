@@ -69,12 +69,6 @@ def test_every_other_pairing_is_refused_with_the_reason() -> None:
         assert "Allowed: " in str(caught.value)
 
 
-def test_pre_gated_says_which_prefetchers_go_with_it() -> None:
-    said = r"prefetch='history' does not go with routing='pre_gated'.*decided already"
-    with pytest.raises(ValueError, match=rf"{said}.*Allowed: none, next_gate"):
-        policy_of({"routing": "pre_gated", "prefetch": "history"})
-
-
 @pytest.mark.parametrize("name", ["fld", "shallow_first", "frequency_layer"])
 def test_an_eviction_between_layers_is_refused_for_a_cache_per_layer(name: str) -> None:
     policy = policy_of({"eviction": name})

@@ -128,24 +128,6 @@ def test_phases_move_the_figures_of_a_lossy_policy() -> None:
         assert figures({**overrides}, "40%") != figures({**overrides, "phases": "decode"}, "40%")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"eviction": "score", "eviction.decay": 0.5}, "decay=0.5 has no effect"),
-        ({"eviction": "lfu", "eviction.decay": 0.5}, r"eviction.decay=0.5 is not used by"),
-        ({"routing": "cache_prior", "routing.lamda": 0.5}, "Did you mean 'lambda'"),
-        ({"prefetch": "history", "prefetch.lookahead": 9}, "lookahead=9 must lie between 1"),
-        ({"prefetch": "frequency", "prefetch.overfetch": 0}, "overfetch=0.0 must be above 0"),
-        ({"miss": "drop", "miss.h": "many"}, "miss.h='many' does not fit"),
-    ],
-)
-def test_a_setting_without_sense_is_refused_by_name_and_value(
-    overrides: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(policy_of(overrides), GEOMETRY)
-
-
 BUDDY = {"profile": profile_for(BUDDIES, GEOMETRY), "tau": 0.0, "tau_scale": "absolute"}
 OWA, FEW = {"weights": "owa"}, {"tokens": "mispredicted"}
 # Of a model of three layers with eight experts, of which a token takes three.
@@ -167,9 +149,12 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 7"),
         ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
     ],
+    ("eviction", "score"): [({"decay": 0.5}, "decay=0.5 has no effect")],
     ("miss", "drop"): [({"h": 3}, r"miss\.h=3.*top_k=3.*miss=fetch")],
     ("miss", "substitute_score"): [({"tolerance": 0}, r"miss\.tolerance=0")],
     ("prefetch", "expert_map"): [({"maps": 0}, "maps=0"), ({"distance": 5}, "distance=5")],
+    ("prefetch", "frequency"): [({"overfetch": 0}, "overfetch=0 must be above 0")],
+    ("prefetch", "history"): [({"lookahead": 9}, "lookahead=9 must lie between 1")],
     ("prefetch", "importance"): [({"experts": 9}, "experts=9"), ({"decay": 1.5}, "decay=1.5")],
     ("prefetch", "oracle"): [
         ({name: value}, rf"prefetch\.{name}={value}")

@@ -91,39 +91,32 @@ def judged(act: Callable[[], object], words: str) -> tuple[str, str]:
 
 def command(argv: list[str], words: str) -> tuple[str, str]:
     """Run a command that has to end with exit code 2 and a message."""
-    said = io.StringIO()
-    try:
-        with guarded(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            code: object = main(argv)
-    except HangError:
-        return HANG, str(argv)
-    except SystemExit as error:
-        code = error.code
-    except BaseException as error:
-        return TRACEBACK, f"{argv}: {type(error).__name__}: {error}"[:400]
-    text = said.getvalue()
-    if code == 0:
-        return ACCEPTED, str(argv)
-    if code != 2 or not says(text, words) or "Traceback" in text:
-        return UNCLEAR, f"{argv}: exit {code}: {text[-400:]}"
-    return CLEAR, text
+
+    def act() -> None:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                code: object = main(argv)
+            except SystemExit as error:
+                code = error.code
+        text = said.getvalue()
+        if code != 0:
+            raise (ValueError if code == 2 and "Traceback" not in text else Exception)(text)
+
+    verdict, told = judged(act, words)
+    return verdict, f"{argv}: {told}"
 
 
 def judge(bad: Bad, folder: Path, places: dict[str, str]) -> tuple[str, str]:
     """Try one row of the table."""
     if bad.kind in ("arguments", "drafted"):
-
-        def configure() -> object:
-            ours, _ = split_arguments(bad.given, ())
-            return read_config(ours, speculative=bad.kind == "drafted")
-
-        return judged(configure, bad.words)
+        drafted = bad.kind == "drafted"
+        return judged(
+            lambda: read_config(split_arguments(bad.given, ())[0], speculative=drafted), bad.words
+        )
     if bad.kind == "host":
-        given = {
-            key: value.format(**places) if str(value).startswith("{models}") else value
-            for key, value in bad.given.items()
-        }
-        return judged(lambda: refused_model(given), bad.words)
+        placed = {k: v.format(**places) for k, v in bad.given.items() if "{models}" in str(v)}
+        return judged(lambda: refused_model({**bad.given, **placed}), bad.words)
     if bad.kind == "command":
         return command([word.format(**places) for word in bad.given], bad.words)
     return read_bad(bad.kind, bad.given, folder, bad.words)

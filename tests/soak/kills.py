@@ -314,21 +314,13 @@ class Tune(Kept):
         require(told["trials"].get("running", 0) == 0, f"open trials: {told['trials']}")
 
 
-def commands() -> list[Command]:
-    """Return the commands that are killed."""
-    return [
-        Eval("traced run", "policy=specmd,hardware=h200,trace=traces", limit=6),
-        Sweep(),
-        Tune(),
-        Eval("wall clock", "policy=on_demand,clock=wall,store=disk,store_dir=store", limit=6),
-    ]
-
-
 def kills(times: int, seed: int, only: str = "") -> int:
     """Kill each command this often by each signal, print a table, return the exit code."""
     faults, chance = 0, random.Random(seed)
+    traced = Eval("traced run", "policy=specmd,hardware=h200,trace=traces", limit=6)
+    on_wall = "policy=on_demand,clock=wall,store=disk,store_dir=store"
     with tempfile.TemporaryDirectory() as scratch:
-        for command in commands():
+        for command in (traced, Sweep(), Tune(), Eval("wall clock", on_wall, limit=6)):
             if only not in command.name:
                 continue
             place = Path(scratch) / command.name.replace(" ", "-").replace(",", "")
