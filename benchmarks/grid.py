@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from pandas import DataFrame
 
-from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.setting import Setting
+from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.event import DECODE, PHASES
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.ledger import PassRecord
-from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Columns, Predicted, Trace, build_trace
 
@@ -98,18 +96,11 @@ def blocks(passes: Sequence[PassRecord]) -> list[Sequence[PassRecord]]:
 
 
 def setting_of(
-    geometry: Geometry,
-    capacity: str,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    policy: str = "on_demand",
-    hardware: str = "a100-5GBps",
+    geometry: Geometry, capacity: str, overrides: Mapping[str, Any] | None = None, **more: str
 ) -> Setting:
-    return Setting(
-        policy=load_policy(policy, overrides),
-        capacity=parse_capacity(capacity, geometry),
-        hardware=load_hardware(hardware),
-    )
+    """Return the setting of a replay from the keys of `moecache replay`; on demand if not said."""
+    given = {"policy": "on_demand", "capacity": capacity, **(overrides or {}), **more}
+    return read_config(given, replayed=True).setting(geometry)
 
 
 def load(file: Path) -> list[Run]:

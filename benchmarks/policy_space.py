@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grid import RESULTS, Run, arguments, fill, frame, sections
+from grid import RESULTS, Run, arguments, fill, frame, sections, setting_of
 from pandas import DataFrame
 
-from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names
+from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting, check_host
 from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.records.emulation import load_real_model
-from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.sizes import parse_capacity
+from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.report.metrics import task_metrics
 from lm_eval_moecache.report.plots import look, new_figure, save
 from lm_eval_moecache.report.results import load_runs
@@ -128,43 +126,34 @@ def measure_policy(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
             return {"refused": "its experts lie in flash: no host computes them"}
     kind = "predictor" if policy.routing.name == "commit" else "plain"
     trace = traces["ladder" if policy.miss.algorithm.uses_ladder else kind]
-    return measure(trace, policy, cell["capacity"], hardware, cell["emulate"])
+    return measure(trace, setting_of(trace.geometry, **cell))
 
 
 def measure_answer(traces: Mapping[str, Trace], cell: Run, _: None) -> Run:
     """Measure one answer under LRU without prefetch, so that what is absent is the same for all."""
-    policy = load_policy(BASE, ANSWERS[cell["answer"]])
+    trace, answer = traces["ladder"], ANSWERS[cell["answer"]]
+    setting = setting_of(trace.geometry, "25%", answer, policy=BASE, emulate="Qwen3-30B-A3B")
     machine = replace(
-        load_hardware("a100-5GBps"),
+        setting.hardware,
         link_bytes_per_s=cell["link_gb"] * 1e9,
         host_memory_bytes_per_s=cell["host_gb"] * 1e9,
         host_flops=HOST_FLOP_PER_BYTE * cell["host_gb"] * 1e9,
     )
-    is_placed = cell["answer"].endswith(PLACED)
-    return measure(traces["ladder"], policy, "25%", machine, "Qwen3-30B-A3B", is_placed)
+    warm = use_of(trace) if cell["answer"].endswith(PLACED) else None
+    warm = placement(setting.policy, warm, trace.geometry)
+    return measure(trace, replace(setting, hardware=machine, warm=warm))
 
 
-def measure(
-    trace: Trace,
-    policy: Policy,
-    capacity: str,
-    hardware: Hardware,
-    emulate: str,
-    is_placed: bool = False,
-) -> Run:
-    model = load_real_model(emulate)
-    geometry = model.emulated_by(trace.geometry)
-    size = parse_capacity(capacity, geometry, per_layer=policy.per_layer)
-    warm = placement(policy, use_of(trace) if is_placed else None, trace.geometry)
-    setting = Setting(policy=policy, capacity=size, hardware=hardware, emulate=model, warm=warm)
+def measure(trace: Trace, setting: Setting) -> Run:
     engine = replay(trace, setting)
     engine.check_integrity()
     metrics = task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
+    geometry = setting.emulate.emulated_by(trace.geometry)
     return {
-        "open_loop": not policy.is_lossless,
+        "open_loop": not setting.policy.is_lossless,
         "ttft_ms": metrics["ttft_ms"]["mean"],
         "tpot_ms": metrics["tpot_ms"]["mean"],
-        "cycles": regime_of(geometry, size.total_bytes, hardware).cycles,
+        "cycles": regime_of(geometry, setting.capacity.total_bytes, setting.hardware).cycles,
         **{name: metrics[name] for name in FIGURES if name in metrics},
     }
 

@@ -49,7 +49,6 @@ from scipy.stats import spearmanr
 
 from lm_eval_moecache.engine.regime import regime_of
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.records.emulation import load_real_model
 from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
 from lm_eval_moecache.records.ledger import PassRecord, total
@@ -226,6 +225,8 @@ def lines(
 
 MACHINES = {"inside": "specmd-a100", "outside": "a100-5GBps"}
 """SpecMD's own stack of 30 ms a layer, and one that is as fast as its kernels."""
+CHARGED = "OLMoE-1B-7B"
+"""What the shipped model is charged as."""
 CLAIMED_SHARES = ("1%", "5%", "25%", "50%")
 OTHERS = ("lru", "lfu", "fld", "shallow_first", "frequency_layer", "least_stale", "hazard")
 CLAIMED = {name: EVICTIONS[name] for name in (*OTHERS, "least_stale none")}
@@ -268,12 +269,12 @@ def claim_cells(tiny: str | None = None) -> Iterator[tuple[Run, Any]]:
 
 def measure_claim(cell: Run, known: tuple[Trace, Future, dict[str, Any]]) -> Run:
     trace, future, overrides = known
-    is_tiny = cell["trace"] == "tiny"
-    emulate = load_real_model("OLMoE-1B-7B") if is_tiny else None
-    charged = trace.geometry if emulate is None else emulate.emulated_by(trace.geometry)
-    machine = MACHINES[cell["machine"]]
-    setting = setting_of(charged, cell["capacity"], overrides, hardware=machine)
-    ledger = replay(trace, replace(setting, emulate=emulate), future=future).ledger
+    is_tiny, charged = cell["trace"] == "tiny", trace.geometry
+    given = {"hardware": MACHINES[cell["machine"]], **({"emulate": CHARGED} if is_tiny else {})}
+    setting = setting_of(trace.geometry, cell["capacity"], overrides, **given)
+    if setting.emulate is not None:
+        charged = setting.emulate.emulated_by(trace.geometry)
+    ledger = replay(trace, setting, future=future).ledger
     units = [r.passes for r in ledger.requests] if is_tiny else blocks(ledger.passes)
     regime = regime_of(charged, setting.capacity.total_bytes, setting.hardware)
     return {

@@ -21,12 +21,9 @@ import transformers
 from grid import setting_of
 
 from lm_eval_moecache.engine.compiled import live_engine
-from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.device import best_device, synchronize
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall.loading import ExpertLoader
-from lm_eval_moecache.model.wall.pools import SlotPools
-from lm_eval_moecache.model.wall.store import SlotStore
+from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.hardware import Hardware
 
@@ -96,10 +93,7 @@ def wall(
     geometry = describe(model, layers, "benchmark")
     setting = setting_of(geometry, capacity, policy=policy, hardware="h200")
     setting = replace(setting, throttle_bytes_per_s=rate)
-    pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device)
-    engine = Engine(geometry, setting, mover=pools)
-    store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
-    return WrappedModel(model, layers, engine, store)
+    return WrappedModel(model, layers, *assemble(model, geometry, setting, loader))
 
 
 def virtual(

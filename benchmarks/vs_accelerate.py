@@ -17,14 +17,14 @@ from statistics import mean
 from typing import Any
 
 import torch
-from grid import arguments, setting_of
-from setup import COMMON, device_of, prompts, random_model, run, spread
+from grid import arguments
+from setup import COMMON, device_of, prompts, random_model, run, spread, wall
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lm_eval_moecache.model.checkpoint import weights_files
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wall.loading import ExpertLoader, assemble
+from lm_eval_moecache.model.wall.loading import ExpertLoader
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import PREFILL
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -95,10 +95,7 @@ def ours(folder: str, policy: str, capacity: str, device: torch.device, store: s
             folder, dtype=torch.bfloat16, **loader.arguments(device)
         ).eval()
         loader.take_experts(model, device)
-    layers = find_moe_layers(model)
-    geometry = describe(model, layers, "benchmark")
-    setting = setting_of(geometry, capacity, policy=policy, hardware="h200")
-    return WrappedModel(model, layers, *assemble(model, geometry, setting, loader))
+    return wall(model, loader, policy, capacity)
 
 
 def main() -> None:
