@@ -216,7 +216,7 @@ def test_a_run_whose_result_cannot_be_written_is_an_outcome_and_not_the_end_of_t
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x.json")
 
-    monkeypatch.setattr(worker, "_holder", lambda: SimpleNamespace(get=lambda planned: None))
+    monkeypatch.setattr(worker, "_model_of", lambda planned: None)
     monkeypatch.setattr(worker, "evaluate", lambda cell, lm: {})
     monkeypatch.setattr(worker, "head", lambda planned, experiment: {"run_id": "x"})
     monkeypatch.setattr(files, "write_whole", full)

@@ -8,9 +8,8 @@ written. Letters: T tokens, V vocabulary, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ _OF_THE_CACHE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """What was compared in one window of text: sums over its tokens that predict another."""
 
     tokens: int
@@ -45,8 +43,7 @@ class Window:
     routers ask for as well, before the policy answers them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """One window as a model reads it. Logits stay in memory: T x V values."""
 
     tokens_T: Tensor

@@ -14,9 +14,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from torch import nn
@@ -240,15 +241,18 @@ NOBODYS = Hardware(
 """What a run on the wall clock is given for hardware: nothing is charged by it."""
 
 
+Values = npt.NDArray[np.float64]
+
+
 class Step(NamedTuple):
     """One decode step. Of L layers, the first L - 1 are looked at one by one."""
 
     total_s: float
-    layers_s: Sequence[float]
+    layers_s: Sequence[float] | Values
     """From where a layer's router has spoken to where the next one's has."""
-    bookkeeping_s: Sequence[float]
+    bookkeeping_s: Sequence[float] | Values
     """In the hooks of the L routers."""
-    demanded_s: Sequence[float]
+    demanded_s: Sequence[float] | Values
     """In which experts moved that each of `layers_s` had demanded."""
 
 
@@ -269,21 +273,16 @@ def parts_of(hot: Sequence[Step], cold: Sequence[Step]) -> Parts:
 
     Medians of each layer's own times, so that layers need not be alike.
     """
-    calm = [statistics.median(layer) for layer in zip(*(s.layers_s for s in hot), strict=True)]
-    marks = list(zip(*(step.bookkeeping_s for step in hot), strict=True))
-    layer_s = statistics.mean(calm)
-    longer = [
-        span_s - demanded_s - calm_s
-        for step in cold
-        for span_s, demanded_s, calm_s in zip(step.layers_s, step.demanded_s, calm, strict=True)
-        if demanded_s > 0
-    ]
-    total_s = statistics.median(step.total_s for step in hot)
+    calm = np.median([step.layers_s for step in hot], axis=0)
+    marks = np.median([step.bookkeeping_s for step in hot], axis=0)
+    longer = np.array([np.subtract(s.layers_s, s.demanded_s) - calm for s in cold])
+    waited = longer[np.array([step.demanded_s for step in cold]) > 0]
+    layer_s, total_s = float(calm.mean()), statistics.median(step.total_s for step in hot)
     return Parts(
         layer_s,
-        statistics.mean(statistics.median(layer) for layer in marks),
+        float(marks.mean()),
         max(total_s - layer_s * len(marks), 0.0),
-        max(statistics.median(longer), 0.0) if longer else 0.0,
+        max(float(np.median(waited)), 0.0) if len(waited) else 0.0,
     )
 
 
@@ -448,9 +447,8 @@ def _decode(
                     output = model(token, past_key_values=past, use_cache=True)
                     record = engine.ledger.passes[-1]
                     assert record.phase == DECODE
-                    begun_s, demanded_s = zip(*begun, strict=True)
-                    hooks_s = [end - begin for begin, end in zip(begun_s, ended_s, strict=True)]
-                    spans = (_differences(begun_s), hooks_s, _differences(demanded_s))
+                    begun_s, demanded_s = np.transpose(begun)
+                    spans = np.diff(begun_s), np.subtract(ended_s, begun_s), np.diff(demanded_s)
                     steps.append(Step(record.duration_s, *spans))
     return steps, engine, rate
 
@@ -466,7 +464,3 @@ def _read_rate(held: Matrices) -> float:
     rows = {matrix.shape[0]: matrix.new_full((1, matrix.shape[0]), 0.01) for matrix in weights}
     read_s = typical_s(lambda: [rows[m.shape[0]] @ m for m in weights], torch.device("cpu"))
     return sum(matrix.nbytes for matrix in weights) / read_s
-
-
-def _differences(values: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(values)]

@@ -73,6 +73,12 @@ def _shipped_weights() -> str:
     return hashlib.sha256((MODEL_DIR / "model.safetensors").read_bytes()).hexdigest()
 
 
+def digest_of(settings: Mapping[str, Any]) -> str:
+    """Identify settings, whatever their order."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> ResolvedCell:
     resolved = {
         "model": cell.model,
@@ -87,8 +93,7 @@ def plan(cell: Cell, config: Config, host_arguments: Mapping[str, Any]) -> Resol
         "tasks": list(cell.tasks),
         "options": dict(cell.options),
     }
-    text = json.dumps(resolved, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = digest_of(resolved)
     return ResolvedCell(
         cell=cell,
         config=config,

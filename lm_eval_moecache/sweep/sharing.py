@@ -10,7 +10,6 @@ records what the others have to see, and these are replayed. A replay's figures 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.records.files import TINY, TINY_DRAFT, write_whole
 from lm_eval_moecache.sweep.files import FAILED, TRACES
-from lm_eval_moecache.sweep.identity import ResolvedCell, default_config, plan
+from lm_eval_moecache.sweep.identity import ResolvedCell, default_config, digest_of, plan
 from lm_eval_moecache.sweep.spec import REPLAY
 from lm_eval_moecache.tiny import DRAFT_DIR, MODEL_DIR
 from lm_eval_moecache.trace.recorder import Detail, identity, looks_on
@@ -113,8 +112,7 @@ def share_name(planned: ResolvedCell) -> str | None:
             if name not in OUTPUT_INVARIANT_KEYS and value != getattr(default, name)
         },
     }
-    text = json.dumps(same, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest_of(same)
 
 
 def _fingerprint(pretrained: str) -> list[tuple[str, int, int]]:

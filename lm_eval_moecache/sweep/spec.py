@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,8 @@ def fit(name: str, pretrained: str, limit: int | float | None) -> Recipe:
         # Imported late: it brings torch, and a list of names should not wait for it.
         from lm_eval_moecache.harness.preflight import geometry_of
 
-        data = _filled(data, geometry_of(pretrained))
-    data = _renamed(data, tasks)
+        data = _mapped(data, partial(_filled, geometry=geometry_of(pretrained)))
+    data = _mapped(data, partial(_renamed, tasks=tasks))
     own = data.get("tiny" if pretrained == TINY else "real", {})
     if recipe.analyze is not None:
         options = {"pretrained": pretrained, **data["analyze"].get("options", {}), **own}
@@ -242,27 +243,20 @@ def _without_limits(value: Any) -> Any:
     return [_without_limits(item) for item in value] if isinstance(value, list) else value
 
 
-def _filled(value: Any, geometry: Geometry) -> Any:
+def _filled(text: str, geometry: Geometry) -> Any:
     sizes = {"N": geometry.num_experts, "K": geometry.top_k, "L": geometry.num_layers}
 
     def number(match: re.Match[str]) -> str:
         return str(max(1, round(sizes[match[1]] * float(match[2]))))
 
-    def fill(text: str) -> Any:
-        whole = _PART.fullmatch(text)
-        return int(number(whole)) if whole else _PART.sub(number, text)
-
-    return _mapped(value, fill)
+    whole = _PART.fullmatch(text)
+    return int(number(whole)) if whole else _PART.sub(number, text)
 
 
-def _renamed(value: Any, tasks: Mapping[str, str]) -> Any:
-    """Replace task names where they stand alone or after an `@`, as in `ttft_ms@tiny_gsm8k`."""
-
-    def rename(text: str) -> str:
-        head, at, tail = text.rpartition("@")
-        return head + at + tasks.get(tail, tail)
-
-    return _mapped(value, rename)
+def _renamed(text: str, tasks: Mapping[str, str]) -> str:
+    """Replace a task's name where it stands alone or after an `@`, as in `ttft_ms@tiny_gsm8k`."""
+    head, at, tail = text.rpartition("@")
+    return head + at + tasks.get(tail, tail)
 
 
 def _mapped(value: Any, change: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib
 import json
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache, lru_cache
@@ -44,7 +43,7 @@ from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, plan
 from lm_eval_moecache.sweep.sharing import SharedRun, is_offline
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
-from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
+from lm_eval_moecache.trace.file import StreamedTrace, open_trace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace, open_any
 from lm_eval_moecache.trace.recorder import FULL
@@ -74,32 +73,24 @@ class Outcome:
     seconds: float = 0.0
 
 
-class Holder:
-    """The model this process has loaded, ready to be put behind another cache."""
-
-    def __init__(self) -> None:
-        self.key: tuple[str, ...] | None = None
-        self.lm: Any = None
-
-    def get(self, planned: ResolvedCell) -> Any:
-        """Return the model of this cell behind a cold cache, loaded anew where it is another."""
-        if self.key != planned.load_key:
-            # Freed first: two models may not fit.
-            self.key = self.lm = None
-            module, _, name = MODELS[planned.cell.model].partition(":")
-            model_class = getattr(importlib.import_module(module), name)
-            self.lm = model_class(pretrained=planned.cell.pretrained, **planned.cell.arguments)
-            self.key = planned.load_key
-            if self.lm.moecache == planned.config:
-                return self.lm
-        self.lm.install(planned.config)
-        return self.lm
+_loaded: dict[tuple[str, ...], Any] = {}
+"""The one model of this process, which makes loading a cost per process and not per run."""
 
 
-@cache
-def _holder() -> Holder:
-    """One per process: what makes loading a cost per process and not per run."""
-    return Holder()
+def _model_of(planned: ResolvedCell) -> Any:
+    """Return the model of this cell behind a cold cache, loaded anew where it is another."""
+    lm = _loaded.get(planned.load_key)
+    if lm is None:
+        # Freed first: two models may not fit.
+        _loaded.clear()
+        module, _, name = MODELS[planned.cell.model].partition(":")
+        model_class = getattr(importlib.import_module(module), name)
+        lm = model_class(pretrained=planned.cell.pretrained, **planned.cell.arguments)
+        _loaded[planned.load_key] = lm
+        if lm.moecache == planned.config:
+            return lm
+    lm.install(planned.config)
+    return lm
 
 
 def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
@@ -110,14 +101,11 @@ def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
     with quiet() as said:
         try:
             if is_replay:
-                if planned.replayed:
-                    kept, source = replayed(planned, where)
-                else:
-                    kept, source = replayed_trace(planned), planned.cell.pretrained
+                kept, source = _replayed(planned, where)
                 made_by = {"replay_of": source}
                 seconds = {"replay": time.perf_counter() - begin}
             else:
-                lm = _holder().get(planned)
+                lm = _model_of(planned)
                 loaded = time.perf_counter()
                 kept, made_by = evaluate(planned.cell, lm), {"run": planned.run_id}
                 if planned.shared is not None:
@@ -130,7 +118,7 @@ def run_cell(planned: ResolvedCell, folder: str, experiment: str) -> Outcome:
         except Exception as error:
             if not is_replay:
                 # A model that failed half way may hold broken hooks: the next run loads its own.
-                _holder.cache_clear()
+                _loaded.clear()
             text = f"{traceback.format_exc()}\n--- output ---\n{said.getvalue()[-4000:]}"
             with contextlib.suppress(OSError):  # a full disk: the outcome says it all the same
                 write_failure(where, planned.run_id, text)
@@ -169,26 +157,11 @@ def head(planned: ResolvedCell, experiment: str) -> dict[str, Any]:
     }
 
 
-# --- cells that are replayed: on a trace that was there before the sweep ---
+# --- cells that are replayed: on a trace that was there, or on the run that a group shares ---
 
 
 class NoSharedRunError(ValueError):
     """The run that a cell was to be replayed from is not there: no failure of the cell's own."""
-
-
-def _replay(
-    planned: ResolvedCell, trace: Trace | StreamedTrace, read_whole: Callable[[], Trace]
-) -> tuple[dict[str, Any], list[RequestRecord]]:
-    """Return a replay's report and its requests; who knows the future needs the whole trace."""
-    config, future = planned.config, None
-    if is_offline(planned):
-        trace = trace if isinstance(trace, Trace) else read_whole()
-        future = Future(trace)
-    setting = config.setting(trace.geometry)
-    engine = replay(trace, setting, future=future, cache_reset=config.cache_reset)
-    engine.check_integrity()
-    requests = engine.ledger.requests
-    return run_report(engine, config, requests, engine.peak_cache_bytes), requests
 
 
 def check_trace_cell(cell: Cell) -> ResolvedCell:
@@ -200,7 +173,7 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
         axis, dot, _ = key.partition(".")
         if key not in KEYS and not (dot and axis in AXES):
             raise unknown("of a sweep over traces, the key", key, KEYS)
-    trace = _load(cell)
+    trace = _load(cell, cell.pretrained)
     ours = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
     config = read_config({"policy": "on_demand", "seed": trace.seed, **ours}, replayed=True)
     capacity = config.setting(trace.geometry).capacity
@@ -209,18 +182,10 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
     return plan(cell, config, {"content": _digest(cell.pretrained, _state(cell.pretrained))})
 
 
-def replayed_trace(planned: ResolvedCell) -> dict[str, Any]:
-    """Return what the record of a cell keeps: the figures of speed, and no scores."""
-    file = planned.cell.pretrained
-    read_whole = functools.partial(load_trace, file, logits=True, predicted=True)
-    report, _ = _replay(planned, _load(planned.cell), read_whole)
-    return {"results": {}, "config": {"moecache": report}, "scores": {}}
-
-
-def _load(cell: Cell) -> Trace | StreamedTrace:
+def _load(cell: Cell, file: str) -> Trace | StreamedTrace:
     size = cell.arguments.get("expert_bytes")
     expert_bytes = None if size is None else parse_bytes(str(size), "expert_bytes")
-    return _open(cell.pretrained, expert_bytes, _state(cell.pretrained))
+    return _open(file, expert_bytes, _state(file))
 
 
 @lru_cache(maxsize=1)
@@ -246,26 +211,41 @@ def _digest(file: str, state: tuple[int, int]) -> str:
     return found.hexdigest()[:16]
 
 
-# --- or on the run that a group of cells shares ---
+def _replay(planned: ResolvedCell, file: str) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """Return a replay's report and its requests; who knows the future needs the whole trace."""
+    config, future, trace = planned.config, None, _load(planned.cell, file)
+    if is_offline(planned):
+        if not isinstance(trace, Trace):
+            trace = load_trace(file, logits=True, predicted=True)
+        future = Future(trace)
+    setting = config.setting(trace.geometry)
+    engine = replay(trace, setting, future=future, cache_reset=config.cache_reset)
+    engine.check_integrity()
+    requests = engine.ledger.requests
+    return run_report(engine, config, requests, engine.peak_cache_bytes), requests
 
 
-def replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]:
-    """Return what a run of the cell would keep, and the id of the run it was replayed from.
+def _replayed(planned: ResolvedCell, folder: Path) -> tuple[dict[str, Any], str]:
+    """Return what a run of the cell would keep, and the trace or the run it was replayed from.
 
-    Raises NoSharedRunError where the shared run has failed, ValueError where its trace lacks what
-    the cell needs.
+    Of a trace the figures of speed, and no scores. Raises NoSharedRunError where the shared run has
+    failed, ValueError where its trace lacks what the cell needs.
     """
-    assert planned.shared is not None, "a cell that shares no run"
+    if planned.shared is None:
+        file = planned.cell.pretrained
+        return {
+            "results": {},
+            "config": {"moecache": _replay(planned, file)[0]},
+            "scores": {},
+        }, file
     files = SharedRun(folder, planned.shared)
     if not (files.results.is_file() and files.trace.is_file()):
         raise NoSharedRunError(
             f"the run that was to record {files.trace.name} for this cell has failed; the same "
             "command tries another one."
         )
-    stat = files.results.stat()
-    shared, trace = _read_shared(str(files.results), str(files.trace), stat.st_mtime_ns)
-    report, requests = _replay(planned, trace, lambda: read_trace(files.trace, logits=True))
-    recorded: dict[str, Any] = json.loads(shared)
+    report, requests = _replay(planned, str(files.trace))
+    recorded: dict[str, Any] = json.loads(files.results.read_text())
     kept: dict[str, Any] = recorded["kept"]
     kept["config"]["moecache"] = {**report, **(kept["config"]["moecache"] or {})}
     _replace_speed(kept, requests, planned.cell)

@@ -20,4 +20,4 @@ def base(checkpoint: Checkpoint) -> dict[str, Any]:
 def fresh_process() -> Iterator[None]:
     """What one test has loaded must not serve the next."""
     yield
-    worker._holder.cache_clear()
+    worker._loaded.clear()

@@ -51,7 +51,7 @@ def toy_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(search, "policy_names", lambda: COMPOSITIONS)
     yield
     evaluation._task_manager.cache_clear()
-    worker._holder.cache_clear()
+    worker._loaded.clear()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_a_sweep_runs_both_models_and_names_drafts_that_do_not_fit(
     runs = [{}, {**drafted, "draft_tokens": 1}, {**drafted, "draft_tokens": 4}]
     path = write_sweep(tmp_path / "sweep", **settings, grid={}, runs=runs)
     report = run_sweep(read_sweep(path), path.parent)
-    worker._holder.cache_clear()
+    worker._loaded.clear()
     assert (len(report["done"]), report["failed"]) == (3, [])
     found = [record["config"]["moecache"] for record in records(path.parent).values()]
     drafts = sorted(r["draft"]["tokens"] for r in found if "draft" in r)
