@@ -147,6 +147,16 @@ def detail_of(group: Iterable[ResolvedCell]) -> Detail:
     )
 
 
+def _told(detail: Detail) -> dict[str, Any]:
+    """Return what a trace of this detail holds, as JSON can say it."""
+    return {
+        "weights": detail.weights,
+        "logits": detail.logits,
+        "prefetchers": [identity(choice, seed, "") for choice, seed in detail.onlookers],
+        "criticals": list(detail.criticals or ()),
+    }
+
+
 class SharedRun:
     """The files of one group. The results are written last: where they are, the trace is whole."""
 
@@ -159,14 +169,9 @@ class SharedRun:
         """Whether the trace is there and holds all that is wanted."""
         try:
             found = json.loads(self.results.read_text())
-            same = found["format"] == _FORMAT and self.trace.is_file()
-            names = {identity(choice, seed, "") for choice, seed in wanted.onlookers}
-            return bool(
-                same
-                and (found["weights"] or not wanted.weights)
-                and (found["logits"] or not wanted.logits)
-                and names <= set(found["prefetchers"])
-                and set(wanted.criticals or ()) <= set(found.get("criticals", ()))
+            return bool(found["format"] == _FORMAT and self.trace.is_file()) and all(
+                set(value) <= set(found[key]) if isinstance(value, list) else value <= found[key]
+                for key, value in _told(wanted).items()
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False
@@ -177,16 +182,9 @@ class SharedRun:
         self.results.unlink(missing_ok=True)
         os.replace(recorded, self.trace)
         shutil.rmtree(self.partial, ignore_errors=True)
-        device = {"device": kept["config"]["moecache"]["device"]}
-        content = {
-            "format": _FORMAT,
-            "run_id": run_id,
-            "weights": detail.weights,
-            "logits": detail.logits,
-            "prefetchers": [identity(choice, seed, "") for choice, seed in detail.onlookers],
-            "criticals": list(detail.criticals or ()),
-            "kept": {**kept, "config": {**kept["config"], "moecache": device}},
-        }
+        config = {**kept["config"], "moecache": {"device": kept["config"]["moecache"]["device"]}}
+        content = {"format": _FORMAT, "run_id": run_id, **_told(detail)}
+        content["kept"] = {**kept, "config": config}
         write_whole(self.results, json.dumps(content, ensure_ascii=False, default=str))
 
 
