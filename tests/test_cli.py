@@ -52,13 +52,12 @@ def test_policies_as_text_names_everything_with_defaults_and_sources(moecache: M
     assert all(name in text for name in (*NAMES, "overfetch=1.0", "SpecMD section 4.2"))
 
 
-def test_policies_of_one_axis_may_be_asked_for_in_a_file(
-    moecache: Moecache, tmp_path: Path
-) -> None:
+def test_options_may_be_given_in_a_file(moecache: Moecache, tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text("axis: eviction\n")
     text = moecache("policies", "--axis", "eviction")
     assert "least_stale" in text and "next_gate" not in text and "Compositions" not in text
     assert moecache("policies", "--config", str(tmp_path / "options.yaml")) == text
+    assert "--jsno" in moecache("policies", "--jsno", code=2)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -93,13 +92,6 @@ def test_help_lists_every_command_with_its_summary(
     for name in command_names():
         (words,) = [words for words in lines if words[:1] == [name]]
         assert len(words) > 1
-
-
-def test_an_unknown_option_is_an_error(moecache: Moecache) -> None:
-    assert "--jsno" in moecache("policies", "--jsno", code=2)
-
-
-def test_the_version_is_that_of_the_package(moecache: Moecache) -> None:
     assert moecache("--version") == f"moecache {version('lm-eval-moecache')}\n"
 
 
@@ -197,12 +189,10 @@ class Replay:
         return file
 
     def by_file(self, text: str, *words: str) -> dict[str, Any]:
-        (found,) = self(f"--config={self.options(text)}", *words)[:1]
-        return found
+        return self(f"--config={self.options(text)}", *words)[0]
 
     def __call__(self, *words: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.moecache.json("replay", self.trace, *words)["runs"]
-        return found
+        return list(self.moecache.json("replay", self.trace, *words)["runs"])
 
 
 @pytest.fixture
@@ -211,34 +201,24 @@ def replay(trace: Path, moecache: Moecache) -> Replay:
 
 
 @pytest.mark.parametrize(
-    ("text", "axis", "expected"),
+    ("text", "words", "axis", "expected"),
     [
-        (NAMED, "eviction", {"name": "least_stale", "order": "fifo"}),
-        (MAPPED, "eviction", {"name": "least_stale", "order": "fifo"}),
+        (NAMED, [], "eviction", {"name": "least_stale", "order": "fifo"}),
+        (MAPPED, [], "eviction", {"name": "least_stale", "order": "fifo"}),
         # Parameters alone go to the algorithm of the policy.
-        ("policy: specmd\nprefetch.percentile: 0.001\n", "prefetch", {"percentile": 0.001}),
-        ("policy: specmd\nprefetch: {percentile: 0.001}\n", "prefetch", {"percentile": 0.001}),
+        ("policy: specmd\nprefetch.percentile: 0.001\n", [], "prefetch", {"percentile": 0.001}),
+        ("policy: specmd\nprefetch: {percentile: 0.001}\n", [], "prefetch", {"percentile": 0.001}),
+        # The command line goes before.
+        (NAMED, ["--eviction.order=last_use"], "eviction", {"order": "last_use"}),
+        (NAMED, ["--eviction", "lru"], "eviction", {"name": "lru"}),
+        (NAMED, ["--eviction=least_stale"], "eviction", {"order": "last_use"}),
     ],
 )
 def test_a_file_may_give_an_algorithm_its_parameters(
-    text: str, axis: str, expected: dict[str, Any], replay: Replay
+    text: str, words: list[str], axis: str, expected: dict[str, Any], replay: Replay
 ) -> None:
-    assert replay.by_file(text)["composition"][axis].items() >= expected.items()
-
-
-@pytest.mark.parametrize(
-    ("words", "eviction"),
-    [
-        (["--eviction.order=last_use"], {"name": "least_stale", "order": "last_use"}),
-        (["--eviction", "lru"], {"name": "lru"}),
-        (["--eviction=least_stale"], {"name": "least_stale", "order": "last_use"}),
-    ],
-)
-def test_the_command_line_goes_before_a_file(
-    words: list[str], eviction: dict[str, str], replay: Replay
-) -> None:
-    found = replay.by_file(NAMED + "capacity: 25%\n", *words, "--capacity=50%")
-    assert found["composition"]["eviction"].items() >= eviction.items()
+    found = replay.by_file(text + "capacity: 25%\n", *words, "--capacity=50%")
+    assert found["composition"][axis].items() >= expected.items()
     assert found["capacity"] == "50%"
 
 

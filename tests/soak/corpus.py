@@ -235,6 +235,17 @@ HOST: list[tuple[str, Any, str]] = [
     ("pretrained", "tinyy", "pretrained='tinyy' cannot be read"),
 ]  # fmt: skip
 """Arguments of HFLM, which would fail there after the weights are loaded."""
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"prefetch": "score", "prefetch.percentile": 101}, "percentile=101 … between 0 and 100"),
+    ({"prefetch": "next_gate", "prefetch.overfetch": 0}, "prefetch.overfetch=0 … above 0"),
+    ({"prefetch": "next_gate", "prefetch.depth": 0}, "prefetch.depth=0 … 1 or more"),
+    ({"prefetch": "next_gate", "prefetch.depth": 99}, "depth=99 … past the last of the"),
+    ({"capacity": "0.01%"}, "capacity='0.01%' … too small for one expert of 36864 bytes"),
+    ({"capacity": "36000B"}, "capacity='36000B' … too small for one expert of 36864 bytes"),
+    ({"capacity": "50000B", "dtype": "float32"}, "'50000B' … one expert of 73728 bytes"),
+    ({"capacity": "65/layer"}, "capacity='65/layer' … more than the 64 experts"),
+]  # fmt: skip
+"""What does not fit the shipped model: checked before its weights are loaded."""
 ON_WALL: list[tuple[str, Any, str]] = [
     ("parallelize", True, "parallelize=True … accelerate launch"),
     ("load_in_8bit", True, "load_in_8bit"),
@@ -466,6 +477,7 @@ def table() -> Iterator[Bad]:
     yield Bad("artifact", _artifact(), "lacks 'digest'")
     yield Bad("artifact", _artifact(digest="0" * 64), "the checksum in its metadata is another")
     yield from (Bad("host", {key: value}, words) for key, value, words in HOST)
+    yield from (Bad("host", given, words) for given, words in UNFIT)
     yield from (Bad("host", {**WALL, key: value}, words) for key, value, words in ON_WALL)
     yield from (Bad("drafted", {key: value}, words) for key, value, words in DRAFTED)
     yield from (Bad(*row) for row in FILES)
