@@ -44,7 +44,7 @@ STAND_INS = {
 # What lies on the hub, which a test does not reach, and what stands in its place.
 _HUB = re.compile(r"(?<=pretrained=)[\w.-]+/[\w.-]+")
 _HUB_TASKS = re.compile(r"(?<=--tasks )(?!tiny_|moecache_offline)\S+")
-_PRELOADED = ("lm_eval.evaluator", "lm_eval._cli", "lm_eval_moecache.harness.spec_lm")
+_PRELOADED = ("lm_eval.evaluator", "lm_eval._cli", "lm_eval_moecache.harness.lm")
 
 
 def commands_of(document: Path) -> list[str]:

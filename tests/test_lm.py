@@ -15,8 +15,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.report.metrics import request_metrics
 from lm_eval_moecache.trace.importers import load_trace
 from tests.conftest import Checkpoint

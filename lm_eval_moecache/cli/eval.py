@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from lm_eval_moecache.records.files import read_yaml, task_configs_dir
+from lm_eval_moecache.harness.arguments import help_text
+from lm_eval_moecache.harness.evaluation_options import check_command, options_of
+from lm_eval_moecache.harness.plugin import register
+from lm_eval_moecache.records.files import task_configs_dir
 
 
 def run_raw(argv: list[str]) -> int:
     """Hand everything to lm-eval; our model and task folder are added unless the user names one."""
     from lm_eval.__main__ import cli_evaluate
 
-    from lm_eval_moecache.harness.arguments import help_text
-    from lm_eval_moecache.harness.evaluation_options import check_command
-    from lm_eval_moecache.harness.plugin import register
-
-    words = ["run", *completed(argv)]
     asks_help = bool({"-h", "--help"} & set(argv))
+    words = ["run", *(argv if asks_help else completed(argv))]
     if not asks_help:
         check_command(words)
     register()
@@ -37,20 +34,7 @@ def run_raw(argv: list[str]) -> int:
 
 def completed(argv: Sequence[str]) -> list[str]:
     """Add `--include_path` and `--model` where neither the arguments nor their file name them."""
-    # Only looks for these few options: lm-eval itself parses and checks them all.
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--config", "-C", nargs="?")
-    parser.add_argument("--include_path", nargs="?")
-    parser.add_argument("--model", "-M", nargs="?")
-    found, _ = parser.parse_known_args(argv)
-    given = vars(found)
-    if found.config is not None:
-        # What is wrong with the file, lm-eval will say.
-        with contextlib.suppress(ValueError):
-            data = read_yaml(found.config, found.config)
-            given |= (
-                {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else {}
-            )
+    given = options_of(["run", *argv])
     defaults = {"include_path": str(task_configs_dir()), "model": "moecache"}
-    added = [(f"--{key}", value) for key, value in defaults.items() if given[key] is None]
+    added = [(f"--{key}", value) for key, value in defaults.items() if given.get(key) is None]
     return [*argv, *(word for pair in added for word in pair)]

@@ -53,7 +53,7 @@ def check_command(words: Sequence[str]) -> None:
     Everything is checked that can be without the model: keys and values of `--model_args`, the
     policy, the options of the evaluation, the place of the results. Raises ArgumentsError.
     """
-    asked = _asked(words)
+    asked = options_of(words)
     if asked.get("model") not in MODELS:
         return
     with as_arguments_error(None):
@@ -125,7 +125,7 @@ def check_generation(given: Mapping[str, Any], speculative: bool) -> None:
             )
 
 
-def _asked(words: Sequence[str]) -> dict[str, Any]:
+def options_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the options of `lm_eval run`, those of its --config file below; empty for others.
 
     lm-eval's own parser reads them, and what it cannot read ends the process as it would later.

@@ -23,7 +23,7 @@ What is fragile:
 SPECULATIVE = "moecache-spec"
 MODELS = {
     "moecache": "lm_eval_moecache.harness.lm:MoECacheLM",
-    SPECULATIVE: "lm_eval_moecache.harness.spec_lm:MoECacheSpecLM",
+    SPECULATIVE: "lm_eval_moecache.harness.lm:MoECacheSpecLM",
 }
 
 

@@ -201,16 +201,15 @@ def check_host_arguments(pretrained: object, config: Config, theirs: dict[str, A
             "batch_size='auto' would make the figures depend on free memory. "
             "Allowed: a whole number."
         )
-    if config.draft is not None and batch_size != "1":
-        raise ValueError(
-            f"batch_size={batch_size} does not go with a draft (--model moecache-spec, "
-            "prefetch=draft), which follows one request at a time. Allowed: 1."
-        )
-    if config.scoring == "scan" and batch_size != "1":
-        raise ValueError(
-            f"batch_size={batch_size} does not go with scoring='scan', which reads one text at a "
-            "time. Allowed with scan: 1."
-        )
+    alone = {
+        "a draft (--model moecache-spec, prefetch=draft), which follows one request": config.draft,
+        "scoring='scan', which reads one text": config.scoring == "scan",
+    }
+    for what, is_asked in alone.items():
+        if is_asked and batch_size != "1":
+            raise ValueError(
+                f"batch_size={batch_size} does not go with {what} at a time. Allowed: 1."
+            )
     for key, least in _LEAST.items():
         if theirs.get(key) is not None:
             theirs[key] = read_count(key, theirs[key], least=least)

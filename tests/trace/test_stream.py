@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.trace import file
 from lm_eval_moecache.trace.file import StreamedTrace, open_trace, read_trace
 from tests.conftest import Checkpoint

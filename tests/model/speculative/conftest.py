@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from tests.model.speculative.drafts import useless_draft
 
 

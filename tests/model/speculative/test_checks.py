@@ -10,8 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.model.speculative import measure
 from lm_eval_moecache.tiny import MODEL_DIR
 from tests.conftest import Moecache

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.harness.run_report import speed_table
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import inter_token_ms, request_metrics, task_metrics

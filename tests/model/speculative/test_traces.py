@@ -17,7 +17,7 @@ from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheSpecLM
 from lm_eval_moecache.records.arrays import FloatArray
 from lm_eval_moecache.records.geometry import Draft
 from lm_eval_moecache.report.metrics import task_metrics

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.model.wall import loading
 from lm_eval_moecache.records.event import PREFILL
 from tests.harness import make_instance

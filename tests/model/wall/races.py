@@ -37,9 +37,8 @@ from docs.wall_table import LADDER, settings_that_run
 from lm_eval_moecache.engine.wall.executor import WallExecutor
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import Config, read_config
-from lm_eval_moecache.harness.lm import MoECacheLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.harness.preflight import check_arguments
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools, expert_parameters

@@ -18,8 +18,7 @@ import pytest
 
 from docs.wall_table import LADDER
 from lm_eval_moecache.engine.wall.link import TransferError
-from lm_eval_moecache.harness.lm import MoECacheLM
-from lm_eval_moecache.harness.spec_lm import MoECacheSpecLM
+from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.model.precision import loading
 from lm_eval_moecache.model.wall.pools import DeviceMover
 from tests.model.wall.races import Family, Way, generate, sizes_of
