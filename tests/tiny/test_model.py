@@ -27,25 +27,17 @@ def model() -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.bfloat16).eval()
 
 
-def test_model_is_an_olmoe_of_eight_layers_and_sixty_four_experts(model: torch.nn.Module) -> None:
-    config = model.config
-    assert config.model_type == "olmoe"
-    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (8, 64, 8)
-
-
-def test_weights_are_bf16_and_below_forty_megabytes(model: torch.nn.Module) -> None:
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    size_bytes = sum(file.stat().st_size for file in MODEL_DIR.glob("*.safetensors"))
-    assert size_bytes < 40_000_000
-
-
-def test_draft_is_dense_and_of_the_models_layers_width_and_vocabulary(
+def test_model_is_a_small_olmoe_in_bf16_and_its_draft_dense_of_the_same_layers_and_vocabulary(
     model: torch.nn.Module,
 ) -> None:
-    draft = AutoModelForCausalLM.from_pretrained(DRAFT_DIR)
-    assert not hasattr(draft.config, "num_experts")
+    config, draft = model.config, AutoModelForCausalLM.from_pretrained(DRAFT_DIR).config
+    assert config.model_type == "olmoe"
+    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (8, 64, 8)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert sum(file.stat().st_size for file in MODEL_DIR.glob("*.safetensors")) < 40_000_000
+    assert not hasattr(draft, "num_experts")
     for size in ("num_hidden_layers", "hidden_size"):
-        assert getattr(draft.config, size) == getattr(model.config, size)
+        assert getattr(draft, size) == getattr(config, size)
     assert AutoTokenizer.from_pretrained(DRAFT_DIR).get_vocab() == TOKENIZER.get_vocab()
 
 
