@@ -202,7 +202,7 @@ def test_the_workflows_commands_pass_on_a_rerun_and_fail_on_a_lost_run(
     assert "REGRESSION" in summary.read_text()
 
 
-NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "notebook.ipynb"
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 
 
 @pytest.mark.slow

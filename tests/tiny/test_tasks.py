@@ -18,7 +18,6 @@ from tools.train_tiny.skills.generator import ASKED, BBH, held_out
 
 CONFIGS = Path(__file__).parents[2] / "task_configs"
 LM_EVAL = Path(lm_eval_tasks.__file__).parent
-NAMES = ("gsm8k", "mmlu", "arc", "truthfulqa", "bbh", "wikitext")
 VERSIONS = {
     "gsm8k": (2.0, "be3cb130"),
     "mmlu": (2.0, "f4322ee4"),
@@ -28,6 +27,7 @@ VERSIONS = {
     "wikitext": (2.0, "cb595aff"),
 }
 """The version of each offline task, and a digest of the documents that it stands for."""
+NAMES = tuple(VERSIONS)
 
 
 class _Loader(yaml.SafeLoader):
