@@ -159,32 +159,25 @@ def test_one_tokens_search_is_the_least_loss_of_all_trials(checkpoint: Checkpoin
 
 def tried_by_hand(analyzed: AnalyzedModel, window: Any, layer: int, rank: int) -> list[float]:
     """The token's loss with each expert that it did not choose, by a hook on the router alone."""
-    router, found = analyzed.layers[layer].router, []
-    seen: list[Any] = []
-    handle = router.register_forward_hook(lambda module, args, output: seen.append(output))
-    analyzed.losses(window)
-    handle.remove()
-    logits, _, chosen = seen[0]
-    order = logits[0].argsort(descending=True).tolist()
-    for expert in range(analyzed.geometry.num_experts):
-        if expert in chosen[0].tolist():
-            continue
+    losses = []
+    for tried in range(analyzed.geometry.num_experts):
 
-        def swap(module: Any, args: Any, output: Any, expert: int = expert) -> Any:
+        def swap(module: Any, args: Any, output: Any, tried: int = tried) -> Any:
             scores, weights, experts = (part.clone() for part in output)
-            place = experts[0].tolist().index(order[rank - 1])
-            experts[0, place] = expert
-            whole = torch.softmax(scores.float(), -1)
-            own = whole.gather(-1, experts)
-            if module.norm_topk_prob:
-                own = own / own.sum(-1, keepdim=True)
-            weights[0] = own[0].to(weights.dtype)
+            if tried in experts[0]:
+                return None
+            place = experts[0].tolist().index(scores[0].argsort(descending=True)[rank - 1])
+            experts[0, place] = tried
+            own = torch.softmax(scores.float(), -1).gather(-1, experts)[0]
+            weights[0] = own / own.sum() if module.norm_topk_prob else own
             return scores, weights, experts
 
-        handle = router.register_forward_hook(swap)
-        found.append(float(analyzed.losses(window)[0]))
+        handle = analyzed.layers[layer].router.register_forward_hook(swap)
+        losses.append(float(analyzed.losses(window)[0]))
         handle.remove()
-    return found
+    # One that was chosen has changed nothing.
+    plain = float(analyzed.losses(window)[0])
+    return [loss for loss in losses if loss != plain]
 
 
 def test_predictability_gives_figure_2_and_table_1_of_what_tasks_generate(

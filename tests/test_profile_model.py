@@ -22,7 +22,6 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers, router_digest
 from lm_eval_moecache.profiling._texts import task_examples
-from lm_eval_moecache.profiling.logit_range import measure
 from lm_eval_moecache.records.artifact import (
     ARTIFACT_DIR,
     BUDDIES,
@@ -247,29 +246,23 @@ def test_profile_sensitivity_writes_what_the_routing_takes(
     assert arrays[LAYERS].shape == (8,) and arrays[THRESHOLDS].shape == (101,)
 
 
-def test_it_is_the_mean_of_max_less_min_of_each_layers_logits(checkpoint: Checkpoint) -> None:
-    analyzed = AnalyzedModel(str(checkpoint("olmoe")), ["some text " * 20], 60, window=16)
-    found = measure(analyzed)
-    assert all(not layer.router._forward_hooks for layer in analyzed.layers)
+def test_logit_range_is_the_mean_of_max_less_min_as_the_routing_takes_it(
+    tmp_path: Path, checkpoint: Checkpoint, moecache: Moecache
+) -> None:
+    file, out, model = tmp_path / "a.txt", tmp_path / "range.json", str(checkpoint("olmoe"))
+    file.write_text("some text " * 60)
+    command = ["profile", "logit_range", f"--pretrained={model}", f"--data={file}"]
+    printed = json.loads(moecache(*command, "--max_tokens=600", f"--out={out}"))
+    kept = json.loads(out.read_text())["logit_range"]
+    assert printed == pytest.approx(kept, abs=1e-4)
+    analyzed = AnalyzedModel(model, [file.read_text()], 600)
+    assert len(analyzed.windows) == 2
     with torch.no_grad():
         outputs = [
             analyzed.model(window[None], output_router_logits=True).router_logits
             for window in analyzed.windows
         ]
-    for layer, value in enumerate(found):
+    for layer, value in enumerate(kept):
         logits = torch.cat([logits[layer] for logits in outputs]).float()
         expected = (logits.max(-1).values - logits.min(-1).values).mean()
         assert value == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_the_command_prints_what_routing_logit_range_takes(
-    tmp_path: Path, checkpoint: Checkpoint, moecache: Moecache
-) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("some text " * 20)
-    model = f"--pretrained={checkpoint('olmoe')}"
-    out = tmp_path / "range.json"
-    command = ["profile", "logit_range", model, f"--data={text}", f"--out={out}"]
-    printed = json.loads(moecache(*command))
-    kept = json.loads(out.read_text())["logit_range"]
-    assert printed == pytest.approx(kept, abs=1e-4)

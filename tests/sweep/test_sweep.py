@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import re
 import shutil
 import signal
 import sys
@@ -119,19 +118,6 @@ def test_equal_cells_run_once_and_a_new_label_is_written_into_the_finished_run(
     moecache("sweep", path)
     [record] = records(path.parent).values()
     assert record["label"] == "mine"
-
-
-def test_the_gate_passes_a_rerun_and_names_a_task_that_is_no_longer_run(
-    tmp_path: Path, base: dict[str, Any], moecache: Moecache, capsys: pytest.CaptureFixture[str]
-) -> None:
-    both = ["toy_choice", "toy_answer"]
-    for name, tasks in (("old", both), ("again", both), ("fewer", both[:1])):
-        moecache("sweep", write_sweep(tmp_path / name, base=base, tasks=tasks, name="x"))
-    last = moecache("compare", tmp_path / "old", tmp_path / "again").splitlines()[-1]
-    assert re.fullmatch(r"pass: (\d+) figures: \1 same", last)
-    assert main(["compare", str(tmp_path / "old"), str(tmp_path / "fewer")]) == 1
-    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert [line for line in lines if line[0] == "missing"] == [["missing", "toy_answer"]]
 
 
 def test_a_second_sweep_in_the_same_folder_is_refused(
