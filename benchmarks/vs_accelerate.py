@@ -92,7 +92,7 @@ def ours(folder: str, policy: str, capacity: str, device: torch.device, store: s
     loader = ExpertLoader(store, f"{folder}/store", skeleton_of(folder), files=files)
     with loader.loading():
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, **loader.arguments(device)
+            folder, dtype=torch.bfloat16, **loader.arguments
         ).eval()
         loader.take_experts(model, device)
     return wall(model, loader, policy, capacity)

@@ -65,7 +65,7 @@ class ModelLoader:
 
     def arguments(self, device: str) -> Mapping[str, Any]:
         """Return what `from_pretrained` is given beside HFLM's own arguments."""
-        return {} if self._experts is None else self._experts.arguments(torch.device(device))
+        return {} if self._experts is None else self._experts.arguments
 
     def load(self, create: Callable[[], Any], device: str) -> None:
         """Let `create` load and return the model, and take its experts where they belong."""

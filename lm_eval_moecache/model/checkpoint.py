@@ -139,68 +139,64 @@ def check_weights(key: str, model: str, theirs: Mapping[str, Any]) -> None:
     if folder is None:
         return
     what = f"{key}={model!r}"
+    tensors = _shards(folder, what)
+    again, absent = "Copy the checkpoint again.", list[str]()
+    for path, names in tensors.items():
+        if not path.is_file():
+            if Path(model).is_dir():
+                by = f"which {SAFE_WEIGHTS_INDEX_NAME} names"
+                raise ValueError(f"{what}: {path.name} is missing, {by}. {again}")
+            continue
+        try:
+            # Compares its header with the file's size, and reads no tensor.
+            with safe_open(path, "pt") as file:
+                absent = sorted(set(names) - set(file.keys()))
+        except (SafetensorError, OSError) as error:
+            size = f"({path.stat().st_size} bytes)"
+            problem = f"{path.name} {size} is cut short or damaged"
+            raise ValueError(f"{what}: {problem}: {error}. {again}") from error
+        if absent:
+            raise ValueError(
+                f"{what}: {path.name} lacks {absent[0]} (and {len(absent) - 1} others), which the "
+                f"index says it has. {again}"
+            )
+    for path in () if tensors else sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            # To no device: of a file that torch can map nothing is read but its header.
+            mapped = zipfile.is_zipfile(path)
+            torch.load(path, map_location="meta", weights_only=True, mmap=mapped)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+            reason = str(error).split(". ")[0].split("\n")[0]
+            raise ValueError(
+                f"{what}: {path.name} is cut short, damaged, or no file that may be loaded: "
+                f"{reason}. Copy the checkpoint again, or convert it to safetensors."
+            ) from error
+
+
+def _shards(folder: Path, what: str) -> dict[Path, list[str]]:
+    """Return a checkpoint's safetensors files and which tensors its index, if any, says they have.
+
+    They need not be there. Raises ValueError, which begins with `what`, for an index that is none.
+    """
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if single.is_file():
-        _check_file(what, single, ())
-    elif index.is_file():
-        found = read_json(index, f"{what}: {index.name}")
-        places = found.get("weight_map") if isinstance(found, dict) else None
-        if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-            raise ValueError(f"{what}: {index.name} has no weight_map of tensors to files.")
-        for name in sorted(set(places.values())):
-            path = folder / name
-            if path.is_file():
-                _check_file(what, path, [tensor for tensor, file in places.items() if file == name])
-            elif Path(model).is_dir():
-                raise ValueError(
-                    f"{what}: {name} is missing, which {index.name} names. Copy the checkpoint "
-                    "again."
-                )
-    else:
-        for path in sorted(folder.glob("pytorch_model*.bin")):
-            try:
-                # To no device: of a file that torch can map nothing is read but its header.
-                mapped = zipfile.is_zipfile(path)
-                torch.load(path, map_location="meta", weights_only=True, mmap=mapped)
-            except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-                reason = str(error).split(". ")[0].split("\n")[0]
-                raise ValueError(
-                    f"{what}: {path.name} is cut short, damaged, or no file that may be loaded: "
-                    f"{reason}. Copy the checkpoint again, or convert it to safetensors."
-                ) from error
-
-
-def _check_file(what: str, path: Path, tensors: Sequence[str]) -> None:
-    try:
-        # Compares its header with the file's size, and reads no tensor.
-        with safe_open(path, "pt") as file:
-            absent = sorted(set(tensors) - set(file.keys()))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{what}: {path.name} ({path.stat().st_size} bytes) is cut short or damaged: {error}. "
-            "Copy the checkpoint again."
-        ) from error
-    if absent:
-        raise ValueError(
-            f"{what}: {path.name} lacks {absent[0]} (and {len(absent) - 1} others), which the "
-            "index says it has. Copy the checkpoint again."
-        )
+    if single.is_file() or not index.is_file():
+        return {single: []} if single.is_file() else {}
+    found = read_json(index, f"{what}: {index.name}")
+    places = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise ValueError(f"{what}: {index.name} has no weight_map of tensors to files.")
+    shards: dict[Path, list[str]] = {folder / name: [] for name in sorted(set(places.values()))}
+    for tensor, name in places.items():
+        shards[folder / name].append(tensor)
+    return shards
 
 
 def weights_files(model: Any, theirs: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that a model is loaded from; none where others are."""
     loads_others = not isinstance(model, str) or theirs.get("gguf_file")
     folder = None if loads_others else _folder_of(model, theirs)
-    if folder is None:
-        return []
-    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return []
-    found = read_json(index, index.name)
-    names = sorted(set(found["weight_map"].values()))
-    return [folder / name for name in names if (folder / name).is_file()]
+    shards = {} if folder is None else _shards(folder, f"pretrained={model!r}")
+    return [path for path in shards if path.is_file()]
 
 
 def weights_identity(model: Any, theirs: Mapping[str, Any]) -> str:

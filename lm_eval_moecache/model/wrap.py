@@ -79,6 +79,20 @@ class FinishedSequences:
         return self._ended
 
 
+class RouterCall(NamedTuple):
+    """One call of a router: what it chose, and what its input says of layers to come."""
+
+    layer: int
+    experts: Tensor
+    """[T, K]"""
+    weights: Tensor | None
+    """[T, K]; None where nobody looks at them."""
+    logits: Tensor | None
+    """[T, E]; None where nobody looks at them."""
+    predicted: Mapping[int, Tensor]
+    """Target layer -> logits [T, E], not rounded yet."""
+
+
 class WrappedModel:
     """A model whose every forward call is a pass of the engine, until `unwrap`.
 
@@ -102,7 +116,7 @@ class WrappedModel:
         self.recorder: Recorder | None = None
         """Where the routing of every pass is recorded, if anywhere (`trace=DIR`)."""
         self._scanning = False
-        self._layers = layers
+        self._layers, self._depth = layers, engine.depth
         rules = engine.rules
         carried = [rule.artifact for rule in (rules.routing, rules.prefetch, rules.miss)]
         digest = router_digest(layers) if any(carried) else ""
@@ -115,7 +129,6 @@ class WrappedModel:
             self._rules = find_rules([layer.gate for layer in layers])
         self._valid: BoolArray | None = None
         self._num_tokens = 0
-        self._routers = RouterEvents(engine, layers, self._rules)
         self._record: PassRecord | None = None
         """The pass in progress."""
         self._waits = False
@@ -124,6 +137,14 @@ class WrappedModel:
         self._weighed = False
         """Whether the events of this pass have weights, whoever looks at them."""
         self._calls: list[RouterCall] = []
+        self._predictor = network_of(rules.prefetch, layers[0].gate.hidden_size)
+        self._weigh: list[dict[str, Any]] = [
+            {} if rule is None else {"weigh": in_numpy(rule)} for rule in self._rules
+        ]
+        self._is_sorted = [layer.gate.sorts for layer in layers]
+        self._wants_weights, self._wants_logits = engine.wants_weights, engine.wants_logits
+        # A choice that is not in order is put in order by its weights.
+        self._reads_weights = self._wants_weights or not all(self._is_sorted)
         self._foresight = foresight_of(rules.prefetch, model.get_input_embeddings())
         self._before = model.get_experts_implementation()
         if store is None:
@@ -218,18 +239,17 @@ class WrappedModel:
     def _end_pass(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._num_tokens:
             return
-        engine, calls, record = self.engine, self._calls, self._record
+        engine, calls = self.engine, self._calls
         if self._scanning:
             engine.end_scan()
         else:
             # Events that have waited for the end of their pass are served in their order.
-            assert record is not None
             if self._num_tokens > 1 or self._valid is not None:
                 for call in calls:
                     engine.enter(call.layer, self._num_tokens)
-                    engine.run(self._event(call, record))
+                    engine.run(self._event(call))
             elif calls:
-                engine.serve(self._routers.of_one_token(calls, record))
+                engine.serve(self._token_pass(calls))
             calls.clear()
             engine.end_pass()
         self._record = None
@@ -240,15 +260,14 @@ class WrappedModel:
         def hook(router: nn.Module, args: Any, output: Any) -> Any:
             if not self._num_tokens:
                 return None
-            engine, record = self.engine, self._record
-            assert record is not None, "a router was called outside a pass"
-            call = self._routers.call(layer, record.phase, args[0], output, self._weighed)
+            engine = self.engine
+            call = self._call(layer, args[0], output)
             if self._waits:
                 self._calls.append(call)
                 return None
             if not self._scanning:
                 engine.enter(layer, self._num_tokens)
-            event = self._event(call, record)
+            event = self._event(call)
             if self.recorder is not None:
                 # The gates may be asked for more, and their own hooks do not fire.
                 def predict(ahead: int) -> FloatArray:
@@ -270,97 +289,36 @@ class WrappedModel:
 
         return hook
 
-    def _event(self, call: RouterCall, record: PassRecord) -> Event:
-        return self._routers.event(call, record, self._num_tokens, self._valid, self._weighed)
-
-    def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
-        rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
-        assert rule is not None, "a lossless policy changed a selection"
-        if len(event.experts):
-            own = event.experts
-        else:
-            # One token, and its keys are its choice: looking again would wait for the device.
-            first = layer * self.engine.geometry.num_experts
-            own = np.asarray([event.keys], dtype=np.int64) - first
-        return changed_output(output, choice, selection, rule, self._valid, own)
-
-    def _rows(self, values: Tensor) -> Any:
-        array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
-        return array if self._valid is None else array[self._valid]
-
-
-class RouterCall(NamedTuple):
-    """One call of a router: what it chose, and what its input says of layers to come."""
-
-    layer: int
-    experts: Tensor
-    """[T, K]"""
-    weights: Tensor | None
-    """[T, K]; None where nobody looks at them."""
-    logits: Tensor | None
-    """[T, E]; None where nobody looks at them."""
-    predicted: Mapping[int, Tensor]
-    """Target layer -> logits [T, E], not rounded yet."""
-
-
-class RouterEvents:
-    """Makes the events of one engine from what its model's routers say."""
-
-    def __init__(
-        self, engine: Engine, layers: Sequence[MoELayer], rules: Sequence[WeightingRule | None]
-    ) -> None:
-        self._engine, self._layers = engine, layers
-        self._num_experts = engine.geometry.num_experts
-        self._depth = engine.depth
-        self._predictor = network_of(engine.rules.prefetch, layers[0].gate.hidden_size)
-        self._predicts = self._depth > 0 or self._predictor is not None
-        self._weigh: list[dict[str, Any]] = [
-            {} if rule is None else {"weigh": in_numpy(rule)} for rule in rules
-        ]
-        self._is_sorted = [layer.gate.sorts for layer in layers]
-        self._wants_weights = engine.wants_weights
-        # A choice that is not in order is put in order by its weights.
-        self._weighed = self._wants_weights or not all(self._is_sorted)
-        self._wants_logits = engine.wants_logits
-
-    def call(
-        self, layer: int, phase: str, hidden: Tensor, output: Any, weights: bool
-    ) -> RouterCall:
-        """Return what a call's event needs, `weights` in any case or as the engine asks."""
-        predicted = self._predictions(layer, phase, hidden) if self._predicts else {}
-        if not (weights or self._weighed or self._wants_logits):
+    def _call(self, layer: int, hidden: Tensor, output: Any) -> RouterCall:
+        """Return what a call's event needs; what layers to come are foretold by its input."""
+        assert self._record is not None, "a router was called outside a pass"
+        predicted: dict[int, Tensor] = {}
+        if self._predictor is None:
+            for ahead in range(layer + 1, min(layer + 1 + self._depth, len(self._layers))):
+                predicted[ahead] = self._layers[ahead].gate.predict(hidden)
+        elif (target := target_of(layer, len(self._layers), self._record.phase)) is not None:
+            predicted[target] = self._predictor(layer, hidden)
+        weighed = self._weighed or self._reads_weights
+        if not (weighed or self._wants_logits):
             return RouterCall(layer, output[2], None, None, predicted)
         choice = self._layers[layer].gate.read(output)
-        looked_at = choice.weights if weights or self._weighed else None
         logits = choice.logits if self._wants_logits else None
-        return RouterCall(layer, choice.experts, looked_at, logits, predicted)
+        weights = choice.weights if weighed else None
+        return RouterCall(layer, choice.experts, weights, logits, predicted)
 
-    def _predictions(self, layer: int, phase: str, hidden: Tensor) -> Mapping[int, Tensor]:
-        """Ask the predictor, or the gates of the next layers, about this layer's input."""
-        if self._predictor is not None:
-            target = target_of(layer, len(self._layers), phase)
-            return {} if target is None else {target: self._predictor(layer, hidden)}
-        last = min(layer + 1 + self._depth, len(self._layers))
-        return {ahead: self._layers[ahead].gate.predict(hidden) for ahead in range(layer + 1, last)}
-
-    def event(
-        self,
-        call: RouterCall,
-        record: PassRecord,
-        num_tokens: int,
-        valid: BoolArray | None,
-        weights: bool,
-    ) -> Event:
-        """Return one call's event; with `weights` it has `experts` and `weights` in any case."""
+    def _event(self, call: RouterCall) -> Event:
+        record, valid = self._record, self._valid
+        assert record is not None
+        num_experts = self.engine.geometry.num_experts
         layer, predicted = call.layer, call.predicted
-        base = layer * self._num_experts
+        base = layer * num_experts
         if call.weights is None and call.logits is None and not predicted:
             chosen: list[Any] = call.experts.tolist()
             while isinstance(chosen[0], list):
                 chosen = chosen[0]
             keys = [base + expert for expert in chosen]
             return Event(record.index, layer, record.phase, 1, keys, **self._weigh[layer])
-        weights |= self._wants_weights
+        weights = self._weighed or self._wants_weights
         seen = self._weigh[layer].copy()
         asked = [call.experts]
         if call.weights is not None:
@@ -381,14 +339,16 @@ class RouterEvents:
             seen["logits"] = found[-len(predicted) - 1]
         if predicted:
             seen["predicted"] = dict(zip(predicted, found[-len(predicted) :], strict=True))
-        if num_tokens == 1:
+        if self._num_tokens == 1:
             keys = [base + expert for expert in experts.tolist()[0]]
         else:
-            keys = unique_in_order(layer, self._num_experts, experts)
-        return Event(record.index, layer, record.phase, num_tokens, keys, **seen)
+            keys = unique_in_order(layer, num_experts, experts)
+        return Event(record.index, layer, record.phase, self._num_tokens, keys, **seen)
 
-    def of_one_token(self, calls: Sequence[RouterCall], record: PassRecord) -> TokenPass:
+    def _token_pass(self, calls: Sequence[RouterCall]) -> TokenPass:
         """Return what all layers of a pass of one token said, brought to the host together."""
+        record = self._record
+        assert record is not None
         asked = [_stacked([call.experts for call in calls])]
         given = [call.weights for call in calls if call.weights is not None]
         if given:
@@ -406,7 +366,7 @@ class RouterEvents:
             in_order = np.array([[self._is_sorted[call.layer]] for call in calls])
             experts, weights = _in_order(experts, found[1], in_order)
         layers = np.array([[call.layer] for call in calls])
-        keys = experts + layers * self._num_experts
+        keys = experts + layers * self.engine.geometry.num_experts
 
         def events() -> list[Event]:
             by_weight = logits = [UNSEEN_SCORES] * len(calls)
@@ -425,11 +385,26 @@ class RouterEvents:
 
         proposed = None
         if targets:
-            proposed = self._engine.rules.prefetch.propose_arrays(targets, found[-1])
+            proposed = self.engine.rules.prefetch.propose_arrays(targets, found[-1])
         if proposed is not None:
             ends = np.cumsum([0, *[len(call.predicted) for call in calls]])
             proposed = proposed[0], np.append(0, proposed[1].cumsum())[ends]
         return TokenPass(keys, weights, proposed, events)
+
+    def _changed(self, layer: int, output: Any, selection: Selection, event: Event) -> Any:
+        rule, choice = self._rules[layer], self._layers[layer].gate.read(output)
+        assert rule is not None, "a lossless policy changed a selection"
+        if len(event.experts):
+            own = event.experts
+        else:
+            # One token, and its keys are its choice: looking again would wait for the device.
+            first = layer * self.engine.geometry.num_experts
+            own = np.asarray([event.keys], dtype=np.int64) - first
+        return changed_output(output, choice, selection, rule, self._valid, own)
+
+    def _rows(self, values: Tensor) -> Any:
+        array = values.detach().reshape(-1, values.shape[-1]).cpu().numpy()
+        return array if self._valid is None else array[self._valid]
 
 
 def rounded(logits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.model.device import copy_to_host
 from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.wrap import RouterEvents, WrappedModel
+from lm_eval_moecache.model.wrap import WrappedModel
 from tests.families.configs import small_model
 from tests.models import FAMILIES, FAMILY_CASES, random_model
 from tests.test_equality import logits_of, make_engine, wrap_virtual
@@ -72,7 +72,7 @@ def test_waiting_for_the_end_of_the_pass_changes_no_count(
     def never(*_: Any) -> None:
         raise AssertionError("an event waited")
 
-    monkeypatch.setattr(RouterEvents, "of_one_token", never)
+    monkeypatch.setattr(WrappedModel, "_token_pass", never)
     assert [ledger(model, *policy) for policy in POLICIES] == waiting
     assert [ledger(model, *policy, is_compiled=True) for policy in POLICIES] == waiting
 

@@ -477,8 +477,3 @@ def side_by_side(tasks: Iterable[Callable[[], None]], at_once: int) -> Iterator[
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-
-
-def store_experts(experts: nn.Module, codecs: Sequence[Codec]) -> dict[str, Encoded]:
-    """Return a module's matrices, encoded; the module stays as it is."""
-    return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}

@@ -61,7 +61,12 @@ class EncodedExpertStore:
     ) -> None:
         """`needed`: bytes that have to be free before anything is written."""
         self.parent, self.codecs, self._needed = folder, codecs, needed
-        self._folders = [folder / _digest(identity, dtype, codec) for codec in codecs]
+        self._folders: list[Path] = []
+        for codec in codecs:
+            made_by = version(codec.library) if codec.library else torch.__version__
+            named = [FORMAT, identity, str(dtype), codec.kind, codec.group_size, made_by]
+            digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
+            self._folders.append(folder / digest[:32])
         self._count = itertools.count()
 
     @contextmanager
@@ -75,7 +80,12 @@ class EncodedExpertStore:
         with ExitStack() as stack:
             if not all(map(_is_sound, files)):
                 for folder in sorted(set(self._folders)):
-                    stack.enter_context(_locked(folder))
+                    folder.mkdir(parents=True, exist_ok=True)
+                    descriptor = os.open(folder, os.O_RDONLY)
+                    stack.callback(os.close, descriptor)
+                    if not lock(descriptor):
+                        logger.info("%s: another run stores experts there; waiting.", folder)
+                        lock(descriptor, wait=True)
             # Another may have made them meanwhile.
             is_kept = all(map(_is_sound, files))
             if not is_kept:
@@ -130,25 +140,6 @@ def _is_sound(file: Path) -> bool:
             return True
     except (OSError, SafetensorError):
         return False
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if not lock(descriptor):
-            logger.info("%s: waiting for another run that stores experts there.", folder)
-            lock(descriptor, wait=True)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _digest(identity: str, dtype: torch.dtype, codec: Codec) -> str:
-    made_by = version(codec.library) if codec.library else torch.__version__
-    named = [FORMAT, identity, str(dtype), codec.kind, codec.group_size, made_by]
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
 _HELD, _WRITTEN, _IS_KEPT = "moecache_encoded", "moecache_written", "moecache_is_kept"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -111,9 +111,8 @@ class ExpertLoader:
         self.figures: dict[str, Any] = {}
         """Time and peak memory of loading."""
 
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return what `from_pretrained` is told about places: the device gets its part later."""
-        return {"device_map": {"": "cpu"}, "max_memory": None}
+    arguments: ClassVar[Mapping[str, Any]] = {"device_map": {"": "cpu"}, "max_memory": None}
+    """What `from_pretrained` is told about places: the device gets its part later."""
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -191,7 +190,7 @@ class ExpertLoader:
             self._folder = Path(stack.enter_context(scratch))
         elif self._kept is not None:
             self._folder = self._kept.parent
-        needed = _bytes_at(layers, codecs)
+        needed = sum(sum(expert_bytes(x.experts, codecs)) * x.num_experts for x in layers)
         self._files = EncodedExpertStore(self._folder, self._identity, dtype, codecs, needed)
         stack.enter_context(encoding(layers, codecs, self._files, release=True))
 
@@ -212,11 +211,6 @@ class ExpertLoader:
                     found = {name: found[part_of(name, 0)] for name in matrices}
                 rows[level].append({name: each.by_expert for name, each in found.items()})
         return [DiskTier(each, beside) for each in rows]
-
-
-def _bytes_at(layers: Sequence[MoELayer], codecs: Sequence[Codec]) -> int:
-    """Return what all experts take, at all levels together."""
-    return sum(sum(expert_bytes(layer.experts, codecs)) * layer.num_experts for layer in layers)
 
 
 def names_of(layers: Sequence[MoELayer]) -> list[dict[str, str]]:

@@ -16,13 +16,13 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.codecs import decode, expert_matrices, store_experts
+from lm_eval_moecache.model.precision.codecs import decode, expert_matrices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of, parse_ladder
 from lm_eval_moecache.model.store import LadderStore, implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.harness import make_instance, refusal
-from tests.model.wall.models import assert_same, wrap_wall
+from tests.model.wall.models import assert_same, store_experts, wrap_wall
 from tests.models import random_model
 from tests.test_equality import logits_of, make_setting
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.codecs import store_experts
+from lm_eval_moecache.model.precision.codecs import Codec, Encoded, encode, expert_matrices
 from lm_eval_moecache.model.precision.ladder import codecs_of
 from lm_eval_moecache.model.store import implementation_of
 from lm_eval_moecache.model.wall.loading import prepare_host
@@ -112,6 +113,11 @@ def on_disk(path: Path, folder: Path, **changes: Any) -> MoECacheLM:
     """Load a checkpoint behind the wall clock, its experts on disk."""
     wall = {"clock": "wall", "policy": "specmd", "capacity": "25%", "store": "disk"}
     return MoECacheLM(pretrained=str(path), store_dir=str(folder), **HOST, **{**wall, **changes})
+
+
+def store_experts(experts: Any, codecs: Sequence[Codec]) -> dict[str, Encoded]:
+    """Return a module's matrices, encoded; the module stays as it is."""
+    return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
 
 
 def wrap_wall(
