@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,10 +238,10 @@ class DraftHooks:
         matches = matching_layers(draft.blocks, targets)
         self._handles: list[Any] = []
         for index, block in enumerate(draft.blocks):
-            before = self._block_hook(index, matches.get(index), is_dense=block.router is None)
+            before = partial(self._enter_block, index, matches.get(index), block.router is None)
             self._handles.append(block.feed_forward.register_forward_pre_hook(before))
             if block.router is not None:
-                after = self._router_hook(index)
+                after = partial(self._routed, index)
                 self._handles.append(block.router.register_forward_hook(after))
 
     def remove(self) -> None:
@@ -249,56 +250,46 @@ class DraftHooks:
             handle.remove()
         self._handles.clear()
 
-    def _block_hook(
-        self, index: int, target: int | None, is_dense: bool
-    ) -> Callable[[nn.Module, Any], None]:
-        def hook(block: nn.Module, args: Any) -> None:
-            stage = self._stage
-            if not stage.is_open:
-                return
-            hidden_TD: Tensor = args[0].reshape(-1, args[0].shape[-1])
-            stage.dense(index, len(hidden_TD))
-            if target is not None and stage.wants(target):
-                # The last token only: those before it (the prompt) have been verified already.
-                gate = self._targets[target].gate
-                logits = gate.predict(hidden_TD[-1:].to(gate.dtype)).float()
-                stage.predict(target, logits.reshape(1, -1).cpu().numpy())
-            if is_dense:
-                stage.experts(index, 1, len(hidden_TD))
+    def _enter_block(
+        self, index: int, target: int | None, is_dense: bool, block: nn.Module, args: Any
+    ) -> None:
+        stage = self._stage
+        if not stage.is_open:
+            return
+        hidden_TD: Tensor = args[0].reshape(-1, args[0].shape[-1])
+        stage.dense(index, len(hidden_TD))
+        if target is not None and stage.wants(target):
+            # The last token only: those before it (the prompt) have been verified already.
+            gate = self._targets[target].gate
+            logits = gate.predict(hidden_TD[-1:].to(gate.dtype)).float()
+            stage.predict(target, logits.reshape(1, -1).cpu().numpy())
+        if is_dense:
+            stage.experts(index, 1, len(hidden_TD))
 
-        return hook
-
-    def _router_hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(router: nn.Module, args: Any, output: Any) -> None:
-            if self._stage.is_open:
-                experts: Tensor = output[2].reshape(-1, output[2].shape[-1])
-                # A token's experts are different ones: looking at them would wait for the device.
-                one = len(experts) == 1
-                count = experts.numel() if one else len(set(experts.flatten().tolist()))
-                self._stage.experts(index, count, len(experts))
-
-        return hook
+    def _routed(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
+        if self._stage.is_open:
+            experts: Tensor = output[2].reshape(-1, output[2].shape[-1])
+            # A token's experts are different ones: looking at them would wait for the device.
+            one = len(experts) == 1
+            count = experts.numel() if one else len(set(experts.flatten().tolist()))
+            self._stage.experts(index, count, len(experts))
 
 
-class ReadAlong:
+class ReadAlong(DraftHooks):
     """Runs the draft before each decode pass, on the tokens that it has not read yet.
 
     Its time and its predictions go the way of speculative drafting, and what it would write next is
     not asked. As there, the prompt's own pass is without it: it reads the prompt before the first
-    decoded token. Changes: the hooks of `DraftHooks`, until `remove`.
+    decoded token.
     """
 
     def __init__(self, draft: DraftModel, targets: Sequence[MoELayer], engine: Engine) -> None:
         assert engine.draft_stage is not None, "a draft model without a draft stage"
-        self._hooks = DraftHooks(draft, targets, engine.draft_stage)
+        super().__init__(draft, targets, engine.draft_stage)
         self._model, self._engine = draft.model, engine
         self._ids: Tensor | None = None
         self._past: Any = None
         self._num_read = 0
-
-    def remove(self) -> None:
-        """Take the hooks off. Safe to call twice."""
-        self._hooks.remove()
 
     @torch.no_grad()
     def begin_pass(self, input_ids: Tensor, past_length: int) -> None:

@@ -17,6 +17,7 @@ from lm_eval_moecache.model.gate import Gate
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.families.configs import small_model
+from tests.model.wall.scripted import NAME, scripted
 from tests.models import FAMILIES, FAMILY_CASES, random_model
 from tests.test_equality import logits_of, make_engine, wrap_virtual
 
@@ -144,40 +145,15 @@ def test_logits_that_are_bounded_or_bent_are_no_product() -> None:
         assert bool(gate._linear_in) == is_linear
 
 
-class FromDevice(torch.Tensor):
-    """A tensor that says it lies on a device, and counts what is brought from there."""
-
-    brought = 0
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
-
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        type(self).brought += 1
-        return self.as_subclass(torch.Tensor)
-
-
-EXPERTS = torch.tensor([[[5, 16_777_215], [0, 1], [2, 3]]])
-LOGITS = torch.rand(3, 7).to(torch.float16).float()
-
-
-@pytest.mark.parametrize(
-    ("tensors", "valid"),
-    [
-        ([EXPERTS, torch.rand(3, 2), LOGITS], None),
-        ([EXPERTS, torch.rand(3, 2), LOGITS], np.array([True, False, True])),
-        # They may differ in rows.
-        ([torch.arange(8).reshape(4, 2), torch.rand(3, 5)], None),
-    ],
-)
-def test_one_transfer_brings_all_that_a_layer_tells(tensors: list[Tensor], valid: Any) -> None:
-    """Whole numbers included."""
-    plain = copy_to_host(tensors, valid)
-    FromDevice.brought = 0
-    found = copy_to_host([t.as_subclass(FromDevice) for t in tensors], valid)
-    assert FromDevice.brought == 1
-    for ours, theirs, given in zip(found, plain, tensors, strict=True):
-        rows = given.reshape(-1, given.shape[-1]).numpy()
-        assert np.array_equal(ours, theirs)
-        assert np.array_equal(ours, rows if valid is None else rows[valid])
+@pytest.mark.parametrize("valid", [None, np.array([True, False, True])])
+def test_what_a_device_tells_arrives_exactly(valid: Any) -> None:
+    """Whole numbers included, and tensors that differ in rows."""
+    experts = torch.tensor([[[5, 16_777_215], [0, 1], [2, 3]]])
+    tensors = [experts, torch.rand(3, 2), torch.rand(3, 7).to(torch.float16).float()]
+    tensors += [torch.arange(8).reshape(4, 2)] if valid is None else []
+    with scripted("compute_late") as device:
+        given, waits = [t.to(NAME) for t in tensors], device.waits
+        found = copy_to_host(given, valid)
+    assert device.waits - waits == 1
+    for ours, plain in zip(found, copy_to_host(tensors, valid), strict=True):
+        assert np.array_equal(ours, plain)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -465,15 +464,11 @@ def side_by_side(tasks: Iterable[Callable[[], None]], at_once: int) -> Iterator[
         for task in tasks:
             yield task()
         return
-    threads, rest = torch.get_num_threads(), iter(tasks)
+    threads = torch.get_num_threads()
     # torch keeps this number for each thread, and the last one given for threads to come.
     pool = ThreadPoolExecutor(at_once, "moecache-encode", torch.set_num_threads, (1,))
     try:
-        running = [pool.submit(task) for task in islice(rest, 2 * at_once)]
-        while running:
-            ended: Future[None] = running.pop(0)
-            yield ended.result()
-            running += [pool.submit(task) for task in islice(rest, 1)]
+        yield from pool.map(lambda task: task(), tasks)
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)

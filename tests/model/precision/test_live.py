@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,13 +13,15 @@ from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
-from lm_eval_moecache.model.precision.codecs import decode, expert_matrices
+from lm_eval_moecache.model.precision.codecs import expert_matrices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names, codecs_of, parse_ladder
 from lm_eval_moecache.model.store import LadderStore, implementation_of
 from lm_eval_moecache.model.wrap import WrappedModel
 from tests.conftest import Checkpoint
 from tests.harness import make_instance, refusal
-from tests.model.wall.models import assert_same, store_experts, wrap_wall
+from tests.model.wall.models import assert_same, replaced, store_experts, wrap_wall
+from tests.model.wall.on_device import judged
+from tests.model.wall.races import Judge
 from tests.models import random_model
 from tests.test_equality import logits_of, make_setting
 
@@ -34,33 +33,19 @@ WIDTHS: dict[str, dict[str, int]] = {
 }
 
 
-def wrap(model: Any, precision: str, policy: str = "on_demand", **changes: Any) -> WrappedModel:
-    layers = find_moe_layers(model)
-    ladder = parse_ladder(precision)
+def wrap(model: Any, policy: str, capacity: str, **changes: Any) -> WrappedModel:
+    layers, ladder = find_moe_layers(model), parse_ladder(changes["precision"])
     geometry, codecs = describe(model, layers, "x", ladder), codecs_of(ladder)
     stored = [store_experts(layer.experts, codecs) for layer in layers]
     store = LadderStore(stored, codecs, implementation_of(model), "cpu")
-    setting = make_setting(geometry, policy=policy, precision=precision, **changes)
+    setting = make_setting(geometry, policy=policy, capacity=capacity, **changes)
     return WrappedModel(model, layers, Engine(geometry, setting), store)
 
 
 def wrap_by(clock: str, model: Any, policy: str, precision: str, capacity: str) -> WrappedModel:
     if clock == "virtual":
-        return wrap(model, precision, policy, capacity=capacity)
+        return wrap(model, policy, capacity, precision=precision)
     return wrap_wall(model, policy, capacity, changes={"precision": precision}, longest_s=0.0002)
-
-
-def replaced(model: Any, precision: str) -> Any:
-    """Copy a model and put into its experts what the codec makes of them."""
-    other = copy.deepcopy(model)
-    (codec,) = codecs_of((precision,))
-    for layer in find_moe_layers(other):
-        for stacked in expert_matrices(layer.experts).values():
-            for expert in stacked:
-                matrix = expert.t() if layer.experts.is_transposed else expert
-                decoded = codec.decode(codec.encode(matrix), matrix.shape, matrix.dtype)
-                expert.copy_(decoded.t() if layer.experts.is_transposed else decoded)
-    return other
 
 
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
@@ -89,58 +74,19 @@ def test_every_kernel_runs_decoded_experts(implementation: str) -> None:
     model = random_model("olmoe", **WIDE)
     model.set_experts_implementation(implementation)
     expected = logits_of(replaced(model, "int8"))
-    found = logits_of(model, wrap(model, "int8", capacity="4"))
+    found = logits_of(model, wrap(model, "on_demand", "4", precision="int8"))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def by_hand(module: Any, store: LadderStore, layer: int, *given: torch.Tensor) -> torch.Tensor:
-    """Run each assignment by itself, at the level that the event's books say."""
-    hidden, index, weights = given
-    assert store.levels is not None
-    levels = store.levels[layer]
-    assert levels is not None
-    out = torch.zeros_like(hidden, dtype=torch.float32)
-    for (token, k), expert in np.ndenumerate(index.numpy()):
-        if not weights[token, k]:
-            continue
-        level = levels[layer * module.num_experts + int(expert)]
-        up, down = (
-            decode(
-                module,
-                getattr(module, name),
-                [whole[int(expert)] for whole in store.stored[layer][name][level]],
-                store.codecs[level],
-            ).float()
-            for name in ("gate_up_proj", "down_proj")
-        )
-        gate, value = (up @ hidden[token].float()).chunk(2)
-        activated = torch.nn.functional.silu(gate) * value
-        out[token] += weights[token, k].float() * (down @ activated)
-    return out
 
 
 @pytest.mark.parametrize("miss", ["fetch_lowest", "fetch_priority", "cascade", "drop_cascade"])
 def test_each_expert_runs_at_the_level_at_which_the_cache_holds_it(miss: str) -> None:
-    model = random_model("olmoe", **WIDE)
-    changes = {"miss": miss, "prefetch": "next_gate", "capacity": "30%"}
-    wrapped = wrap(model, "int8:int4:int2", **changes)
-    store = wrapped._store
-    assert isinstance(store, LadderStore)
-    seen: set[int] = set()
-
-    def compare(module: Any, given: Any, output: torch.Tensor, layer: int) -> None:
-        seen.update((store.levels[layer] or {}).values())
-        expected = by_hand(module, store, layer, *given)
-        gap = float((output.float() - expected).abs().max() / expected.abs().max())
-        assert gap < 0.03, "beyond the rounding of bf16"
-
-    for index, each in enumerate(find_moe_layers(model)):
-        each.experts.register_forward_hook(partial(compare, layer=index))
-    logits_of(model)
-    assert seen >= ({0, 2} if miss == "fetch_lowest" else {0, 1, 2})
+    model, ladder = random_model("olmoe", **WIDE), "int8:int4:int2"
+    judge = Judge(model)
+    changes = {"precision": ladder, "miss": miss, "prefetch": "next_gate"}
+    wrapped = wrap(model, "on_demand", "30%", **changes)
+    assert judged(judge, wrapped, ladder) >= ({0, 2} if miss == "fetch_lowest" else {0, 1, 2})
     passes = wrapped.engine.ledger.passes
     assert 0 < sum(p.low_precision for p in passes) < sum(p.executed for p in passes)
-    wrapped.engine.check_integrity()
 
 
 # --- through the harness model ----------------------------------------------------------------

@@ -2,74 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import core_model_loading
 
-from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.precision.codecs import Codec, Encoded, encode, expert_matrices
 from lm_eval_moecache.model.precision.ladder import codecs_of
-from lm_eval_moecache.model.store import implementation_of
-from lm_eval_moecache.model.wall.loading import prepare_host
-from lm_eval_moecache.model.wall.pools import (
-    DeviceMover,
-    LadderPools,
-    RamTier,
-    SlotPools,
-    expert_parameters,
-    stored_parameters,
-)
-from lm_eval_moecache.model.wall.store import SlotStore
+from lm_eval_moecache.model.wall.loading import assemble
+from lm_eval_moecache.model.wall.pools import RamTier, expert_parameters, stored_parameters
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.ledger import PassRecord
 from tests.test_equality import make_setting
 
 
-class Late(DeviceMover):
-    """Takes a random time for each transfer, before the copy or after it."""
+def late(begin: Callable[..., object], longest_s: float, seed: int = 0) -> Callable[..., object]:
+    """Delay each transfer at random, before its copy or after it."""
+    drawn = random.Random(seed)
 
-    def __init__(self, *args: Any, seed: int = 0, longest_s: float = 0.002) -> None:
-        super().__init__(*args)
-        self._random, self._longest_s = random.Random(seed), longest_s
-
-    def begin(self, transfer: Transfer) -> object:
-        time.sleep(self._random.random() * self._longest_s * self._random.randint(0, 1))
-        token = super().begin(transfer)
-        time.sleep(self._random.random() * self._longest_s * self._random.randint(0, 1))
+    def begin_late(*transfer: Any) -> object:
+        time.sleep(drawn.random() * longest_s * drawn.randint(0, 1))
+        token = begin(*transfer)
+        time.sleep(drawn.random() * longest_s * drawn.randint(0, 1))
         return token
 
-
-class BrokenPools(SlotPools):
-    """Raises at one transfer."""
-
-    def __init__(self, *args: Any, error: BaseException, at: int) -> None:
-        super().__init__(*args)
-        self._error, self._at = error, at
-
-    def begin(self, transfer: Transfer) -> object:
-        self._at -= 1
-        if self._at < 0:
-            raise self._error
-        return super().begin(transfer)
-
-
-class LatePools(Late, SlotPools):
-    """Late copies of experts as they are."""
-
-
-class LateLadder(Late, LadderPools):
-    """Late copies of encoded experts."""
+    return begin_late
 
 
 COUNTED = (
@@ -120,35 +88,44 @@ def store_experts(experts: Any, codecs: Sequence[Codec]) -> dict[str, Encoded]:
     return {name: encode(experts, m, codecs) for name, m in expert_matrices(experts).items()}
 
 
+def replaced(model: Any, precision: str) -> Any:
+    """Copy a model and put into its experts what the codec makes of them."""
+    other = copy.deepcopy(model)
+    (codec,) = codecs_of((precision,))
+    for layer in find_moe_layers(other):
+        for stacked in expert_matrices(layer.experts).values():
+            for expert in stacked:
+                matrix = expert.t() if layer.experts.is_transposed else expert
+                decoded = codec.decode(codec.encode(matrix), matrix.shape, matrix.dtype)
+                expert.copy_(decoded.t() if layer.experts.is_transposed else decoded)
+    return other
+
+
 def wrap_wall(
     model: Any,
     policy: str,
     capacity: str,
-    pools: type[SlotPools] = SlotPools,
     *,
     throttle_bytes_per_s: float | None = None,
     changes: dict[str, str] | None = None,
-    **options: Any,
+    longest_s: float = 0.0,
+    seed: int = 0,
 ) -> WrappedModel:
     """Put a model on the CPU behind the wall clock; with `precision`, its experts encoded."""
     given = {"policy": policy, "capacity": capacity, **(changes or {})}
-    layers, cpu, ladder = find_moe_layers(model), torch.device("cpu"), read_config(given).ladder
+    layers, ladder = find_moe_layers(model), read_config(given).ladder
     geometry, codecs = describe(model, layers, "wall", ladder), codecs_of(ladder or ())
     setting = make_setting(geometry, **given)
     setting = replace(setting, throttle_bytes_per_s=throttle_bytes_per_s)
-    mover: SlotPools | LadderPools
+    parameters = [expert_parameters(layer.experts) for layer in layers]
+    tiers = [RamTier(parameters)]
     if codecs:
         stored = [(x.experts, store_experts(x.experts, codecs)) for x in layers]
         tiers = [
             RamTier([stored_parameters(experts, own, level) for experts, own in stored])
             for level in range(len(codecs))
         ]
-        mover = LateLadder([x.experts for x in layers], codecs, tiers, cpu, **options)
-    else:
-        parameters = [expert_parameters(layer.experts) for layer in layers]
-        tier = RamTier(parameters)
-        mover = pools(parameters, geometry, setting.capacity, tier, cpu, **options)
-    engine = Engine(geometry, setting, mover=mover)
-    store = SlotStore(mover, geometry, str(implementation_of(model)), "cpu")
-    prepare_host(engine, store, layers[0].experts, cpu)
+    loader: Any = SimpleNamespace(codecs=codecs, parameters=parameters, tiers=tiers)
+    engine, store = assemble(model, geometry, setting, loader)
+    store.pools.begin = late(store.pools.begin, longest_s, seed)  # type: ignore[method-assign]
     return WrappedModel(model, layers, engine, store)

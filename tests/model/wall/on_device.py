@@ -102,21 +102,26 @@ def assert_levels_exact(
     model = random_model("olmoe", **SIZES)
     # One kernel for all passes: what a plan mixes is judged pass by pass.
     model.set_experts_implementation("batched_mm")
-    judge = Judge(model)
-    wrapped = wrap(
-        model, device, "on_demand", capacity, precision=precision, miss="fetch_priority", **changes
-    )
-    lm: Any = SimpleNamespace(model=model, engine=wrapped.engine, wrapped=wrapped)
+    judge, changes = Judge(model), {"miss": "fetch_priority", "precision": precision, **changes}
+    wrapped = wrap(model, device, "on_demand", capacity, **changes)
     levels = set()
     for _ in range(repetitions):
-        recording = Recording(lm)
-        logits(model, tokens=tokens)
-        recording.close()
-        judged = judge.logits(recording.passes, precision, lossless=False, device=device)
-        for each, theirs in zip(recording.passes, judged, strict=True):
-            assert each.logits is not None
-            assert torch.equal(each.logits, theirs), "levels: not equal"
-            levels |= {level for own in each.levels if own for level in own.values()}
-        wrapped.engine.check_integrity()
+        levels |= judged(judge, wrapped, precision, tokens)
     assert levels == set(range(precision.count(":") + 1)), "some level was never executed"
     wrapped.unwrap()
+
+
+def judged(judge: Judge, wrapped: WrappedModel, precision: str, tokens: int = 48) -> set[int]:
+    """Have a judge compute some passes again; return the levels that were executed."""
+    model: Any = wrapped.model
+    lm: Any = SimpleNamespace(model=model, engine=wrapped.engine, wrapped=wrapped)
+    recording = Recording(lm)
+    logits(model, tokens=tokens)
+    recording.close()
+    again = judge.logits(recording.passes, precision, lossless=False, device=str(model.device))
+    for each, theirs in zip(recording.passes, again, strict=True):
+        assert each.logits is not None
+        assert torch.equal(each.logits, theirs), "levels: not equal"
+    wrapped.engine.check_integrity()
+    plans = [own for each in recording.passes for own in each.levels if own]
+    return {level for own in plans for level in own.values()}

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,11 +43,10 @@ from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
 from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.pools import DeviceMover, LadderPools, SlotPools, expert_parameters
 from lm_eval_moecache.model.wall.store import WorkInGroups
-from lm_eval_moecache.records.ledger import PassRecord
-from tests.artifacts import artifacts_of
+from tests.artifacts import artifacts_of, use_profile
 from tests.harness import make_instance
-from tests.model.precision.test_live import replaced
 from tests.model.speculative.drafts import generated
+from tests.model.wall.models import replaced
 from tests.models import FAMILIES, save_model
 
 REPETITIONS = 20
@@ -296,6 +295,11 @@ class Pass:
     """Layer -> key -> level, where there are several."""
     logits: Tensor | None = None
 
+    @property
+    def answer(self) -> Tensor:
+        assert self.logits is not None, "a pass that did not end"
+        return self.tokens(self.logits)
+
     def tokens(self, logits: Tensor) -> Tensor:
         """Leave out padding: nobody waits for it, and it needs no experts."""
         mask, length = self.inputs.get("attention_mask"), logits.shape[1]
@@ -475,20 +479,23 @@ class Family:
         self._lms: dict[tuple[Any, ...], MoECacheLM] = {}
         self._current: MoECacheLM | None = None
 
-    @property
+    @cached_property
     def judge(self) -> Judge:
-        return _judge(self.folder)
+        return Judge(self.folder)
 
     def arguments(self, way: Way) -> dict[str, Any]:
         """Return a way's setting with folders, a draft and artifacts of this family."""
         given = {"policy": "on_demand", **way.given}
         for key in FOLDERS:
             if key in given:
-                given[key] = self._warm_profile() if key == "warm" else str(self._root / key)
+                given[key] = str(self._root / key)
+        geometry = describe(self.judge.plain, find_moe_layers(self.judge.plain), self.name)
+        if "warm" in given:
+            given["warm"] = use_profile(geometry.num_layers, geometry.num_experts)
         if given.get("draft") == "tiny":
-            given["draft"] = str(self._draft())
-        policy = config_of(way, given).policy
-        top_k = describe(self.judge.plain, find_moe_layers(self.judge.plain), self.name).top_k
+            given["draft"] = str(self._root / "draft")
+            save_model(self._root / "draft", self.name, seed=1, **sizes_of(self.name))
+        policy, top_k = config_of(way, given).policy, geometry.top_k
         for key, fitting in SMALL.items():
             axis, _, name = key.partition(".")
             if (getattr(policy, axis).parameters.get(name) or 0) > fitting(top_k):
@@ -522,27 +529,6 @@ class Family:
         self._lms.clear()
         self._current = None
 
-    def _draft(self) -> Path:
-        folder = self._root / "draft"
-        if not folder.is_dir():
-            save_model(folder, self.name, seed=1, **sizes_of(self.name))
-        return folder
-
-    def _warm_profile(self) -> str:
-        folder = self._root / "warm"
-        if not folder.is_dir():
-            lm = MoECacheLM(
-                str(self.folder), policy="on_demand", trace=str(folder), device="cpu", max_length=64
-            )
-            generate(lm)
-            lm.finish_trace()
-        return str(next(folder.glob("*.parquet")))
-
-
-@cache
-def _judge(folder: Path) -> Judge:
-    return Judge(folder)
-
 
 def missing(way: Way, counts: Mapping[str, int]) -> list[str]:
     """Return what a way's repetitions never did, so that they would show nothing."""
@@ -566,35 +552,27 @@ class Refused(ValueError):
     """A run would be refused this way with this family, before anything is loaded."""
 
 
-@dataclass
-class Found:
-    """What the repetitions of a way came to."""
-
-    wrong: list[int] = field(default_factory=list)
-    """The repetitions in which a pass gave other logits than the judge's."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Sums over all passes: whether what was to be raced for took place."""
-
-    def add(self, passes: Sequence[PassRecord]) -> None:
-        for name in COUNTED:
-            more = sum(getattr(record, name) for record in passes)
-            self.counts[name] = self.counts.get(name, 0) + more
-
-
 COUNTED = (
     *("misses", "late", "prefetch_hits", "low_precision", "dropped", "substituted", "unfaithful"),
     *("host_executed", "drafted", "bytes_moved"),
 )
 
 
-def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
-    """Go a way again and again under races, and have each pass judged. Raises Refused."""
+def compare(
+    family: Family, way: Way, repetitions: int = REPETITIONS
+) -> tuple[list[int], Counter[str]]:
+    """Go a way again and again under races, and have each pass judged. Raises Refused.
+
+    Returns the repetitions in which a pass gave other logits than the judge's, and sums over all
+    passes: whether what was to be raced for took place.
+    """
     try:
         given = family.arguments(way)
         lm = family.lm(way, given)
     except ValueError as error:
         raise Refused(str(error)) from error
-    found, races, kernel = Found(), Races(), given.get(KERNEL, "grouped_mm")
+    wrong, counts = list[int](), Counter[str]()
+    races, kernel = Races(), given.get(KERNEL, "grouped_mm")
     family.judge.plain.set_experts_implementation(kernel)
     known: dict[bytes, list[Tensor]] = {}
     tokens: list[list[int]] = []
@@ -616,7 +594,8 @@ def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
             lm.engine.check_integrity()
             link: Any = lm.engine.link
             assert link._mover.num_bytes <= lm.engine.setting.capacity.total_bytes
-            found.add(lm.engine.ledger.passes)
+            for record in lm.engine.ledger.passes:
+                counts.update({name: getattr(record, name) for name in COUNTED})
             lossless = config.policy.is_lossless
             plan = b"" if lossless and not way.speculative else _fingerprint(recording.passes)
             if plan not in known:
@@ -624,9 +603,10 @@ def compare(family: Family, way: Way, repetitions: int = REPETITIONS) -> Found:
                 known[plan] = family.judge.logits(recording.passes, precision, lossless)
             tokens = tokens or answered
             changed = lossless and answered != tokens
-            if changed or not _same(recording.passes, known[plan]):
-                found.wrong.append(repetition)
-    return found
+            pairs = zip(recording.passes, known[plan], strict=True)
+            if changed or not all(torch.equal(p.answer, p.tokens(theirs)) for p, theirs in pairs):
+                wrong.append(repetition)
+    return wrong, counts
 
 
 def config_of(way: Way, given: Mapping[str, Any]) -> Config:
@@ -646,14 +626,6 @@ def _fingerprint(passes: Sequence[Pass]) -> bytes:
     return repr(said).encode()
 
 
-def _same(passes: Sequence[Pass], expected: Sequence[Tensor]) -> bool:
-    for each, theirs in zip(passes, expected, strict=True):
-        assert each.logits is not None, "a pass that did not end"
-        if not torch.equal(each.tokens(each.logits), each.tokens(theirs)):
-            return False
-    return True
-
-
 def main(families: Sequence[str]) -> int:
     """Print a row for each way, of all families; return how many cells are wrong.
 
@@ -668,16 +640,16 @@ def main(families: Sequence[str]) -> int:
             equal, words, counts = 0, [], Counter[str]()
             for name, family in made.items():
                 try:
-                    found = compare(family, way)
+                    repetitions, own = compare(family, way)
                 except Refused as error:
                     words.append(f"{name} refused: {error}")
                     continue
-                never = missing(way, found.counts)
-                counts.update(found.counts)
-                equal += not found.wrong and not never
-                if found.wrong or never:
+                never = missing(way, own)
+                counts.update(own)
+                equal += not repetitions and not never
+                if repetitions or never:
                     wrong += 1
-                    words.append(f"{name} WRONG in {found.wrong}, without {never}")
+                    words.append(f"{name} WRONG in {repetitions}, without {never}")
             took = ", ".join(f"{n} {k}" for k, n in counts.items() if n)
             print(f"{way.name:32} {equal} equal; {took}", *words, sep="\n    ", flush=True)
         for family in made.values():

@@ -11,17 +11,12 @@ import torch
 
 from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.engine.wall.executor import WallExecutor
-from lm_eval_moecache.harness.arguments import read_config
-from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.store import WorkOnPool
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
-from tests.artifacts import use_profile
-from tests.conftest import Checkpoint
-from tests.harness import answers
-from tests.model.wall.models import HOST, LatePools, assert_same, wrap_wall
+from tests.model.wall.models import assert_same, wrap_wall
 from tests.models import FAMILY_CASES, random_model
 from tests.test_equality import logits_of
 
@@ -51,7 +46,7 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
         changes = {"miss": "host", "miss.rule": RULES[seed % 3]}
         policy = ("on_demand", "specmd")[seed % 2]
         late = {"changes": changes, "seed": seed, "longest_s": 0.0002}
-        wrapped = wrap_wall(model, policy, "40%", LatePools, **late)
+        wrapped = wrap_wall(model, policy, "40%", **late)
         host = executor_of(wrapped).host
         assert host is not None
         if host.costs is not None:
@@ -71,17 +66,6 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
             assert [p.host_executed for p in passes] == [p.token_requests for p in passes]
             assert not any(p.bytes_moved for p in passes)
     assert executed > 0 and loaded > 0
-
-
-@pytest.mark.parametrize("rule", ["always", "balanced"])
-def test_encoded_experts_run_on_the_host_at_their_best_level(rule: str) -> None:
-    model = random_model("gpt_oss", hidden_size=64, intermediate_size=64)
-    given = {"changes": {"precision": "int8:int4"}, "longest_s": 0.0002}
-    expected = logits_of(model, wrap_wall(model, "on_demand", "40%", **given))
-    given["changes"] |= {"miss": "host", "miss.rule": rule}
-    wrapped = wrap_wall(model, "on_demand", "40%", **given)
-    assert_same(expected, logits_of(model, wrapped))
-    assert not any(p.low_precision for p in wrapped.engine.ledger.passes)
 
 
 def test_each_rule_divides_by_the_measured_times() -> None:
@@ -159,18 +143,3 @@ def test_the_hosts_thread_ends_with_its_wrapper() -> None:
     wrapped.unwrap()
     wrapped.unwrap()
     assert not set(threading.enumerate()) - before
-
-
-def test_a_model_runs_with_its_absent_experts_on_the_host(checkpoint: Checkpoint) -> None:
-    path = str(checkpoint("olmoe"))
-    host = {**HOST, "capacity": "40%"}
-    plain = MoECacheLM(pretrained=path, policy="on_demand", **host)
-    expected = answers(plain)
-    warm = use_profile(plain.geometry.num_layers, plain.geometry.num_experts)
-    for policy in ("fiddler", "ktransformers"):
-        placed = {"policy": policy, "clock": "wall", "warm": warm}
-        lm = MoECacheLM(pretrained=path, **placed, **host)
-        assert answers(lm) == expected
-        lm.install(read_config({**placed, "capacity": "25%"}))
-        assert answers(lm) == expected
-        lm.wrapped.unwrap()

@@ -8,19 +8,16 @@ same tests with the store of a CPU.
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.model.device import accelerator, devices
 from lm_eval_moecache.model.precision.ladder import ALIASES, codec_names
 from lm_eval_moecache.model.wall.pools import DeviceMover
-from tests.model.precision.test_live import replaced
+from tests.model.wall.models import late, replaced
 from tests.model.wall.on_device import (
     SIZES,
     assert_exact,
@@ -54,17 +51,8 @@ def device() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay every transfer at random, before its copy and after it."""
-    drawn, begin = random.Random(0), DeviceMover.begin
-
-    def begin_late(self: DeviceMover, transfer: Transfer) -> object:
-        time.sleep(drawn.choice((0.0, 0.0, 0.0002, 0.0005)))
-        token = begin(self, transfer)
-        time.sleep(drawn.choice((0.0, 0.0, 0.0002)))
-        return token
-
-    monkeypatch.setattr(DeviceMover, "begin", begin_late)
+def late_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMover, "begin", late(DeviceMover.begin, longest_s=0.001))
 
 
 @pytest.mark.parametrize("capacity", ["100%", "25%", "4", "1/layer", "2/layer"])

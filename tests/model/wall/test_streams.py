@@ -30,7 +30,7 @@ from tests.model.wall.on_device import (
     wrap,
     wrap_files,
 )
-from tests.model.wall.scripted import DEVICE, NAME, SCRIPTS, Device, Misuse, Stream, scripted
+from tests.model.wall.scripted import NAME, SCRIPTS, Device, Misuse, Stream, scripted
 from tests.models import random_model
 from tests.test_equality import logits_of
 
@@ -86,22 +86,6 @@ def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None
         wrapped.unwrap()
 
 
-def test_no_stream_is_stepped_by_two_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.tensor copies beside the dispatch and its lock: what it waits for is run under it."""
-    stepped, step = [], Stream.step
-
-    def locked(self: Stream) -> None:
-        stepped.append(DEVICE.lock._is_owned())  # type: ignore[attr-defined]
-        step(self)
-
-    with scripted("compute_late"):
-        monkeypatch.setattr(Stream, "step", locked)
-        late = torch.zeros(3, device=NAME) + 1
-        torch.tensor([2.0], device=NAME)
-        assert stepped and all(stepped)
-        assert late.tolist() == [1, 1, 1]
-
-
 def test_a_device_without_streams_copies_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """What MPS gets: blocking copies from one queue, which everything goes through in order."""
     monkeypatch.setattr(pools, "copy_stream", lambda device: None)
@@ -138,7 +122,6 @@ def test_a_copy_is_timed_by_the_device() -> None:
 
 
 def _no_wait_for_the_fence(patch: pytest.MonkeyPatch) -> None:
-    from tests.model.wall.scripted import Stream
 
     patch.setattr(Stream, "wait_event", lambda stream, event: None)
 
