@@ -22,6 +22,7 @@ SHARES = [(family, way.name) for family in FAMILIES for way in share_of(family)]
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
     root, made = tmp_path_factory.mktemp("races"), dict[str, Family]()
+    before = set(threading.enumerate())
 
     def family(name: str) -> Family:
         if name not in made:
@@ -31,7 +32,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
     yield family
     for each in made.values():
         each.close()
-    assert not [t.name for t in threading.enumerate() if t.name in ("moecache-link", "fake-device")]
+    begun = {t.name for t in set(threading.enumerate()) - before}
+    assert not begun & {"moecache-link", "fake-device"}
 
 
 @pytest.mark.parametrize(("family", "way"), [family_case(*share) for share in SHARES])
