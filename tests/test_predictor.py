@@ -187,16 +187,16 @@ def test_training_learns_a_linear_router(loss: str, stages: int) -> None:
     pairs = Pairs(inputs, targets, np.arange(1200))
     recipe = Recipe(loss=loss, learning_rate=0.01, max_epochs=12)
     seen, held_out = pairs.where(np.arange(1200) < 1000), pairs.where(np.arange(1200) >= 1000)
-    found = train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)
+    found, _ = train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)
     values = held_out.inputs_ND.astype(np.float32)
-    for place, (weight, bias) in enumerate(found.stages):
+    for place in range(stages):
+        weight, bias = (found[f"0.{place}.{what}"] for what in ("weight", "bias"))
         values = (np.maximum(values, 0) if place else values) @ weight.T + bias
     true = np.argsort(-held_out.targets_NE, axis=-1)[:, :2]
     right = count_right(np.argsort(-values, axis=-1)[:, :2], true)
     assert right.mean() / 2 > 0.9
-    again = train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)
-    for (weight, bias), (same_weight, same_bias) in zip(found.stages, again.stages, strict=True):
-        assert (weight == same_weight).all() and (bias == same_bias).all()
+    again, _ = train(seen, held_out, stages=stages, num_chosen=2, recipe=recipe, layer=0)
+    assert all((found[name] == array).all() for name, array in again.items())
 
 
 def test_the_loss_is_equation_4_by_hand() -> None:
@@ -205,13 +205,13 @@ def test_the_loss_is_equation_4_by_hand() -> None:
     targets = np.log(np.array([[0.7, 0.2, 0.1]] * 2)).astype(np.float16)
     pairs = Pairs(inputs, targets, np.arange(2))
     recipe = Recipe(learning_rate=1e-12, max_epochs=1)
-    found = train(pairs, pairs, stages=1, num_chosen=1, recipe=recipe, layer=3)
-    weight, bias = (array.astype(np.float64) for array in found.stages[0])
+    found, best = train(pairs, pairs, stages=1, num_chosen=1, recipe=recipe, layer=3)
+    weight, bias = (found[f"3.0.{what}"].astype(np.float64) for what in ("weight", "bias"))
     logits = weight[:, 0] + bias
     predicted = np.exp(logits) / np.exp(logits).sum()
     true = np.exp(targets[0].astype(np.float64))
     expected = float((true * np.log(true / predicted)).sum())
-    assert found.best.held_out_loss == pytest.approx(expected, rel=0.01)
+    assert best.held_out_loss == pytest.approx(expected, rel=0.01)
 
 
 def test_early_stopping_keeps_the_best_epoch() -> None:
@@ -221,8 +221,8 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
         for _ in "cd"
     ]
     recipe = Recipe(learning_rate=0.05, batch_size=4, max_epochs=30, patience=2)
-    found = train(noise[0], noise[1], stages=2, num_chosen=2, recipe=recipe, layer=0)
-    assert found.best.epochs == found.best.epoch + 2 < 30
+    _, best = train(noise[0], noise[1], stages=2, num_chosen=2, recipe=recipe, layer=0)
+    assert best.epochs == best.epoch + 2 < 30
 
 
 def test_certainty_is_the_divergence_from_uniform() -> None:

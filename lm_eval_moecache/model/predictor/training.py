@@ -145,8 +145,9 @@ def make(
                         "more prompts, or such as are answered at length."
                     )
             stages = num_stages(layer, num_layers)
-            found = train(*parts, stages=stages, num_chosen=top, recipe=recipe, layer=layer)
-            write_whole(file, _as_file(found, layer))
+            made, best = train(*parts, stages=stages, num_chosen=top, recipe=recipe, layer=layer)
+            row = {"epochs": best.epochs, "best_epoch": best.epoch, "loss": best.held_out_loss}
+            write_whole(file, save(made, metadata={"row": json.dumps(row)}))
         with safe_open(file, "numpy") as trained:
             arrays |= {name: trained.get_tensor(name) for name in trained.keys()}  # noqa: SIM118
             trainings.append(json.loads(trained.metadata()["row"]))
@@ -180,35 +181,16 @@ def _digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _as_file(found: Trained, layer: int) -> bytes:
-    """Return a safetensors file of one layer's trained stages, and of how the training went."""
-    arrays = {
-        array_name(layer, stage, what): array
-        for stage, linear in enumerate(found.stages)
-        for what, array in zip(("weight", "bias"), linear, strict=True)
-    }
-    best = found.best
-    row = {"epochs": best.epochs, "best_epoch": best.epoch, "loss": best.held_out_loss}
-    data: bytes = save(arrays, metadata={"row": json.dumps(row)})
-    return data
-
-
 _CHUNK = 65536
-
-
-class Trained(NamedTuple):
-    """The arrays of one layer's stages, (weight, bias) each, and how the training went."""
-
-    stages: list[tuple[Halves, Halves]]
-    best: Best
 
 
 def train(
     pairs: Pairs, held_out: Pairs, *, stages: int, num_chosen: int, recipe: Recipe, layer: int
-) -> Trained:
+) -> tuple[dict[str, Halves], Best]:
     """Train one layer's predictor; the same samples, recipe and layer give the same arrays.
 
-    Adam with its learning rate halved every few epochs.
+    Adam with its learning rate halved every few epochs. Returns the arrays by their name in the
+    artifact, and how the training went.
     """
     torch.manual_seed(recipe.seed * 1009 + layer)
     order = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
@@ -241,11 +223,11 @@ def train(
         return sum(parts) / len(judged[0])
 
     best = fit(network, epoch, held_out_loss, range(recipe.max_epochs), recipe.patience)
-    arrays = [
-        (linear.weight.detach().half().numpy(), linear.bias.detach().half().numpy())
-        for linear in linears
-    ]
-    return Trained(arrays, best)
+    arrays: dict[str, Halves] = {}
+    for stage, linear in enumerate(linears):
+        for what, values in (("weight", linear.weight), ("bias", linear.bias)):
+            arrays[array_name(layer, stage, what)] = values.detach().half().numpy()
+    return arrays, best
 
 
 def _tensors(pairs: Pairs, loss: str, num_chosen: int) -> tuple[Tensor, Tensor]:
