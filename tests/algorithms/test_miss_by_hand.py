@@ -30,9 +30,11 @@ def make(name: str, **parameters: Any) -> Any:
     return find_algorithm("miss", name)(GEOMETRY, **parameters)
 
 
-def make_engine(**overrides: Any) -> Engine:
-    policy = policy_of({key.replace("__", "."): value for key, value in overrides.items()})
-    capacity = parse_capacity(5, GEOMETRY)
+PRUNED = {"routing": "pruning", "routing.h": 2, "miss": "drop", "miss.h": 1}
+
+
+def make_engine(given: dict[str, Any]) -> Engine:
+    policy, capacity = policy_of(given), parse_capacity(5, GEOMETRY)
     return Engine(GEOMETRY, Setting(policy=policy, capacity=capacity, hardware=make_hardware()))
 
 
@@ -79,7 +81,7 @@ def test_a_substitute_weighs_its_own_score_or_the_missing_ones(name: str) -> Non
 
 
 def test_a_drop_after_pruning_keeps_what_both_keep() -> None:
-    engine = make_engine(routing="pruning", routing__h=2, miss="drop", miss__h=1)
+    engine = make_engine(PRUNED)
     record, selection = serve(engine, make_event(GEOMETRY, 0, 0, [LOGITS]))
     assert selection is not None and selection.keep is not None
     assert selection.experts.tolist() == [[0, 1, 2]]
@@ -91,9 +93,8 @@ def test_a_drop_after_pruning_keeps_what_both_keep() -> None:
 
 def test_renormalising_shares_the_lost_weight_and_is_off_by_default() -> None:
     scores = softmax(np.array([LOGITS], dtype=np.float32))[0]
-    pruning = {"routing": "pruning", "routing__h": 2, "miss": "drop", "miss__h": 1}
     for renormalize in (False, True):
-        engine = make_engine(**pruning, routing__renormalize=renormalize)
+        engine = make_engine({**PRUNED, "routing.renormalize": renormalize})
         event = make_event(GEOMETRY, 0, 0, [LOGITS])
         output = weigh(make_event(GEOMETRY, 0, 0, [LOGITS]), serve(engine, event)[1])
         expected = scores[:3].sum() if renormalize else scores[0]
@@ -101,7 +102,7 @@ def test_renormalising_shares_the_lost_weight_and_is_off_by_default() -> None:
 
 
 def test_substitutes_are_counted_and_what_they_weigh_reaches_the_eviction() -> None:
-    engine = make_engine(miss="substitute_score", eviction="score")
+    engine = make_engine({"miss": "substitute_score", "eviction": "score"})
     serve(engine, make_event(GEOMETRY, 0, 0, [LOGITS]))
     event = make_event(GEOMETRY, 1, 0, [[3.0, 2.0, 0.9, 1.0, 0.2, 0.0]])
     record = engine.begin_pass(DECODE, 1)

@@ -23,15 +23,11 @@ from tests.models import FAMILIES, random_model
 TOKENS = torch.arange(2, 14).reshape(1, 12)
 
 
-def wrap(model: Any, **overrides: Any) -> WrappedModel:
+def wrap(model: Any, overrides: dict[str, Any]) -> WrappedModel:
     layers = find_moe_layers(model)
     geometry = describe(model, layers, "random")
-    named = {key.replace("__", "."): value for key, value in overrides.items()}
-    setting = Setting(
-        policy=policy_of(named),
-        capacity=parse_capacity("4/layer", geometry),
-        hardware=make_hardware(),
-    )
+    capacity = parse_capacity("4/layer", geometry)
+    setting = Setting(policy=policy_of(overrides), capacity=capacity, hardware=make_hardware())
     return WrappedModel(model, layers, Engine(geometry, setting))
 
 
@@ -44,7 +40,7 @@ def logits_of(model: Any) -> torch.Tensor:
 def test_every_lossy_algorithm_runs_in_every_family_and_leaves_the_model_as_it_was() -> None:
     lossy = (
         {"routing": "cache_prior", "miss": "substitute_score"},
-        {"routing": "max_rank", "routing__M": 4, "miss": "drop", "miss__h": 1},
+        {"routing": "max_rank", "routing.M": 4, "miss": "drop", "miss.h": 1},
         {"routing": "pre_gated", "prefetch": "next_gate", "miss": "substitute_random"},
         {"routing": "swap_rank", "eviction": "score"},
     )
@@ -52,7 +48,7 @@ def test_every_lossy_algorithm_runs_in_every_family_and_leaves_the_model_as_it_w
         model = random_model(family)
         plain = logits_of(model)
         for overrides in lossy:
-            wrapped = wrap(model, **overrides)
+            wrapped = wrap(model, overrides)
             logits_of(model)  # fills the cache: a cold one gives no reason to change anything
             changed = logits_of(model)
             wrapped.engine.check_integrity()
@@ -70,9 +66,9 @@ def test_committing_runs_in_every_family_by_its_own_rule(tmp_path: Path) -> None
         path = str(tmp_path / f"{family}.safetensors")
         write_artifact(path, dataclasses.replace(drawn, router_digest=router_digest(layers)))
         found = []
-        for rule in ({}, {"routing__weights": "owa"}, {"routing__scores": "router"}):
-            chosen = {"routing": "commit", "prefetch": "predictor", "prefetch__profile": path}
-            wrapped = wrap(model, **chosen, **rule)
+        for rule in ({}, {"routing.weights": "owa"}, {"routing.scores": "router"}):
+            chosen = {"routing": "commit", "prefetch": "predictor", "prefetch.profile": path}
+            wrapped = wrap(model, chosen | rule)
             found.append(logits_of(model))
             wrapped.engine.check_integrity()
             wrapped.unwrap()
@@ -88,7 +84,7 @@ def routed() -> Any:
     torch.manual_seed(0)
     with torch.no_grad():
         output = find_moe_layers(model)[0].router(torch.randn(4, 32, dtype=torch.bfloat16))
-    return wrap(model, miss="drop"), output
+    return wrap(model, {"miss": "drop"}), output
 
 
 def changed_by(routed: Any, *given: Any, **more: Any) -> Any:

@@ -60,16 +60,15 @@ def answers(lm: Any, batch_sizes: Sequence[int]) -> list[Any]:
     asked = {"until": ["zz"], "max_gen_toks": 4}
     for batch_size in batch_sizes:
         lm.batch_size_per_gpu = batch_size
-        prompts = ("A", "Hello number", "x" * 30)
         generations = [
             make_instance("generate_until", "gen", i, prompt, asked)
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(("A", "Hello number", "x" * 30))
+        ]
+        choices = [
+            make_instance("loglikelihood", "choice", i, "Question 1:", choice)
+            for i, choice in enumerate(("A", " a long one"))
         ]
         found.append(lm.generate_until(generations, disable_tqdm=True))
-        pairs = (("Question 1:", "A"), ("Question 1:", " a long one"))
-        choices = [
-            make_instance("loglikelihood", "choice", i, *pair) for i, pair in enumerate(pairs)
-        ]
         found.append(lm.loglikelihood(choices, disable_tqdm=True))
     return found
 
