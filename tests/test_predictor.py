@@ -440,7 +440,7 @@ def test_a_trace_of_another_policy_is_refused(checkpoint: Checkpoint, tmp_path: 
     given: dict[str, Any] = {"pretrained": str(checkpoint("olmoe")), "device": "cpu"}
     lm = MoECacheLM(**given, policy="on_demand", capacity="20%", trace=str(tmp_path))
     _run(lm)
-    lm.wrapped.recorder.close(lm.engine.ledger.requests)  # type: ignore[union-attr]
+    lm.wrapped.recorder.writer.close(lm.engine.ledger.requests)  # type: ignore[union-attr]
     [path] = tmp_path.glob("*.parquet")
     profile = predictor_of(lm.model, load_policy("sida"))
     config = read_config({"policy": "sida", "capacity": "20%", **profile})

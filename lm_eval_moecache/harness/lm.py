@@ -240,7 +240,7 @@ class MoECacheLM(HFLM):
         try:
             yield
             if self.wrapped.recorder is not None:
-                self.wrapped.recorder.keep(self.engine.ledger.requests)
+                self.wrapped.recorder.writer.keep(self.engine.ledger.requests)
         finally:
             self.engine.ledger.serve([])
             self.wrapped.forget_batch()
@@ -391,7 +391,7 @@ class MoECacheLM(HFLM):
         """Give the recorded trace its name and return its path; further passes are refused."""
         if self.wrapped.recorder is None:
             return None
-        return self.wrapped.recorder.close(self.engine.ledger.requests)
+        return self.wrapped.recorder.writer.close(self.engine.ledger.requests)
 
     def report(self) -> dict[str, Any]:
         """Return the run's setting and figures: `config.moecache` of the results JSON."""
@@ -434,7 +434,7 @@ class MoECacheSpecLM(MoECacheLM):
     def _settle(self, drafted: int, accepted: int) -> None:
         self.engine.settle_drafts(drafted, accepted)
         if self.wrapped.recorder is not None:
-            self.wrapped.recorder.settle(drafted, accepted)
+            self.wrapped.recorder.writer.settle(drafted, accepted)
 
     def _assisted(
         self, context: Tensor, *, stop: Sequence[str], max_length: int, **kwargs: Any

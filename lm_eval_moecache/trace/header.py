@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval_moecache.records.files import parse_json
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Draft, Geometry
@@ -26,7 +26,6 @@ SCANS_KEY = b"moecache_scans"
 """Optional third key: [first pass, passes] of each text that was routed token after token."""
 DRAFTS_KEY = b"moecache_drafts"
 """Optional fourth key: [pass, drafted, accepted] of each pass that verified drafts."""
-Settled = Sequence[tuple[int, int, int]]
 _PRECISION = re.compile(
     r"(bf16|fp16|fp32|fp8|fp4|nf4|mxfp4|nvfp4|gptq|awq|int[2348]|hqq[2348]|q[2-8]_[0-9a-z_]+"
     r"|[2-8]bit|unknown)(/g[0-9]+)?"
@@ -52,6 +51,8 @@ class Header:
     """The model that drafted; None without one, or where drafts came from the prompt."""
     ranked: int = 0
     """Experts kept of what each layer of the draft foretells, likeliest first."""
+    digest: str | None = None
+    """Of the metadata when they were written; None in a trace of another writer."""
 
 
 def write_header(header: Header) -> bytes:
@@ -98,10 +99,11 @@ def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[
     return {**metadata, HEADER_KEY: json.dumps(header).encode()}
 
 
-def check_seal(name: str, metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> None:
+def check_seal(
+    name: str, header: Header, metadata: Mapping[bytes, bytes], schema: Any, num_rows: int
+) -> None:
     """Refuse metadata that are not those that were written; a trace may have no digest."""
-    told = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode()).get("digest")
-    if told is not None and told != _digest(metadata, schema, num_rows):
+    if header.digest not in (None, _digest(metadata, schema, num_rows)):
         raise ValueError(
             f"trace {name}: what it says of its model, columns and requests is not what was "
             "written: the digest in its metadata is another. Copy or record the trace anew."
@@ -111,11 +113,8 @@ def check_seal(name: str, metadata: Mapping[bytes, bytes], schema: Any, num_rows
 def _digest(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> str:
     header = parse_json(metadata[HEADER_KEY], HEADER_KEY.decode())
     header.pop("digest", None)
-    others = {
-        key.decode(): metadata[key].decode()
-        for key in (REQUESTS_KEY, SCANS_KEY, DRAFTS_KEY)
-        if key in metadata
-    }
+    keys = (REQUESTS_KEY, SCANS_KEY, DRAFTS_KEY)
+    others = {key.decode(): metadata[key].decode() for key in keys if key in metadata}
     # Of a list the type of its values: writers name the values themselves differently.
     columns = [[field.name, str(getattr(field.type, "value_type", field.type))] for field in schema]
     text = json.dumps([header, others, columns, num_rows], sort_keys=True)
@@ -144,6 +143,7 @@ def read_header(name: str, metadata: Mapping[bytes, bytes] | None) -> Header:
         proposals=tuple(fields.proposals),
         draft=None if fields.draft is None else _draft(name, fields.draft, fields.num_layers),
         ranked=0 if fields.draft is None else fields.draft.ranked,
+        digest=fields.digest,
     )
 
 
@@ -204,102 +204,57 @@ def write_requests(requests: Sequence[RequestRecord]) -> bytes:
     return _dumped(rows)
 
 
-def write_settled(scans: Sequence[tuple[int, int]], drafts: Settled) -> dict[bytes, bytes]:
+def write_settled(
+    scans: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]
+) -> dict[bytes, bytes]:
     """Return the metadata keys `moecache_scans` and `moecache_drafts`, where there are any."""
     told = {SCANS_KEY: scans, DRAFTS_KEY: drafts}
     return {key: _dumped(rows) for key, rows in told.items() if rows}
 
 
-def _dumped(rows: Sequence[tuple[Any, ...]]) -> bytes:
+def _dumped(rows: Sequence[Sequence[Any]]) -> bytes:
     return json.dumps(list(rows), separators=(",", ":")).encode()
 
 
-def read_scans(
-    name: str, metadata: Mapping[bytes, bytes], num_passes: int
-) -> tuple[tuple[int, int], ...]:
-    """Read the metadata key `moecache_scans`; none where the file has none."""
-    found: list[tuple[int, int]] = []
-    before = 0
-    for row in _rows(name, metadata, SCANS_KEY) or ():
-        match row:
-            case [int(first), int(count)] if (
-                before <= first and count > 0 and first + count <= num_passes
-            ):
-                found.append((first, count))
-                before = first + count
-            case _:
-                raise ValueError(
-                    f"trace {name}: metadata 'moecache_scans': {row!r} must be [first pass, "
-                    f"passes], in order and below {num_passes}."
-                )
-    return tuple(found)
+class Listed(NamedTuple):
+    """What a trace's metadata lists beside its model."""
+
+    requests: tuple[TracedRequest, ...] | None
+    """None where the file does not list them."""
+    scans: tuple[tuple[int, int], ...]
+    settled: Mapping[int, tuple[int, int]]
+    """Pass -> drafted, accepted."""
 
 
-def read_drafts(
-    name: str, metadata: Mapping[bytes, bytes], num_passes: int
-) -> dict[int, tuple[int, int]]:
-    """Read the metadata key `moecache_drafts`: pass -> drafted, accepted."""
-    found: dict[int, tuple[int, int]] = {}
+def read_listed(name: str, metadata: Mapping[bytes, bytes], num_passes: int) -> Listed:
+    """Read the optional keys. ValueError names the key, and what of it does not fit."""
+
+    def rows(key: bytes, kind: Any) -> list[Any]:
+        from lm_eval_moecache.records.schemas import check_json
+
+        what = f"trace {name}: metadata {key.decode()!r}"
+        return check_json(list[kind], metadata[key], what) if key in metadata else []
+
+    def refuse(key: bytes, row: object, rule: str) -> None:
+        what = f"trace {name}: metadata {key.decode()!r}"
+        raise ValueError(f"{what}: {shown(row)} must be {rule} below {num_passes}.")
+
+    requests = rows(REQUESTS_KEY, TracedRequest)
+    for each in requests:
+        numbers = (each.prompt_tokens, each.output_tokens or 0, *each.passes)
+        if min(numbers) < 0 or max(each.passes, default=-1) >= num_passes:
+            refuse(REQUESTS_KEY, each, "of numbers from 0 on, and of passes")
+    scans, end = rows(SCANS_KEY, tuple[int, int]), 0
+    for first, count in scans:
+        if not end <= first < first + count <= num_passes:
+            refuse(SCANS_KEY, [first, count], "[first pass, passes], in order and")
+        end = first + count
+    settled: dict[int, tuple[int, int]] = {}
     before = -1
-    for row in _rows(name, metadata, DRAFTS_KEY) or ():
-        match row:
-            case [int(index), int(drafted), int(accepted)] if (
-                before < index < num_passes and 0 <= accepted <= drafted <= MOST_DRAFTED
-            ):
-                found[index] = (drafted, accepted)
-                before = index
-            case _:
-                raise ValueError(
-                    f"trace {name}: metadata 'moecache_drafts': {row!r} must be [pass, drafted, "
-                    f"accepted], in order and below {num_passes}, with no more accepted than "
-                    f"drafted and at most {MOST_DRAFTED} of them."
-                )
-    return found
-
-
-def read_requests(
-    name: str, metadata: Mapping[bytes, bytes], num_passes: int
-) -> tuple[TracedRequest, ...] | None:
-    """Read the metadata key `moecache_requests`, or return None where the file has none."""
-    rows = _rows(name, metadata, REQUESTS_KEY)
-    if rows is None:
-        return None
-    found = []
-    for index, row in enumerate(rows):
-        match row:
-            case [str(task), str(kind), int(prompt), int() | None as output, [*passes], *rest] if (
-                prompt >= 0
-                and (output is None or output >= 0)
-                and all(type(p) is int and 0 <= p < num_passes for p in passes)
-                and len(rest) in (0, 2)
-                and all(type(n) is int for n in rest)
-            ):
-                document, place = rest or (None, 0)
-                request = TracedRequest(
-                    task=task,
-                    kind=kind,
-                    prompt_tokens=prompt,
-                    output_tokens=output,
-                    passes=tuple(passes),
-                    document=document,
-                    place=place,
-                )
-                found.append(request)
-            case _:
-                raise ValueError(
-                    f"trace {name}: metadata 'moecache_requests': request {index} is {row!r}, must "
-                    f"be [task, kind, prompt tokens, output tokens, passes below {num_passes}], "
-                    "with the document and the place in it after them or not."
-                )
-    return tuple(found)
-
-
-def _rows(name: str, metadata: Mapping[bytes, bytes], key: bytes) -> list[Any] | None:
-    """Return the list under a metadata key, None where there is none."""
-    if key not in metadata:
-        return None
-    what = f"trace {name}: metadata {key.decode()!r}"
-    rows = parse_json(metadata[key], what)
-    if not isinstance(rows, list):
-        raise ValueError(f"{what} must hold a list.")
-    return rows
+    for index, drafted, accepted in rows(DRAFTS_KEY, tuple[int, int, int]):
+        if not (before < index < num_passes and 0 <= accepted <= drafted <= MOST_DRAFTED):
+            rule = f"[pass, drafted (at most {MOST_DRAFTED}), accepted of them], in order and"
+            refuse(DRAFTS_KEY, [index, drafted, accepted], rule)
+        settled[index], before = (drafted, accepted), index
+    listed = tuple(requests) if REQUESTS_KEY in metadata else None
+    return Listed(listed, tuple(scans), settled)

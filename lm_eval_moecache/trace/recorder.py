@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -52,25 +51,14 @@ from lm_eval_moecache.trace.trace import DRAFT_COLUMNS, NO_REQUEST
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lm_eval_moecache.algorithms.policy import Choice
+
 logger = logging.getLogger(__name__)
 ROW_GROUP = 32768
 MOST_STEM = 100
 """File systems hold names of 255 bytes."""
 _LEVEL = 9
 """Of zstd: beyond it the last percent costs more than all before."""
-
-
-class Onlooker(Protocol):
-    """A prefetch algorithm's choice, which can be built for a model."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def algorithm(self) -> Any: ...
-    @property
-    def parameters(self) -> Mapping[str, Any]: ...
-    def build(self, geometry: Geometry, seed: int) -> Any: ...
-    def as_dict(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +75,7 @@ class Detail:
     logits: bool = True
     predictions: bool = True
     """Whether to keep predictions of the gates (or the policy's predictor), for every expert."""
-    onlookers: tuple[tuple[Onlooker, int], ...] = ()
+    onlookers: tuple[tuple[Choice, int], ...] = ()
     """Prefetchers whose proposals are kept, each with its seed."""
     criticals: tuple[int | None, ...] | None = None
     """How many experts a layer prefetchers look at that work while a draft drafts; an entry of None
@@ -103,7 +91,7 @@ class Detail:
 FULL = Detail()
 
 
-def looks_on(choice: Onlooker) -> bool:
+def looks_on(choice: Choice) -> bool:
     """Whether a prefetcher's proposals have to be recorded: it sees more than the experts."""
     algorithm = choice.algorithm
     if not algorithm.is_active or algorithm.is_offline:
@@ -114,7 +102,7 @@ def looks_on(choice: Onlooker) -> bool:
     return bool(sees_more or "." in choice.name)
 
 
-def identity(choice: Onlooker, seed: int, predictor: str) -> str:
+def identity(choice: Choice, seed: int, predictor: str) -> str:
     """Name a prefetcher by all that its proposals follow from beside the run itself."""
     named: dict[str, Any] = {**choice.as_dict(), "predictor": predictor}
     if choice.algorithm.draws:
@@ -137,9 +125,6 @@ class Propose(Protocol):
 
         `rows` picks the valid tokens of hidden states, `predict` asks a later layer's gate.
         """
-
-
-_NONE: Mapping[str, Propose] = MappingProxyType({})
 
 
 def positions_of(input_ids: Tensor, mask: Tensor | None, past_length: int) -> IntArray:
@@ -169,10 +154,10 @@ class Recorder:
         *,
         seed: int,
         depth: int,
-        predicted_by: str = "",
-        detail: Detail = FULL,
-        onlookers: Mapping[str, Propose] = _NONE,
-        draft: Draft | None = None,
+        predicted_by: str,
+        detail: Detail,
+        onlookers: Mapping[str, Propose],
+        draft: Draft | None,
     ) -> None:
         self.depth = min(max(depth, 1), geometry.num_layers - 1) if detail.predictions else 0
         self.row_requests: list[int] = []
@@ -194,9 +179,10 @@ class Recorder:
             ranked=ranked,
         )
         name = re.sub(r"[^\w.-]+", "-", stem.replace("%", "pct"))
-        self._writer = TraceWriter(prepare_folder(folder), name, header)
+        self.writer = TraceWriter(prepare_folder(folder), name, header)
+        """To be told of drafts that were verified, and of requests that are finished."""
         # However the run ends, short of a kill: what is finished becomes a trace.
-        self._at_end = weakref.finalize(self, self._writer.close_interrupted)
+        weakref.finalize(self, self.writer.close_interrupted)
 
     def begin_pass(
         self,
@@ -219,12 +205,12 @@ class Recorder:
         requests, tokens = owners.repeat(length), positions.ravel()
         if valid is not None:
             requests, tokens = requests[valid], tokens[valid]
-        self._writer.begin_pass(index, phase, requests, tokens, self.draft_notes.take())
+        self.writer.begin_pass(index, phase, requests, tokens, self.draft_notes.take())
 
     def begin_scan(self, first_index: int, input_ids: Tensor, valid: Any) -> None:
         """Note a text of which each token is a decode pass of its own (`scoring=scan`)."""
         self.begin_pass(first_index, DECODE, input_ids, None, 0, valid)
-        self._writer.begin_scan()
+        self.writer.begin_scan()
 
     def add(
         self, event: Event, hidden: Tensor, logits: Tensor, rows: Rows, predict: Predict
@@ -243,7 +229,7 @@ class Recorder:
         if self._onlookers:
             looked = event._replace(logits=seen.astype(np.float32))
             proposed = [propose(looked, hidden, rows, predict) for propose in self._onlookers]
-        self._writer.add(
+        self.writer.add(
             event.layer,
             event.experts,
             event.weights if self._detail.weights else None,
@@ -252,31 +238,13 @@ class Recorder:
             proposed,
         )
 
-    def settle(self, drafted: int, accepted: int) -> None:
-        """Note how many tokens the last pass was given to verify, and how many were right."""
-        self._writer.settle(drafted, accepted)
-
-    def keep(self, requests: Sequence[RequestRecord]) -> None:
-        """Note that the requests served so far are finished; `requests` is the ledger's list."""
-        self._writer.keep(requests)
-
-    def close(self, requests: Sequence[RequestRecord]) -> Path | None:
-        """Finish the file; return its path, or None where nothing was recorded."""
-        return self._writer.close(requests)
-
 
 # --- rows on their way to the disk ---
 
 
-class Drafting(NamedTuple):
-    """The forwards of a draft before one pass; its lists are flat."""
-
-    tokens: Sequence[int] = ()
-    experts: Sequence[int] = ()
-    ranked: Sequence[int] = ()
-
-
-NO_DRAFTING = Drafting()
+Drafting = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""The forwards of a draft before one pass, flat: what DRAFT_COLUMNS hold."""
+_NO_DRAFTING: Drafting = ((), (), ())
 
 
 class DraftNotes:
@@ -309,7 +277,7 @@ class DraftNotes:
 
     def take(self) -> Drafting:
         """Return what has been noted since `begin`, once."""
-        noted = Drafting(self._tokens, self._experts, self._order)
+        noted = self._tokens, self._experts, self._order
         self.begin()
         return noted
 
@@ -338,9 +306,9 @@ class TraceWriter:
         kept = {"predicted": header.predicted_depth, "logits": header.has_logits}
         optional = {name: kind for name, kind in OPTIONAL_COLUMNS.items() if kept[name]}
         self._proposed = [proposed_column(place) for place in range(len(header.proposals))]
-        self._drafting = DRAFT_COLUMNS if header.draft is not None else ()
+        drafting = DRAFT_COLUMNS if header.draft is not None else ()
         # Columns of lists that stand in an event's first row.
-        self._of_events = dict.fromkeys((*self._proposed, *self._drafting), PROPOSED)
+        self._of_events = dict.fromkeys((*self._proposed, *drafting), PROPOSED)
         schema = pa.schema(list((COLUMNS | optional | self._of_events).items()))
         self._schema = schema.with_metadata({HEADER_KEY: write_header(header)})
         self._target, self._partial = reserve(folder, stem)
@@ -366,7 +334,7 @@ class TraceWriter:
         phase: str,
         requests: IntArray,
         tokens: IntArray,
-        drafting: Drafting = NO_DRAFTING,
+        drafting: Drafting = _NO_DRAFTING,
     ) -> None:
         """Note the pass that follows: for each of its tokens, whose it is and its position.
 
@@ -423,9 +391,9 @@ class TraceWriter:
                 [np.empty((num_tokens, 0), dtype=np.float16), *predicted], axis=1, dtype=np.float16
             ),
             **dict(zip(self._proposed, proposed, strict=True)),
-            **dict(zip(self._drafting, self._drafted, strict=False)),
+            **dict(zip(DRAFT_COLUMNS, self._drafted, strict=True)),
         }
-        self._drafted = NO_DRAFTING
+        self._drafted = _NO_DRAFTING
         self._is_marked = False
         self._num_rows += num_tokens
         (self._rows if self._scan is None else self._scan).append(rows)
@@ -550,7 +518,7 @@ def reserve(folder: Path, stem: str) -> tuple[Path, Path]:
 
 def write_parquet(kept: Kept, target: Path, extra: Mapping[bytes, bytes]) -> None:
     """Write what is kept of a stream as a trace that appears whole, under its name."""
-    about = {**kept.schema.metadata, **kept.metadata, **extra}
+    about = {**kept.schema.metadata, **extra}
     schema = kept.schema.with_metadata(sealed(about, kept.schema, kept.num_rows))
     encodings = dict.fromkeys(("request", "pass", "token", "layer"), "DELTA_BINARY_PACKED")
     for field in schema:

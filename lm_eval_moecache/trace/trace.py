@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from dataclasses import field as made
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +47,9 @@ def misfit(name: str, place: str, field: str, problem: str) -> ValueError:
     return ValueError(f"trace {name}: {place}: {field} {problem}.")
 
 
-Refuse = Callable[[BoolArray, str, Callable[[int], str]], None]
-"""(marked rows, field, what is wrong with a row): raises for the first that is marked."""
+Problem = str | Callable[[int], str]
+Refuse = Callable[[npt.ArrayLike, str, Problem, int], None]
+"""(marks, field, what is wrong with a row, row of the first mark): raises for the first marked."""
 
 
 def check_rows(
@@ -58,10 +59,11 @@ def check_rows(
     if not len(columns.layer):
         raise ValueError(f"trace {name} holds no rows.")
 
-    def refuse(bad: BoolArray, field: str, problem: Callable[[int], str]) -> None:
-        if bad.any():
-            row = int(bad.argmax())
-            raise misfit(name, where(row), field, problem(row))
+    def refuse(bad: npt.ArrayLike, field: str, problem: Problem, first: int) -> None:
+        if np.any(bad):
+            row = first + int(np.argmax(bad))
+            said = problem if isinstance(problem, str) else problem(row)
+            raise misfit(name, where(row), field, said)
 
     _check_values(geometry, columns, refuse)
     bounds = _check_order(geometry.num_layers - 1, columns, refuse)
@@ -74,7 +76,7 @@ def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
 
     def check(bad: npt.ArrayLike, field: str, rule: str) -> None:
         values = getattr(columns, field)
-        refuse(np.asarray(bad), field, lambda row: f"is {values[row].tolist()}, {rule}")
+        refuse(bad, field, lambda row: f"is {values[row].tolist()}, {rule}", 0)
 
     experts, weights = columns.experts, columns.weights
     outside = ((experts < 0) | (experts >= geometry.num_experts)).any(axis=-1)
@@ -94,13 +96,13 @@ def _check_values(geometry: Geometry, columns: Columns, refuse: Refuse) -> None:
 def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
     """Check that passes follow one another and each runs all layers; return the event bounds."""
     passes, layers = columns.pass_index, columns.layer
-    refuse(passes[:1] != 0, "pass", lambda row: f"is {passes[row]}, must begin at 0")
+    refuse(passes[:1] != 0, "pass", f"is {passes[0]}, must begin at 0", 0)
     step = np.diff(passes, prepend=passes[:1])
-    refuse(
-        (step != 0) & (step != 1),
-        "pass",
-        lambda row: f"is {passes[row]} after {passes[row - 1]}, must count up",
-    )
+
+    def skips(row: int) -> str:
+        return f"is {passes[row]} after {passes[row - 1]}, must count up"
+
+    refuse((step != 0) & (step != 1), "pass", skips, 0)
     begins = step == 1
     begins[0] = True
     ends = np.append(begins[1:], True)
@@ -111,9 +113,9 @@ def _check_order(last: int, columns: Columns, refuse: Refuse) -> IntArray:
         return f"is {layers[row]}{before}, but each pass runs layers 0..{last} in order"
 
     bad = np.where(begins, layers != 0, (advance != 0) & (advance != 1)) | (ends & (layers != last))
-    refuse(bad, "layer", out_of_order)
+    refuse(bad, "layer", out_of_order, 0)
     changes = np.diff(columns.phase, prepend=columns.phase[:1]) != 0
-    refuse(changes & (step == 0), "phase", lambda row: "changes within a pass")
+    refuse(changes & (step == 0), "phase", "changes within a pass", 0)
     starts = np.flatnonzero(begins | (advance == 1))
     return np.append(starts, len(layers)).astype(np.int64)
 
@@ -133,31 +135,24 @@ def _check_tokens(num_layers: int, columns: Columns, bounds: IntArray, refuse: R
     def check_twins(field: str) -> None:
         values = getattr(columns, field)
         bad = (values != values[twin]) & np.repeat(full, sizes)
-        refuse(bad, field, lambda row: f"is {values[row]}, layer 0 has {values[twin[row]]} there")
+        refuse(
+            bad, field, lambda row: f"is {values[row]}, layer 0 has {values[twin[row]]} there", 0
+        )
 
     check_twins("request")
     check_twins("token")
     ends = _check_sequences(columns, refuse)
-    uneven = np.flatnonzero(~full)
-    layers = uneven % num_layers
-    too_many = (layers < num_layers - 1) | (sizes[uneven] > sizes[uneven - layers])
-    bad = np.zeros(bounds[-1], dtype=bool)
-    bad[bounds[uneven[too_many]]] = True
-
-    def counts(row: int) -> str:
-        event = int(np.searchsorted(bounds, row))
-        of_first = sizes[event - event % num_layers]
-        return f"has {sizes[event]} rows in this pass, layer 0 has {of_first}"
-
-    refuse(bad, "layer", counts)
     pairs = np.stack([columns.request, columns.token], axis=-1)
-    for event, base in zip(uneven, uneven - layers, strict=True):
-        of_first = slice(bounds[base], bounds[base + 1])
+    for event in np.flatnonzero(~full).tolist():
+        base = event - event % num_layers
+        begin, of_first = int(bounds[event]), slice(bounds[base], bounds[base + 1])
+        counts = f"has {sizes[event]} rows in this pass, layer 0 has {sizes[base]}"
+        is_last = event == base + num_layers - 1
+        refuse([not is_last or sizes[event] > sizes[base]], "layer", counts, begin)
         last = iter(pairs[of_first][ends[of_first]].tolist())
-        rows = slice(bounds[event], bounds[event + 1])
-        bad[rows] = [pair not in last for pair in pairs[rows].tolist()]
-    problem = "is not the last of a sequence of layer 0, and not all of them are here"
-    refuse(bad, "token", lambda row: problem)
+        others = [pair not in last for pair in pairs[begin : bounds[event + 1]].tolist()]
+        problem = "is not the last of a sequence of layer 0, and not all of them are here"
+        refuse(others, "token", problem, begin)
 
 
 def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
@@ -180,7 +175,7 @@ def _check_sequences(columns: Columns, refuse: Refuse) -> BoolArray:
             return "stands twice"
         return f"is {token[row]} after {before}: one is missing"
 
-    refuse(np.append(False, reads & ((step > 1) | ((step == 0) & beside))), "token", problem)
+    refuse(reads & ((step > 1) | ((step == 0) & beside)), "token", problem, 1)
     return np.append(~goes_on, True)
 
 
@@ -264,9 +259,11 @@ class Drafted:
 _CHUNK_EVENTS = 65536
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TracedRequest:
-    """One harness request: what the ledger knew of it, and the passes that served it."""
+class TracedRequest(NamedTuple):
+    """One harness request: what the ledger knew of it, and the passes that served it.
+
+    A trace's metadata lists them in this order of fields.
+    """
 
     task: str
     kind: str
@@ -356,35 +353,23 @@ def build_trace(
     where: Callable[[int], str] = "row {}".format,
     seed: int = 0,
     requests: tuple[TracedRequest, ...] | None = None,
-    logits: Halves | None = None,
-    predicted: Predicted | None = None,
     drafted: Drafted | None = None,
-    has_sizes: bool = True,
+    **more: Any,
 ) -> Trace:
     """Check the rows and index their events. Raises ValueError naming the row and the field.
 
     `where` names a row as its file's reader would look for it. Without `requests`, they are told
     from the rows: a request with decode passes generated one token in each pass that served it, and
-    one more for each draft that a pass accepted.
+    one more for each draft that a pass accepted. `more` are further fields of the trace.
     """
     bounds = check_rows(name, geometry, columns, where)
     keys, key_bounds = _unique_keys(geometry, columns, bounds)
     drafted = drafted or Drafted()
     if requests is None:
         requests = _tell_requests(geometry, columns, bounds, drafted)
+    own = {"row_bounds": bounds, "keys": keys, "key_bounds": key_bounds, "seed": seed, **more}
     return Trace(
-        name=name,
-        geometry=geometry,
-        seed=seed,
-        columns=columns,
-        row_bounds=bounds,
-        keys=keys,
-        key_bounds=key_bounds,
-        requests=requests,
-        logits=logits,
-        predicted=predicted,
-        drafted=drafted,
-        has_sizes=has_sizes,
+        name=name, geometry=geometry, columns=columns, requests=requests, drafted=drafted, **own
     )
 
 
@@ -428,31 +413,24 @@ def _unique_keys(geometry: Geometry, columns: Columns, bounds: IntArray) -> tupl
 def _tell_requests(
     geometry: Geometry, columns: Columns, bounds: IntArray, drafted: Drafted
 ) -> tuple[TracedRequest, ...]:
-    found: dict[int, dict[int, int]] = {}
-    for pass_index in range((len(bounds) - 1) // geometry.num_layers):
-        event = pass_index * geometry.num_layers
-        for request in _plain(columns.request[bounds[event] : bounds[event + 1]]):
-            served = found.setdefault(request, {})
-            served[pass_index] = served.get(pass_index, 0) + 1
-    found.pop(NO_REQUEST, None)
     phases = columns.phase[bounds[:-1][:: geometry.num_layers]]
+    of_first = (columns.layer == 0) & (columns.request != NO_REQUEST)
+    pairs = columns.request[of_first] * np.int64(len(phases)) + columns.pass_index[of_first]
+    found, tokens = np.unique(pairs, return_counts=True)
+    owners, passes = np.divmod(found, len(phases))
     requests = []
-    for request in sorted(found):
-        served = found[request]
-        prompt = sum(n for p, n in served.items() if phases[p] == 0)
-        generates = any(phases[p] != 0 for p in served)
-        requests.append(
-            TracedRequest(
-                task="trace",
-                kind=GENERATE if generates else "loglikelihood",
-                prompt_tokens=prompt,
-                output_tokens=drafted.output_tokens(served) if generates else None,
-                passes=tuple(served),
-            )
+    for rows in np.split(np.arange(len(found)), np.flatnonzero(np.diff(owners)) + 1):
+        if not len(rows):
+            continue
+        served: list[int] = passes[rows].tolist()
+        reads = phases[served] == 0
+        generates = not reads.all()
+        request = TracedRequest(
+            task="trace",
+            kind=GENERATE if generates else "loglikelihood",
+            prompt_tokens=int(tokens[rows][reads].sum()),
+            output_tokens=drafted.output_tokens(served) if generates else None,
+            passes=tuple(served),
         )
+        requests.append(request)
     return tuple(requests)
-
-
-def _plain(values: Ints) -> Iterable[int]:
-    numbers: list[int] = values.tolist()
-    return numbers
