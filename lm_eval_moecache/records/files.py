@@ -9,7 +9,6 @@ import contextlib
 import errno
 import gzip
 import json
-import math
 import os
 import stat
 import tempfile
@@ -17,13 +16,13 @@ import zlib
 from collections import Counter
 from collections.abc import Hashable
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
-from lm_eval_moecache.records.numbers import is_plain, nearest, shown
+from lm_eval_moecache.records.numbers import is_plain, nearest, plain_number, shown
 
 # PyYAML reads about 100 kB/s; the longest file of this repository has 10 kB.
 MOST_YAML_BYTES = 1 << 20
@@ -61,23 +60,17 @@ def open_file(path: str | Path, what: str, most: int | None = None) -> BinaryIO:
     size in bytes above which a file is refused.
     """
     try:
-        # Without blocking: a pipe is opened at once, to be told from a file.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(path, flags)
+        about = os.stat(path)
+        if stat.S_ISREG(about.st_mode) and (most is None or about.st_size <= most):
+            return open(path, "rb")
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte in it
         if getattr(error, "errno", None) in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             raise ValueError(f"{what}: there is no such file.") from None
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{what} cannot be read: {reason}.") from error
-    about, problem = os.fstat(descriptor), ""
-    if not stat.S_ISREG(about.st_mode):
-        problem = "is no regular file. Allowed: a file on a disk, no pipe and no device"
-    elif most is not None and about.st_size > most:
-        problem = f"has {about.st_size} bytes, more than the {most} that are read"
-    if problem:
-        os.close(descriptor)
-        raise ValueError(f"{what} {problem}.")
-    return os.fdopen(descriptor, "rb")
+    if stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{what} has {about.st_size} bytes, more than the {most} that are read.")
+    raise ValueError(f"{what} is no regular file. Allowed: a file on a disk, no pipe, no device.")
 
 
 def check_file(path: str | Path, what: str, most: int | None = None) -> None:
@@ -147,8 +140,8 @@ def parse_json(text: str | bytes, what: str) -> Any:
         return json.loads(
             text,
             parse_constant=lambda _: None,
-            parse_float=_finite_float,
-            parse_int=_finite_int,
+            parse_float=lambda digits: plain_number(float(digits)),
+            parse_int=lambda digits: plain_number(int(digits)),
             object_pairs_hook=_unique,
         )
     except (ValueError, RecursionError) as error:
@@ -224,24 +217,14 @@ def shipped_dir(name: str) -> Path:
     raise FileNotFoundError(f"the folder {name!r} of lm-eval-moecache is missing: tried {places}")
 
 
-def policies_dir() -> Path:
-    """The folder of composition YAMLs."""
-    return shipped_dir("policies")
-
-
-def recipes_dir() -> Path:
-    """The folder of the papers' tables and figures, one YAML each."""
-    return shipped_dir("recipes")
-
-
-def task_configs_dir() -> Path:
-    """The folder to give to lm-eval's `--include_path`."""
-    return shipped_dir("task_configs")
-
-
-def traces_dir() -> Path:
-    """The folder of routing traces of real models."""
-    return shipped_dir("traces")
+policies_dir = partial(shipped_dir, "policies")
+"""The folder of composition YAMLs."""
+recipes_dir = partial(shipped_dir, "recipes")
+"""The folder of the papers' tables and figures, one YAML each."""
+task_configs_dir = partial(shipped_dir, "task_configs")
+"""The folder to give to lm-eval's `--include_path`."""
+traces_dir = partial(shipped_dir, "traces")
+"""The folder of routing traces of real models."""
 
 
 def check_place(key: str, name: str) -> None:
@@ -256,21 +239,10 @@ def check_place(key: str, name: str) -> None:
         )
 
 
-def _finite_float(text: str) -> float | None:
-    number = float(text)
-    return number if math.isfinite(number) else None
-
-
-def _finite_int(text: str) -> int | None:
-    number = int(text)
-    return number if math.isfinite(float(text)) else None
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, number in counts.items() if number > 1)
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} stands twice in one object")
     return found
 

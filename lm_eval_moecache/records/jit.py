@@ -86,7 +86,8 @@ def column(table: Table, name: str) -> Any:
 def is_kept(modules: Sequence[ModuleType], entry: str) -> bool:
     """Whether the compiled form of a function is on disk beside its module already."""
     folder = Path(str(modules[-1].__file__)).parent / "__pycache__"
-    return any(folder.glob(f"*{entry}_{_digest_of(modules)}*.nbc"))
+    digest = _digest(*(module.__file__ for module in modules))
+    return any(folder.glob(f"*{entry}_{digest}*.nbc"))
 
 
 @cache
@@ -107,7 +108,7 @@ def compiled(modules: tuple[ModuleType, ...], entry: str) -> Callable[..., Any]:
     }
     for scope in scopes.values():
         scope.update({name: value for name, value in made.items() if name in scope})
-    function, kept_as = getattr(modules[-1], entry), _digest_of(modules)
+    function, kept_as = getattr(modules[-1], entry), _digest(*(m.__file__ for m in modules))
     ready: list[Any] = []
 
     def call(*arguments: Any) -> Any:
@@ -144,12 +145,8 @@ class _Pointer:
         return int(self._function.address)
 
 
-def _digest_of(modules: Sequence[ModuleType]) -> str:
-    return _digest(*(str(module.__file__) for module in modules))
-
-
-def _digest(*files: str) -> str:
-    paths = map(Path, sorted((__file__, *files)))
+def _digest(*files: object) -> str:
+    paths = map(Path, sorted((__file__, *map(str, files))))
     sources = b"".join(path.read_bytes() for path in paths if path.exists())
     return hashlib.sha256(sources).hexdigest()[:16]
 

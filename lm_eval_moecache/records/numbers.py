@@ -63,33 +63,23 @@ def check_typed(text: str) -> None:
             raise ValueError(f"{key.strip()}={shown(value)} must be a number in plain digits.")
 
 
-def read_number(
-    key: str,
-    value: object,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> float:
-    """Return `value` as a finite number within these bounds.
+def read_number(key: str, value: object, **bounds: float) -> float:
+    """Return `value` as a finite number within the bounds `least`, `above`, `most` and `below`.
 
     Raises ValueError naming the key, the value and what is allowed.
     """
-    given = {"least": least, "above": above, "most": most, "below": below}
-    bounds = {name: limit for name, limit in given.items() if limit is not None}
     number = plain_number(value)
     if number is None or not all(_LIMITS[n][1](number, limit) for n, limit in bounds.items()):
-        raise ValueError(_refusal(key, value, "a number", bounds))
+        raise _refusal(key, value, "a number", bounds)
     return float(number)
 
 
 def read_count(key: str, value: object, *, least: int = 0, most: int = MOST_COUNT) -> int:
     """Return `value` as a whole number; `3.0` and `"3"` are one."""
     number = plain_number(value)
-    if number is None or number != int(number) or not least <= number <= most:
+    if number is None or number % 1 or not least <= number <= most:
         bounds = {"least": least} if most == MOST_COUNT else {"least": least, "most": most}
-        raise ValueError(_refusal(key, value, "a whole number", bounds))
+        raise _refusal(key, value, "a whole number", bounds)
     return int(number)
 
 
@@ -113,9 +103,7 @@ def nearest(value: str, allowed: Iterable[str]) -> str:
 def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
     """Build the error for a value outside a closed list of names."""
     names = sorted(allowed)
-    if not isinstance(value, str):
-        return ValueError(f"{key}={shown(value)} is not known. Allowed: {', '.join(names)}.")
-    near = nearest(value, names)
+    near = nearest(value, names) if isinstance(value, str) else ""
     return ValueError(f"{key}={shown(value)} is not known.{near} Allowed: {', '.join(names)}.")
 
 
@@ -130,7 +118,7 @@ def finite(data: Any) -> Any:
     return data
 
 
-def _refusal(key: str, value: object, what: str, bounds: Mapping[str, float]) -> str:
+def _refusal(key: str, value: object, what: str, bounds: Mapping[str, float]) -> ValueError:
     limits = [_LIMITS[name][0].format(bound) for name, bound in bounds.items()]
     within = f", {' and '.join(limits)}" if limits else ""
-    return f"{key}={shown(value)} must be {what} (finite, in plain digits){within}."
+    return ValueError(f"{key}={shown(value)} must be {what} (finite, in plain digits){within}.")

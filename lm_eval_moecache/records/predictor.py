@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lm_eval_moecache.records.artifact import ARTIFACT_DIR, PREDICTOR, Artifact, load_artifact
 from lm_eval_moecache.records.event import DECODE
@@ -66,12 +67,10 @@ def shapes(num_layers: int, num_experts: int, hidden: int) -> dict[str, tuple[in
     """Return the shape of every array of a predictor."""
     found: dict[str, tuple[int, ...]] = {}
     for layer in range(num_layers):
-        widths = [hidden, num_experts]
-        if num_stages(layer, num_layers) == 2:
-            widths.insert(1, HIDDEN_FACTOR * hidden)
-        for stage in range(len(widths) - 1):
-            found[array_name(layer, stage, "weight")] = (widths[stage + 1], widths[stage])
-            found[array_name(layer, stage, "bias")] = (widths[stage + 1],)
+        inner = [HIDDEN_FACTOR * hidden] * (num_stages(layer, num_layers) - 1)
+        for stage, (width, out) in enumerate(pairwise([hidden, *inner, num_experts])):
+            found[array_name(layer, stage, "weight")] = (out, width)
+            found[array_name(layer, stage, "bias")] = (out,)
     return found
 
 
@@ -116,19 +115,13 @@ def costs(artifact: Artifact) -> tuple[PredictorCost, ...]:
     """Return the cost of applying the predictor at each layer, to any number of tokens at once."""
     found = []
     for layer in range(artifact.num_layers):
-        stages = num_stages(layer, artifact.num_layers)
-        arrays = [
-            artifact.arrays[array_name(layer, stage, what)]
-            for stage in range(stages)
-            for what in ("weight", "bias")
-        ]
-        found.append(
-            PredictorCost(
-                num_weights=sum(array.size for array in arrays),
-                num_bytes=sum(array.nbytes for array in arrays),
-                num_kernels=_LINEAR_KERNELS * stages + 1,
-            )
+        own = [a for name, a in artifact.arrays.items() if name.startswith(f"{layer}.")]
+        cost = PredictorCost(
+            num_weights=sum(array.size for array in own),
+            num_bytes=sum(array.nbytes for array in own),
+            num_kernels=_LINEAR_KERNELS * num_stages(layer, artifact.num_layers) + 1,
         )
+        found.append(cost)
     return tuple(found)
 
 

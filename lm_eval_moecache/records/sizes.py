@@ -24,10 +24,11 @@ _PER_LAYER = "/layer"
 _MOST_BYTES = 10**18
 """A million times the largest memory of today: more is a slip of the finger."""
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SLOTS = re.compile(r"\[([0-9, ]*)\]/layer|([0-9]+)/layer")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
 CAPACITY_FORMS = (
-    "a share ('5%'), a size ('2GiB'), a number of experts ('51'), '30/layer', or sizes that differ "
-    "by layer, as '[12,10,8]/layer' or the file of `moecache profile layer_sizes`"
+    "a share ('5%'), a size ('2GiB'), a number of experts ('51'), '30/layer', or whole numbers "
+    "that differ by layer, as '[12,10,8]/layer' or the file of `moecache profile layer_sizes`"
 )
 
 
@@ -42,24 +43,17 @@ def parse_bytes(text: str, key: str) -> int:
 def parse_bandwidth(text: str) -> float:
     """Read `5GB/s` as bytes per second; it needs a unit and must be positive."""
     body = str(text).strip().removesuffix("/s")
+    rate, problem = _size(body), f"is not a bandwidth. Allowed: a number with one of {_SIZES}"
     if re.search(r"[0-9\s][kKMGT]i?b$", body):
-        raise ValueError(
-            f"bandwidth={text!r} reads as bits per second. Allowed: bytes per second, with a "
-            f"capital B, like '{body[:-1]}B/s' for bytes, or an eighth of the number for bits."
+        problem = (
+            "reads as bits per second. Allowed: bytes per second, with a capital B, like "
+            f"'{body[:-1]}B/s' for bytes, or an eighth of the number for bits"
         )
-    if _bare_number(body) is not None:
-        raise ValueError(
-            f"bandwidth={text!r} has no unit. Allowed: bytes per second, like '5GB/s'."
-        )
-    rate = _size(body)
-    if rate is None:
-        raise ValueError(
-            f"bandwidth={text!r} is not a bandwidth. Allowed: a number with one of {_SIZES} "
-            "per second, like '5GB/s'."
-        )
-    if rate <= 0:
-        raise ValueError(f"bandwidth={text!r} must be above 0, for example '5GB/s'.")
-    return float(rate)
+    elif _bare_number(body) is not None:
+        problem = "has no unit. Allowed: bytes per second"
+    elif rate:
+        return float(rate)
+    raise ValueError(f"bandwidth={text!r} {problem}; above 0, like '5GB/s'.")
 
 
 def _size(text: str) -> int | None:
@@ -132,32 +126,23 @@ def _read(text: object) -> tuple[str, str, list[float]]:
     """Return a capacity's text, what it counts, and how many; of slots, one number for each layer
     where they differ."""
     body = capacity_text(text)
-    if body.startswith("[") and body.endswith(f"]{_PER_LAYER}"):
-        parts = [part.strip() for part in body[1 : -len(_PER_LAYER) - 1].split(",")]
-        if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
-            raise ValueError(
-                f"capacity={body!r}: the sizes between the brackets must be whole numbers, one for "
-                "each MoE layer and each 1 or more, like '[12,10,8]/layer'."
-            )
-        return body, _PER_LAYER, [int(part) for part in parts]
-    number, count = _bare_number(body), body.removesuffix(_PER_LAYER)
+    number, slots = _bare_number(body), _SLOTS.fullmatch(body)
     try:
+        if slots is not None:
+            parts = (slots[1] or slots[2] or "").split(",")
+            return body, _PER_LAYER, [read_count("capacity", part, least=1) for part in parts]
         if number is not None:
             whole = read_count("capacity", number, least=1)
             return str(whole), "experts", [whole]
         if body.endswith("%"):
             return body, "%", [read_number("capacity", body[:-1], above=0, most=100)]
-        if count == body:
-            size = parse_bytes(body, "capacity")
-            return body, "bytes", [read_count("capacity", size, least=1, most=_MOST_BYTES)]
-        if count.isascii() and count.isdigit():
-            return body, _PER_LAYER, [read_count("capacity", count, least=1)]
+        size = parse_bytes(body, "capacity")
+        return body, "bytes", [read_count("capacity", size, least=1, most=_MOST_BYTES)]
     except ValueError:
-        pass
-    raise ValueError(
-        f"capacity={shown(text)} is not a capacity. Allowed: {CAPACITY_FORMS}; "
-        "above zero, and at most 100%."
-    )
+        raise ValueError(
+            f"capacity={shown(text)} is not a capacity. Allowed: {CAPACITY_FORMS}; "
+            "above zero, and at most 100%."
+        ) from None
 
 
 def check_sized(text: str, trace: str, option: str) -> None:
@@ -181,16 +166,13 @@ def parse_capacity(text: object, geometry: Geometry, *, per_layer: bool = False)
     first = numbers[0]
     if unit == _PER_LAYER:
         slots = numbers if body.startswith("[") else numbers * geometry.num_layers
+        problem = ""
         if len(slots) != geometry.num_layers:
-            raise ValueError(
-                f"capacity={body!r} has {len(slots)} sizes, but the model has "
-                f"{geometry.num_layers} MoE layers. Allowed: one size for each."
-            )
-        if max(slots) > geometry.num_experts:
-            raise ValueError(
-                f"capacity={body!r} asks for more than the {geometry.num_experts} experts that a "
-                "layer of this model has."
-            )
+            problem = f"has {len(slots)} sizes, but the model has {geometry.num_layers} MoE layers"
+        elif max(slots) > geometry.num_experts:
+            problem = f"asks for more than the {geometry.num_experts} experts that a layer has"
+        if problem:
+            raise ValueError(f"capacity={body!r} {problem}.")
         return _by_layer(body, geometry, slots)
     if unit == "%":
         total = int(geometry.total_expert_bytes * first / 100)
