@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from lm_eval_moecache.records.files import check_file, is_file
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.importers import MOST_BYTES, load_trace
 from lm_eval_moecache.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from lm_eval_moecache.algorithms.policy import Policy
 
 
 def load_use(file: str, key: str = "warm") -> UseProfile:
@@ -41,16 +44,7 @@ def _shipped(model: str) -> Path:
     return ARTIFACT_DIR / bare_name(model) / "use.json"
 
 
-class Placed(Protocol):
-    """The part of a policy that says whether it starts from placed experts."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def placed(self) -> bool: ...
-
-
-def placement(policy: Placed, warm: UseProfile | None, geometry: Geometry) -> UseProfile | None:
+def placement(policy: Policy, warm: UseProfile | None, geometry: Geometry) -> UseProfile | None:
     """Return what the caches hold first: `warm`, or a shipped profile if the policy places experts.
 
     Raises ValueError where it places them and there is neither.

@@ -388,10 +388,10 @@ OF_OTHERS: list[tuple[str, str, str, str]] = [
     ("csv", "0,1,2,1,0,1,0.6,1,0\n0,1,2,1,1,0,0.4,1,0\n", "", "layer"),
     ("csv", "0,1,2,0", "0,3,2,0", "phase is 3"),
     ("csv", "# layer=1 expert_bytes=80 dense_bytes=10\n", "", "lack"),
-    ("jsonl", "[[1, 3]", "[[1, 3, 2]", "line 2: layers must hold"),
-    ("jsonl", "[[1, 3]", "[[3, 3]", "line 2, layer 0: experts is [3, 3]"),
-    ("jsonl", "[[1, 3]", "[[1, -3]", "line 2: layers"),
-    ("jsonl", "[[1, 3]", "[[1, 40000]", "line 2: layers"),
+    ("jsonl", "[[1, 3]", "[[1, 3, 2]", "layer 0, token 2: experts is [1, 3, 2], must hold 2"),
+    ("jsonl", "[[1, 3]", "[[3, 3]", "layer 0, token 2: experts is [3, 3]"),
+    ("jsonl", "[[1, 3]", "[[1, -3]", "ids from -3"),
+    ("jsonl", "[[1, 3]", "[[1, 40000]", "ids from 0 to 40000"),
     ("jsonl", '"tok": 2', '"tok": 1', "line 2: tok is 1 after 1"),
     ("jsonl", '{"tok": 2', '{"tok" 2', "line 2 is not readable JSON"),
     ("jsonl", JSONL, "", "holds no rows"),
@@ -405,11 +405,14 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
     ({"routed_experts": ROUTED.astype(int) - 1}, "ids from -1 to 2, must be in 0..32767"),
     (
         {"routed_experts": ROUTED, "num_experts": 3},
-        "routed_experts[0, 0]: experts is [0, 3], must lie in 0..2",
+        "pass 0, layer 0, token 0: experts is [0, 3], must lie in 0..2",
     ),
-    ({"routed_experts": ROUTED, "num_experts": [1, 2]}, "num_experts is int64 of shape [2]"),
-    ({"routed_experts": ROUTED, "num_experts": 0}, "num_experts=0 must be in"),
-    ({"routed_experts": ROUTED * 0}, "routed_experts[0, 0]: experts is [0, 0]"),
+    (
+        {"routed_experts": ROUTED, "num_experts": [1, 2]},
+        "num_experts=[1, 2] must be a whole number",
+    ),
+    ({"routed_experts": ROUTED, "num_experts": 0}, "num_experts=0 must be a whole number"),
+    ({"routed_experts": ROUTED * 0}, "layer 0, token 0: experts is [0, 0]"),
     ({"routed_experts": np.array([[[print]]])}, "no readable .npz: Object arrays cannot"),
 ]
 

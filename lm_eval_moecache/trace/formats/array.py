@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lm_eval_moecache.records.numbers import read_count
 from lm_eval_moecache.trace.formats.base import (
     MOST_BYTES,
     MOST_EXPERT,
@@ -54,22 +55,13 @@ class Array(TraceFormat):
         routed = arrays[ROUTED]
         check_routed(f"{what}: {ROUTED}", routed)
 
-        def told(key: str, most: int, least: int = 0) -> int | None:
+        def told(key: str, **bounds: int) -> int | None:
             array = arrays.get(key)
-            if array is None:
-                return None
-            if array.size != 1 or not np.issubdtype(array.dtype, np.integer):
-                raise ValueError(
-                    f"{what}: {key} is {array.dtype} of shape {list(array.shape)}, must be one "
-                    "whole number."
-                )
-            value = int(array.reshape(-1)[0])
-            if not least <= value <= most:
-                raise ValueError(f"{what}: {key}={value} must be in {least}..{most}.")
-            return value
+            value = None if array is None else array.item() if array.size == 1 else array.tolist()
+            return None if array is None else read_count(f"{what}: {key}", value, **bounds)
 
-        count = told("num_experts", MOST_EXPERT + 1, least=1)
-        prompt = told("num_prompt_tokens", len(routed)) or 0
+        count = told("num_experts", least=1, most=MOST_EXPERT + 1)
+        prompt = told("num_prompt_tokens", most=len(routed)) or 0
         passes = list(generation(routed[:prompt], routed[prompt:], 0))
         if "weights" in arrays:
             weights = arrays["weights"]
@@ -80,15 +72,7 @@ class Array(TraceFormat):
                 )
             own = generation(weights[:prompt], weights[prompt:], 0)
             passes = [replace(p, weights=w.experts) for p, w in zip(passes, own, strict=True)]
-        layers = routed.shape[1]
-
-        def where(row: int) -> str:
-            token, layer = divmod(row, layers)
-            if row < prompt * layers:
-                layer, token = divmod(row, prompt)
-            return f"{ROUTED}[{token}, {layer}]"
-
-        return build(path.name, path.stem, passes, options, num_experts=count, where=where)
+        return build(path.name, path.stem, passes, options, num_experts=count)
 
     @classmethod
     def _arrays(cls, path: Path) -> dict[str, Any]:

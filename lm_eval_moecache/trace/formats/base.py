@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,7 +89,6 @@ def build(
     options: Options,
     *,
     num_experts: int | None = None,
-    where: Callable[[int], str] | None = None,
 ) -> Trace:
     """Build the trace of passes in the order in which they ran.
 
@@ -147,12 +146,12 @@ def build(
         precision=("unknown",),
     )
 
-    def usual(row: int) -> str:
+    def where(row: int) -> str:
         place = columns.pass_index[row], columns.layer[row], columns.token[row]
         return "pass {}, layer {}, token {}".format(*place)
 
     has_sizes = options.expert_bytes is not None
-    return build_trace(name, geometry, columns, where=where or usual, has_sizes=has_sizes)
+    return build_trace(name, geometry, columns, where=where, has_sizes=has_sizes)
 
 
 def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
@@ -162,9 +161,7 @@ def _uneven(name: str, passes: Sequence[Pass]) -> ValueError:
         for layer, rows in enumerate(each.experts):
             for token, ids in enumerate(rows, start=each.first_token):
                 listed = ids if isinstance(ids, (list, np.ndarray)) else []
-                if len(listed) != first or any(
-                    not isinstance(e, (int, np.integer)) for e in listed
-                ):
+                if [isinstance(e, (int, np.integer)) for e in listed] != [True] * first:
                     place = f"pass {number}, layer {layer}, token {token}"
                     problem = f"is {shown(ids)}, must hold {first} whole numbers, as the first does"
                     return misfit(name, place, "experts", problem)
