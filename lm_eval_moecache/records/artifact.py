@@ -166,11 +166,9 @@ def _header(text: str | None, kind: str, what: str) -> dict[str, Any]:
     from lm_eval_moecache.records.schemas.artifacts import ArtifactHeader
 
     foreign = f"{what} is a safetensors file, but not an artifact of `moecache profile`"
-    if text is None:
-        raise ValueError(f"{foreign}: it has no {_METADATA_KEY!r} metadata.")
-    header = parse_json(text, f"{foreign}: its metadata")
+    header = parse_json(text or "{}", f"{foreign}: its metadata")
     if not isinstance(header, dict) or "format" not in header:
-        raise ValueError(f"{foreign}: its metadata lacks 'format'.")
+        raise ValueError(f"{foreign}: it has no {_METADATA_KEY!r} metadata with a 'format'.")
     if header["format"] != FORMAT_VERSION:
         raise ValueError(
             f"{what} has format version {shown(header['format'])}; this release reads "

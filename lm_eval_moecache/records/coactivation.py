@@ -33,18 +33,13 @@ class Coactivation:
 
     def add(self, layer: int, experts: IntArray, logits: FloatArray, weight: Counts) -> None:
         """Count tokens that chose `experts` [T, K] by `logits` [T, E], each `weight` [T] times."""
-        top_k = experts.shape[-1]
-        chosen = np.take_along_axis(logits, experts, axis=-1)
-        shares = top_k_shares(chosen, 1.0)
+        shares = top_k_shares(np.take_along_axis(logits, experts, axis=-1), 1.0)
         np.add.at(self.activations[layer], experts, weight[:, None])
-        for one in range(top_k):
-            for other in range(top_k):
-                if one == other:
-                    continue
-                pair = (experts[:, one], experts[:, other])
-                np.add.at(self.pairs[layer], pair, weight)
-                smaller = np.minimum(shares[:, one], shares[:, other])
-                np.add.at(self.weighted_pairs[layer], pair, weight * smaller)
+        one, other = np.nonzero(~np.eye(experts.shape[-1], dtype=bool))
+        pairs = experts.T[one], experts.T[other]
+        np.add.at(self.pairs[layer], pairs, weight)
+        smaller = np.minimum(shares.T[one], shares.T[other])
+        np.add.at(self.weighted_pairs[layer], pairs, weight * smaller)
 
 
 def top_k_shares(logits: FloatArray, temperature: float) -> FloatArray:

@@ -23,8 +23,6 @@ class Future:
     costs nothing whether the key stayed or not.
     """
 
-    _ranks: array[int] | None = None
-
     def __init__(self, trace: Trace, *, free_prefill: bool = False) -> None:
         num_keys = trace.geometry.num_layers * trace.geometry.num_experts
         self.num_events = len(trace.key_bounds) - 1
@@ -37,8 +35,11 @@ class Future:
         closed: IntArray = np.insert(event_of[order], ends, self.num_events).astype(np.int64)
         # Reading single elements of a numpy array is several times slower.
         self.times = array("q", closed.tobytes())
+        self.ranks = self.times
         if free_prefill:
-            self._ranks = array("q", self._without_prefill(trace, closed).tobytes())
+            in_prefill = trace.columns.phase[trace.row_bounds[:-1]] == PHASES.index(PREFILL)
+            never = np.append(in_prefill, False)[closed]
+            self.ranks = array("q", np.where(never, self.num_events, closed).tobytes())
         self.start: list[int] = [0, *(ends + np.arange(1, num_keys + 1)).tolist()]
 
     @property
@@ -56,16 +57,6 @@ class Future:
             np.arange(1, len(order) + 1) + self._keys[order]
         ]
         return found
-
-    @property
-    def ranks(self) -> array[int]:
-        return self.times if self._ranks is None else self._ranks
-
-    def _without_prefill(self, trace: Trace, times: IntArray) -> IntArray:
-        first_rows = trace.row_bounds[:-1]
-        in_prefill = trace.columns.phase[first_rows] == PHASES.index(PREFILL)
-        never: IntArray = np.append(in_prefill, False)[times]
-        return np.where(never, self.num_events, times).astype(np.int64)
 
     def rank_from(self, key: int, event: int) -> int:
         """Return the rank of a key's first need at `event` or later."""

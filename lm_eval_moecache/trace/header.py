@@ -76,20 +76,18 @@ _OF_DRAFT = ("level", "nbytes", "tokens")
 
 
 def _sizes(geometry: Geometry) -> dict[str, Any]:
-    levels = geometry.expert_bytes if len(geometry.precision) > 1 else ()
-    optional: dict[str, Any] = {
-        "levels": levels,
-        "compute_bytes": geometry.compute_bytes,
-        "hidden_size": geometry.hidden_size,
-    }
-    return {
+    sizes: dict[str, Any] = {
         **{name: getattr(geometry, name) for name in _OF_MODEL},
         "expert_bytes": [sizes[0] for sizes in geometry.expert_bytes],
         "dense_bytes": geometry.dense_bytes,
         "precision": ":".join(geometry.precision),
         "element_bytes": geometry.element_bytes,
-        **{name: value for name, value in optional.items() if value},
+        "levels": geometry.expert_bytes if len(geometry.precision) > 1 else (),
+        "compute_bytes": geometry.compute_bytes,
+        "hidden_size": geometry.hidden_size,
     }
+    optional = ("levels", "compute_bytes", "hidden_size")
+    return {name: value for name, value in sizes.items() if value or name not in optional}
 
 
 def sealed(metadata: Mapping[bytes, bytes], schema: Any, num_rows: int) -> dict[bytes, bytes]:

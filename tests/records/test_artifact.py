@@ -80,20 +80,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_truncated_file_is_refused(file: Path) -> None:
-    whole = file.read_bytes()
-    for length in (0, 4, 100, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"miss\.profile=.*not a whole artifact file"):
-            read_artifact(file, "buddies", KEY)
-
-
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
         (None, "has no 'moecache' metadata"),
         ({"format": "pt"}, "has no 'moecache' metadata"),
         ({"moecache": "{"}, "metadata is not readable JSON"),
+        ({"moecache": '{"format": 3}'}, "format version 3; this release reads 2"),
         ({"moecache": '{"format": 2, "kind": "buddies"}'}, "lacks .model., .num_layers."),
     ],
 )
@@ -106,16 +99,16 @@ def test_a_foreign_file_is_refused(
         read_artifact(path, "buddies", KEY)
 
 
-def test_another_file_kind_or_format_version_is_refused(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=r"miss\.profile='gone': there is no such file"):
-        read_artifact("gone", "buddies", KEY)
+def test_a_file_that_is_cut_gone_or_of_another_kind_is_refused(file: Path) -> None:
     with pytest.raises(ValueError, match=r"kind 'buddies'; needed: 'predictor'"):
         read_artifact(file, "predictor", KEY)
-    monkeypatch.setattr(module, "FORMAT_VERSION", 3)
-    with pytest.raises(ValueError, match=r"format version 2; this release reads 3"):
-        read_artifact(file, "buddies", KEY)
+    whole = file.read_bytes()
+    for length in (0, 4, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"miss\.profile=.*not a whole artifact file"):
+            read_artifact(file, "buddies", KEY)
+    with pytest.raises(ValueError, match=r"miss\.profile='gone': there is no such file"):
+        read_artifact("gone", "buddies", KEY)
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_experts", "top_k"])

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, create_model
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
 from lm_eval_moecache.records.files import read_yaml
 from lm_eval_moecache.records.numbers import plain_number, read_count, shown
@@ -68,15 +68,13 @@ class PolicyFile(Schema):
 # --- profiles of hardware ---
 
 
-def _figure(value: object) -> float:
+def _figure(value: object, info: ValidationInfo) -> float:
+    if value == math.inf and info.field_name in _INFINITE:
+        return math.inf
     found = plain_number(value)
     if found is None:
         raise ValueError("is not a number that is finite and in plain digits")
     return float(found)
-
-
-def _figure_or_infinite(value: object) -> float:
-    return value if isinstance(value, float) and math.isinf(value) else _figure(value)
 
 
 @cache
@@ -87,8 +85,6 @@ def hardware_schema(record: type[Any]) -> type[BaseModel]:
     found: dict[str, Any] = {}
     for field in fields(record):
         kind = kinds.get(str(field.type), dict[str, str] | str)
-        if field.name in _INFINITE:
-            kind = Annotated[float, BeforeValidator(_figure_or_infinite)]
         found[field.name] = (kind, ... if field.default is MISSING else field.default)
     schema: type[BaseModel] = create_model("HardwareFile", __base__=Schema, **found)
     return schema
