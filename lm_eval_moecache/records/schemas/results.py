@@ -26,26 +26,11 @@ def _choice(value: object) -> object:
     return value
 
 
-def _metrics(value: object) -> object:
-    if not isinstance(value, dict):
-        raise ValueError("must be a mapping of metrics")
-    for name, figure in value.items():
-        parts = figure.values() if isinstance(figure, dict) else [figure]
-        if not all(part is None or isinstance(part, (int, float)) for part in parts):
-            raise ValueError(f"has {name!r}, which is no figure, nor a mapping of figures")
-    return value
-
-
-def _score(value: object) -> object:
-    pair = value if isinstance(value, list) and len(value) == 2 else [value]
-    if not all(isinstance(part, (int, float)) for part in pair):
-        raise ValueError("must be a score, or a pair of numbers")
-    return value
-
-
 Choice = Annotated[dict[str, Any], BeforeValidator(_choice)]
-MetricsMapping = Annotated[dict[str, Any], BeforeValidator(_metrics)]
-Samples = dict[str, dict[str, Annotated[Any, BeforeValidator(_score)]]]
+Score = bool | int | float
+MetricsMapping = dict[str, Score | dict[str, Score | None] | None]
+Pair = Annotated[list[Score], Field(min_length=2, max_length=2)]
+Samples = dict[str, dict[str, Score | Pair]]
 
 
 class NamedReport(OpenSchema):
@@ -54,13 +39,17 @@ class NamedReport(OpenSchema):
     name: str
 
 
-class PolicyReport(NamedReport):
-    """The policy of a run, in full."""
+class AxesReport(OpenSchema):
+    """The algorithm of each axis, in full."""
 
     routing: Choice
     prefetch: Choice
     eviction: Choice
     miss: Choice
+
+
+class PolicyReport(NamedReport, AxesReport):
+    """The policy of a run."""
 
 
 class MoecacheReport(OpenSchema):
@@ -129,20 +118,12 @@ class Found(OpenSchema):
     """One policy that a search has measured."""
 
     name: str
-    policy: dict[str, Any]
+    policy: AxesReport
     accuracy: Number
     stderr: Number | None
     speed: Number
     measured_by: str
     within_budget: bool
-
-    @field_validator("policy")
-    @classmethod
-    def _axes(cls, policy: dict[str, Any]) -> dict[str, Any]:
-        for axis in ("routing", "prefetch", "eviction", "miss"):
-            if not isinstance(policy.get(axis), dict):
-                raise ValueError(f"lacks {axis!r}, a mapping with the algorithm's name")
-        return policy
 
 
 class Confirmation(OpenSchema):
