@@ -36,6 +36,9 @@ from lm_eval_moecache.trace.header import (
 )
 from lm_eval_moecache.trace.trace import (
     DRAFT_COLUMNS,
+    EXPERTS,
+    RANKED,
+    TOKENS,
     Columns,
     Drafted,
     Ints,
@@ -140,10 +143,8 @@ def trace_of(
     )
     proposed = {}
     for place, identity in enumerate(header.proposals):
-        column, num_keys = proposed_column(place), geometry.num_layers * geometry.num_experts
-        keys, offsets = rows.lists(column)
-        outside = (keys < 0) | (keys >= num_keys)
-        rows.refuse_values(outside, offsets, column, f"holds a key outside of 0..{num_keys - 1}")
+        last = geometry.num_layers * geometry.num_experts - 1
+        keys, offsets = rows.ranged(proposed_column(place), 0, last)
         proposed[identity] = Proposed(keys=keys, bounds=offsets[trace.row_bounds])
     return dataclasses.replace(trace, proposed=proposed, scans=scans, first_pass=first_pass)
 
@@ -213,6 +214,17 @@ class _Rows:
             self.refuse(bad, column, f"has {sizes[row]} values, must have {lengths[row]}")
         return values, offsets
 
+    def ranged(
+        self, column: str, least: int, most: int, lengths: IntArray | None = None
+    ) -> tuple[Any, IntArray]:
+        """Return `lists`, or `values`, whose values lie within these bounds."""
+        values, offsets = self.lists(column) if lengths is None else self.values(column, lengths)
+        outside = (values < least) | (values > most)
+        if outside.any():
+            problem = f"holds {values[outside.argmax()]}, must lie in {least}..{most}"
+            self.refuse_values(outside, offsets, column, problem)
+        return values, offsets
+
     def matrix(self, column: str, width: int) -> Any:
         """Return a column of lists of one length as [rows, width]."""
         lengths = np.full(len(self.table), width, dtype=np.int64)
@@ -236,17 +248,29 @@ def _drafted(
     """Return what was drafted before each pass, and what became of it."""
     if header.draft is None:
         return Drafted(settled=settled)
-    first = np.flatnonzero(np.diff(columns.pass_index, prepend=-1))
-    found = {}
-    for name, column in zip(("tokens", "experts", "ranks"), DRAFT_COLUMNS, strict=True):
-        values, offsets = rows.lists(column)
-        inner = np.diff(offsets) > 0
-        inner[first] = False
-        rows.refuse(inner, column, "is not in a pass' first row")
-        found[name] = Lists(values, np.append(offsets[first], len(values)))
-    drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled, **found)
-    drafted.check(rows.name, header.geometry.num_experts)
-    return drafted
+    begins = np.diff(columns.pass_index, prepend=-1) != 0
+    forwards = np.diff(rows.lists(TOKENS)[1])
+    rows.refuse((forwards > 0) & ~begins, TOKENS, "is not in a pass' first row")
+    drafted = Drafted(draft=header.draft, ranked=header.ranked, settled=settled)
+    own, num_ranks = header.draft.geometry, len(drafted.foretold) * header.ranked
+    # How many numbers each forward has, and between which they lie.
+    kinds = {
+        TOKENS: (1, 1, np.iinfo(np.int32).max),
+        EXPERTS: (own.num_layers, 1, own.num_experts),
+        RANKED: (num_ranks, 0, header.geometry.num_experts - 1),
+    }
+    found = []
+    for column, (width, least, most) in kinds.items():
+        values, offsets = rows.ranged(column, least, most, forwards * width)
+        found.append(Lists(values, np.append(offsets[:-1][begins], len(values))))
+    if num_ranks:
+        ordered = np.sort(values.reshape(-1, header.ranked), axis=-1)
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
+        rows.refuse_values(
+            np.repeat(twice, header.ranked), offsets, RANKED, "names an expert twice"
+        )
+    tokens, experts, ranks = found
+    return dataclasses.replace(drafted, tokens=tokens, experts=experts, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_eval_moecache.records.files import check_file, is_file, open_file
+from lm_eval_moecache.records.files import is_file, open_file
+from lm_eval_moecache.records.numbers import unknown
 from lm_eval_moecache.trace import formats
 from lm_eval_moecache.trace.formats.base import Options, TraceFormat
 from lm_eval_moecache.trace.trace import Trace
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 40
 HEAD_BYTES = 1 << 20
 """Of a file, by which its format is told."""
-SUFFIXES = (
-    *(".parquet", ".csv", ".jsonl", ".npz", ".partial"),
-    *(".json", ".npy", ".txt", ".trace", ".log"),
-)
 
 
 @cache
@@ -48,20 +45,18 @@ def find_format(file: str) -> str:
     whose reader then says what is wrong. ValueError where there is none.
     """
     path = head_of = Path(file)
+    known = trace_formats()
+    suffixes = {suffix for kind in known.values() for suffix in kind.suffixes}
     is_folder = os.path.isdir(file)  # False for a name that no file can have
     if is_folder:
         files = sorted(path.glob("*.json"))
         if not files:
             raise ValueError(f"trace {file!r}: a folder of responses has .json files in it.")
         head_of = files[0]
-    elif path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"trace {file!r}: the suffix {path.suffix!r} is not known. Allowed: "
-            f"{', '.join(SUFFIXES)}."
-        )
+    elif path.suffix not in suffixes:
+        raise unknown(f"trace {file!r}: the suffix", path.suffix, suffixes)
     with open_file(head_of, f"trace {file!r}", MOST_BYTES) as opened:
         head = opened.read(HEAD_BYTES)
-    known = trace_formats()
     for name, kind in known.items():
         if (kind.reads_folders or not is_folder) and kind.sniff(head):
             return name
@@ -96,8 +91,6 @@ def load_trace(
         raise ValueError(
             f"expert_bytes={expert_bytes}: trace {path.name} says itself how large experts are."
         )
-    if not os.path.isdir(file):
-        check_file(path, f"trace {file!r}", MOST_BYTES)
     options = Options(expert_bytes=expert_bytes, top_k=top_k, logits=logits, predicted=predicted)
     return kind.read(path, options)
 

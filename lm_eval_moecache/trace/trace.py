@@ -195,23 +195,6 @@ class Lists(NamedTuple):
     def at(self, index: int) -> Ints:
         return self.values[self.bounds[index] : self.bounds[index + 1]]
 
-    def pass_of(self, place: int) -> str:
-        """Name the pass that a value belongs to."""
-        return f"pass {int(np.searchsorted(self.bounds, place, side='right')) - 1}"
-
-    def check(self, name: str, column: str, sizes: IntArray, least: int, most: int) -> None:
-        """Check how many values each pass has, and that they lie within these bounds."""
-        found = np.diff(self.bounds)
-        if (found != sizes).any():
-            index = int((found != sizes).argmax())
-            problem = f"has {found[index]} values, must have {sizes[index]}"
-            raise misfit(name, f"pass {index}", column, problem)
-        bad = (self.values < least) | (self.values > most)
-        if bad.any():
-            place = int(bad.argmax())
-            problem = f"holds {self.values[place]}, must lie in {least}..{most}"
-            raise misfit(name, self.pass_of(place), column, problem)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafted:
@@ -235,23 +218,6 @@ class Drafted:
     def output_tokens(self, passes: Iterable[int]) -> int:
         """Return how many tokens passes of a generation gave: their own, and accepted drafts."""
         return sum(1 + self.settled.get(index, (0, 0))[1] for index in passes)
-
-    def check(self, name: str, num_experts: int) -> None:
-        """Check that the lists of each pass fit together; ValueError names pass and column."""
-        if self.draft is None:
-            return
-        assert self.tokens is not None and self.experts is not None and self.ranks is not None
-        forwards = np.diff(self.tokens.bounds)
-        own, width = self.draft.geometry, len(self.foretold) * self.ranked
-        self.tokens.check(name, TOKENS, forwards, 1, np.iinfo(np.int32).max)
-        self.experts.check(name, EXPERTS, forwards * own.num_layers, 1, own.num_experts)
-        self.ranks.check(name, RANKED, forwards * width, 0, num_experts - 1)
-        if width:
-            ordered = np.sort(self.ranks.values.reshape(-1, self.ranked), axis=-1)
-            twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
-            if twice.any():
-                place = self.ranks.pass_of(int(twice.argmax()) * self.ranked)
-                raise misfit(name, place, RANKED, "names an expert twice")
 
 
 # --- the trace ---

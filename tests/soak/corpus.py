@@ -279,7 +279,7 @@ FILES: list[tuple[str, str, str]] = [
         for value in ("-1", ".inf", ".nan", "true", "x", "[1]")
     ),
     ("sweep", "traces: none.parquet\n", "there is no such file"),
-    ("sweep", "traces: '*.nothing'\n", "is not known. Allowed: .parquet"),
+    ("sweep", "traces: '*.nothing'\n", "the suffix='.nothing' is not known"),
     ("sweep", "traces: 7\n", "traces=7 must be a name or a list of names"),
     ("sweep", "traces: [[x]]\n", "traces="),
     ("sweep", "traces: []\n", "names no tasks"),

@@ -222,16 +222,16 @@ def _all(value: int) -> Callable[[list[Any]], list[Any]]:
 @pytest.mark.parametrize(
     ("column", "change", "told"),
     [
-        ("draft_tokens", _grown, r"pass \d+: draft_experts has 3 values, must have 6"),
+        ("draft_tokens", _grown, r"row \d+: draft_experts has 3 values, must have 6"),
         (
             "draft_tokens",
             lambda rows: [*rows[:-1], [1]],
             "draft_tokens is not in a pass' first row",
         ),
-        ("draft_experts", _all(99), r"pass \d+: draft_experts holds 99, must lie in 1..8"),
-        ("draft_ranked", _grown, r"pass \d+: draft_ranked has 25 values, must have 24"),
-        ("draft_ranked", _all(99), r"pass \d+: draft_ranked holds 99, must lie in 0..7"),
-        ("draft_ranked", _all(0), r"pass \d+: draft_ranked names an expert twice"),
+        ("draft_experts", _all(99), r"row \d+: draft_experts holds 99, must lie in 1..8"),
+        ("draft_ranked", _grown, r"row \d+: draft_ranked has 25 values, must have 24"),
+        ("draft_ranked", _all(99), r"row \d+: draft_ranked holds 99, must lie in 0..7"),
+        ("draft_ranked", _all(0), r"row \d+: draft_ranked names an expert twice"),
     ],
 )
 def test_damage_to_what_was_drafted_is_named(
