@@ -83,49 +83,42 @@ def read_stored(config: Mapping[str, Any], what: str) -> Stored:
 
 
 def _bits(method: str, quantized: Mapping[str, Any], what: str) -> float:
-    if method == "mxfp4":
-        return 4.25
-    if method in ("fp8", "fbgemm_fp8"):
-        block = quantized.get("weight_block_size") or [128, 128]
-        edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
-        return 8 + 32 / (edges[0] * edges[-1])
-    if method in ("gptq", "awq", "auto-round", "autoround"):
-        told = quantized.get("bits", quantized.get("w_bit", 4))
-        bits = read_count(f"{what}: bits", told, least=1)
-        group = _group(quantized.get("group_size", quantized.get("q_group_size", 128)), what)
-        return bits + (16 + bits) / group  # an fp16 scale and a zero point for each group
-    if method == "bitsandbytes":
-        if quantized.get("load_in_8bit"):
+    def told(fields: Mapping[str, Any], *names: str, default: object = None) -> int:
+        value = next((fields[name] for name in names if name in fields), default)
+        # A group of -1 is a whole row of a matrix, taken for 2048 weights.
+        return 2048 if value in (-1, "-1") else read_count(f"{what}: {names[0]}", value, least=1)
+
+    match method:
+        case "mxfp4":
+            return 4.25
+        case "fp8" | "fbgemm_fp8":
+            block = quantized.get("weight_block_size") or [128, 128]
+            edges = [read_count(f"{what}: weight_block_size", edge, least=1) for edge in block]
+            return 8 + 32 / (edges[0] * edges[-1])
+        case "gptq" | "awq" | "auto-round" | "autoround":
+            bits = told(quantized, "bits", "w_bit", default=4)
+            # An fp16 scale and a zero point for each group.
+            return bits + (16 + bits) / told(quantized, "group_size", "q_group_size", default=128)
+        case "bitsandbytes":
+            fourth = 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
+            return 8 if quantized.get("load_in_8bit") else fourth
+        case "hqq":
+            inner = (quantized.get("quant_config") or {}).get("weight_quant_params", quantized)
+            return told(inner, "nbits", default=4) + 32 / told(inner, "group_size", default=64)
+        case "modelopt" | "nvfp4" | "fp8_pb_wo" if "nvfp4" in str(quantized).lower():
+            return 4.5  # four bits, and one of eight for sixteen weights
+        case "modelopt" if "fp8" in str(quantized).lower():
             return 8
-        return 4.127 if quantized.get("bnb_4bit_use_double_quant") else 4.5
-    if method == "hqq":
-        inner = (quantized.get("quant_config") or {}).get("weight_quant_params", quantized)
-        bits = read_count(f"{what}: nbits", inner.get("nbits", 4), least=1)
-        return bits + 32 / _group(inner.get("group_size", 64), what)
-    if method in ("modelopt", "nvfp4", "fp8_pb_wo") and "nvfp4" in str(quantized).lower():
-        return 4.5  # four bits, and one of eight for sixteen weights
-    if method == "modelopt" and "fp8" in str(quantized).lower():
-        return 8
-    if method == "compressed-tensors":
-        groups = quantized.get("config_groups") or {}
-        for group in groups.values():
-            weights = group.get("weights") or {}
-            bits = read_count(f"{what}: num_bits", weights.get("num_bits"), least=1)
-            size = weights.get("group_size")
+        case "compressed-tensors" if groups := quantized.get("config_groups"):
+            weights = next(iter(groups.values())).get("weights") or {}
+            bits = told(weights, "num_bits")
             scale = 8 if weights.get("type") == "float" and bits == 4 else 16
-            return bits + (scale / _group(size, what) if size else 0)
+            return bits + (scale / told(weights, "group_size") if weights.get("group_size") else 0)
     raise ValueError(
         f"{what}: the bits of quant_method={shown(method)} are not known. Allowed: mxfp4, fp8, "
         "gptq, awq, auto-round, bitsandbytes, hqq, modelopt, compressed-tensors; or give a YAML "
         "with `expert_bits`."
     )
-
-
-def _group(value: object, what: str) -> float:
-    """Return a group's size; -1 is a whole row of a matrix, taken for 2048 weights."""
-    if value in (-1, "-1"):
-        return 2048.0
-    return read_count(f"{what}: group_size", value, least=1)
 
 
 class LayerCaches(NamedTuple):
@@ -363,7 +356,9 @@ def _dense_layers(read: _Reader, total: int) -> int:
 
 def _shared(read: _Reader, inner: int) -> int:
     """Return the width of what every token passes beside its experts."""
-    beside = read.get("enable_moe_block") or str(read.get("model_type")).startswith("llama4")
+    beside = read.config.get("enable_moe_block") or str(read.config.get("model_type")).startswith(
+        "llama4"
+    )
     default = read("intermediate_size") if beside else read("n_shared_experts", default=0) * inner
     named = ("shared_expert_intermediate_size", "shared_intermediate_size")
     return read(*named, default=default, least=0)
@@ -373,15 +368,15 @@ class _Reader:
     """Reads counts of a configuration by any of several names."""
 
     def __init__(self, config: Mapping[str, Any], what: str) -> None:
-        self._config, self._what = config, what
+        self.config, self._what = config, what
 
     def __call__(
         self, *names: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT
     ) -> int:
         least = 0 if default == 0 else least
         for name in names:
-            if self._config.get(name) is not None:
-                value = self._config[name]
+            if self.config.get(name) is not None:
+                value = self.config[name]
                 return read_count(f"{self._what}: {name}", value, least=least, most=most)
         if default is None:
             raise ValueError(
@@ -390,12 +385,9 @@ class _Reader:
             )
         return default
 
-    def get(self, name: str) -> Any:
-        return self._config.get(name)
-
     def names(self, key: str) -> list[Any]:
         """Return a list of the configuration, empty where it has none."""
-        value = self._config.get(key) or []
+        value = self.config.get(key) or []
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{self._what}: {key}={shown(value)} must be a list.")
         return list(value)
@@ -421,8 +413,8 @@ def _attention(
     full, windowed, linear = _layers_by_reach(read, num_layers)
     width = read("head_dim", default=hidden // heads)
     groups = read("num_key_value_heads", default=heads)
-    gated = str(read.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
-    gates = heads if read.get("attn_output_gate") or gated else 0
+    gated = str(read.config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
+    gates = heads if read.config.get("attn_output_gate") or gated else 0
     local = hidden * width * (2 * heads + 2 * groups + gates)
     whole = local
     caches = []
@@ -434,7 +426,7 @@ def _attention(
         # Gemma 4: layers that see everything have heads of their own, whose keys may be values too.
         width = read("global_head_dim")
         groups = read("num_global_key_value_heads", default=groups)
-        values = 0 if read.get("attention_k_eq_v") else groups
+        values = 0 if read.config.get("attention_k_eq_v") else groups
         whole = hidden * width * (2 * heads + groups + values)
     caches.append(LayerCaches(full, 2 * groups * width * _DTYPE_BYTES, 2 * heads * width))
     weights, state_bytes = _linear(read, hidden) if linear else (0, 0)

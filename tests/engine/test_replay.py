@@ -121,7 +121,7 @@ def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch
     assert first.passes == tuple(range(6))
     # The windows of one text.
     windows = tuple(range(trace.num_passes))
-    one = replace(trace, requests=(replace(first, passes=windows),))
+    one = replace(trace, requests=(first._replace(passes=windows),))
     assert sum(one.starts_sequence(p) for p in windows) == 3
     kept, reset = replay(one, setting), replay(one, setting, cache_reset="request")
     assert reset.ledger.passes == kept.ledger.passes
