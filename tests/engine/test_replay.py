@@ -126,7 +126,7 @@ def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch
     kept, reset = replay(one, setting), replay(one, setting, cache_reset="request")
     assert reset.ledger.passes == kept.ledger.passes
     # A batch of which one row ends before the other.
-    ended = replace(first, passes=first.passes[:2])
+    ended = first._replace(passes=first.passes[:2])
     batched = replace(trace, requests=(first, ended, *trace.requests[1:]))
     alone, both = (replay(t, setting, cache_reset="request") for t in (trace, batched))
     assert both.ledger.passes == alone.ledger.passes
