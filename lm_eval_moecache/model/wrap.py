@@ -217,10 +217,9 @@ class WrappedModel:
         self._weighed = self._scanning or recorder is not None
         self._weighed |= self._num_tokens > 1 or self._valid is not None
         self._calls.clear()
-        if recorder is not None and self._scanning:
-            recorder.begin_scan(index, input_ids, self._valid)
-        elif recorder is not None:
-            recorder.begin_pass(index, phase, input_ids, mask, past_length, self._valid)
+        if recorder is not None:
+            about = index, phase, input_ids, mask, past_length, self._valid
+            recorder.begin_pass(*about, is_scan=self._scanning)
 
     def _valid_tokens(self, input_ids: Tensor, mask: Tensor | None, phase: str) -> BoolArray | None:
         """Mark the tokens of a batch that a request is waiting for: padding needs no experts."""

@@ -192,8 +192,12 @@ class Recorder:
         mask: Tensor | None,
         past_length: int,
         valid: Any,
+        is_scan: bool,
     ) -> None:
-        """Note whose the tokens of this pass are and where they stand; `valid` drops padding."""
+        """Note whose the tokens of this pass are and where they stand; `valid` drops padding.
+
+        Of a scanned text (`scoring=scan`) each token is a decode pass of its own.
+        """
         for onlooker in self._onlookers:
             onlooker.begin_pass(input_ids, past_length, valid)
         rows, length = input_ids.shape
@@ -205,25 +209,21 @@ class Recorder:
         requests, tokens = owners.repeat(length), positions.ravel()
         if valid is not None:
             requests, tokens = requests[valid], tokens[valid]
-        self.writer.begin_pass(index, phase, requests, tokens, self.draft_notes.take())
-
-    def begin_scan(self, first_index: int, input_ids: Tensor, valid: Any) -> None:
-        """Note a text of which each token is a decode pass of its own (`scoring=scan`)."""
-        self.begin_pass(first_index, DECODE, input_ids, None, 0, valid)
-        self.writer.begin_scan()
+        notes = self.draft_notes.take()
+        self.writer.begin_pass(index, phase, requests, tokens, notes, is_scan=is_scan)
 
     def add(
         self, event: Event, hidden: Tensor, logits: Tensor, rows: Rows, predict: Predict
     ) -> None:
         """Record one event before the policy sees it; `rows` picks the valid tokens."""
         ahead = range(event.layer + 1, event.layer + 1 + self.depth)
-        predicted: Sequence[FloatArray] = [
-            event.predicted[layer] if layer in event.predicted else predict(layer)
-            for layer in ahead
-            if layer < self._geometry.num_layers
-        ]
-        if self.depth and not self._by_gates:
-            predicted = list(event.predicted.values())
+        predicted = list(event.predicted.values()) if self.depth else []
+        if self._by_gates:
+            predicted = [
+                event.predicted[layer] if layer in event.predicted else predict(layer)
+                for layer in ahead
+                if layer < self._geometry.num_layers
+            ]
         seen: Any = rows(logits.half()) if self._detail.logits or self._onlookers else None
         proposed = []
         if self._onlookers:
@@ -335,10 +335,13 @@ class TraceWriter:
         requests: IntArray,
         tokens: IntArray,
         drafting: Drafting = _NO_DRAFTING,
+        *,
+        is_scan: bool = False,
     ) -> None:
         """Note the pass that follows: for each of its tokens, whose it is and its position.
 
-        `drafting` is what a draft model has done for it.
+        `drafting` is what a draft model has done for it. In a scan each token is a decode pass of
+        its own; the layers still come in order.
         """
         if self._stream is None:
             raise ValueError(
@@ -348,18 +351,14 @@ class TraceWriter:
         self._pass = {
             "request": requests.astype(np.int32),
             "pass": np.full(len(tokens), index, dtype=np.int32),
-            "phase": phase,
+            "phase": DECODE if is_scan else phase,
             "token": tokens.astype(np.int32),
         }
         self._drafted = drafting
-        self._scan = None
-
-    def begin_scan(self) -> None:
-        """Make each token of the pass begun a pass of its own; its layers still come in order."""
-        passes = self._pass["pass"] + np.arange(len(self._pass["pass"]), dtype=np.int32)
-        self._pass["pass"] = passes
-        self._scans.append((int(passes[0]), len(passes)))
-        self._scan = []
+        self._scan = [] if is_scan else None
+        if is_scan:
+            self._pass["pass"] += np.arange(len(tokens), dtype=np.int32)
+            self._scans.append((index, len(tokens)))
 
     def settle(self, drafted: int, accepted: int) -> None:
         """Note how many drafted tokens the pass begun last verified, and how many it accepted."""

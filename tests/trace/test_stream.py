@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,9 @@ def test_parts_are_whole_passes_and_together_the_trace(recorded: Path, rows: int
     assert [p.first_pass for p in parts] == np.cumsum([0, *(p.num_passes for p in parts)])[
         :-1
     ].tolist()
-    for name in ("experts", "token", "request", "weights"):
-        joined = np.concatenate([getattr(part.columns, name) for part in parts])
-        assert (joined == getattr(whole.columns, name)).all()
-    assert (np.concatenate([part.keys for part in parts]) == whole.keys).all()
+    for name in ("columns.experts", "columns.token", "columns.request", "columns.weights", "keys"):
+        value = attrgetter(name)
+        assert (np.concatenate([value(part) for part in parts]) == value(whole)).all()
     longest = max(np.diff(whole.row_bounds[:: whole.geometry.num_layers]))
     assert all(len(part.columns.layer) <= rows + longest for part in parts)
 
@@ -88,34 +88,35 @@ def asked(lm: MoECacheLM, path: Path, config: Any) -> Path:
     return found
 
 
+SCAN = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
+DRAFT = {"policy": "sp_moe", "capacity": "40%", "draft": "self:int8", "draft_tokens": 2}
+
+
 def test_scanned_texts_stay_whole(
     tmp_path: Path, checkpoint: Checkpoint, in_parts: pytest.MonkeyPatch
 ) -> None:
     lm = MoECacheLM(pretrained=str(checkpoint("olmoe")), device="cpu", policy="on_demand")
-    given = {"policy": "on_demand", "scoring": "scan", "capacity": "4/layer"}
-    path = asked(lm, tmp_path, read_config({**given, "trace": str(tmp_path)}))
-    for cache_reset in ("never", "request"):
-        opened = open_trace(path)
-        assert isinstance(opened, StreamedTrace) and len(opened.scans) == 3
-        assert len(list(opened.parts())) > 3
-        found = replay(opened, lm.engine.setting, cache_reset=cache_reset)
-        whole = replay(read_trace(path), lm.engine.setting, cache_reset=cache_reset)
-        assert found.ledger.passes == whole.ledger.passes
+    path = asked(lm, tmp_path, read_config({**SCAN, "trace": str(tmp_path)}))
+    opened = open_trace(path)
+    assert isinstance(opened, StreamedTrace) and len(opened.scans) == 3
+    assert len(list(opened.parts())) > 3
+    for reset in ("never", "request"):
+        runs = [replay(t, lm.engine.setting, cache_reset=reset) for t in (opened, read_trace(path))]
+        assert runs[0].ledger.passes == runs[1].ledger.passes
 
 
 def test_drafts_and_proposals_are_streamed(
     tmp_path: Path, checkpoint: Checkpoint, in_parts: pytest.MonkeyPatch
 ) -> None:
     lm = MoECacheSpecLM(pretrained=str(checkpoint("olmoe")), device="cpu", policy="sp_moe")
-    given = {"policy": "sp_moe", "capacity": "40%", "draft": "self:int8", "draft_tokens": 2}
-    path = asked(lm, tmp_path, read_config({**given, "trace": str(tmp_path)}, speculative=True))
+    path = asked(lm, tmp_path, read_config({**DRAFT, "trace": str(tmp_path)}, speculative=True))
     for policy in ("sp_moe", "specmd", "mixtral_offloading"):
-        config = read_config({**given, "policy": policy}, speculative=True)
-        setting = config.setting(lm.geometry)
-        found, whole = (replay(t, setting) for t in (open_trace(path), read_trace(path)))
-        assert found.ledger.passes == whole.ledger.passes
-        assert sum(p.drafted for p in found.ledger.passes) > 0
-        assert sum(p.predicted for p in found.ledger.passes) > 0
+        setting = read_config({**DRAFT, "policy": policy}, speculative=True).setting(lm.geometry)
+        found, whole = (
+            replay(t, setting).ledger.passes for t in (open_trace(path), read_trace(path))
+        )
+        assert found == whole
+        assert sum(p.drafted for p in found) > 0 and sum(p.predicted for p in found) > 0
 
 
 def test_damage_in_a_later_part_is_named_by_its_row_in_the_file(

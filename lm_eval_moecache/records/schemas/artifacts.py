@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from lm_eval_moecache.records.geometry import MOST_DRAFTED
-from lm_eval_moecache.records.numbers import plain_number
 from lm_eval_moecache.records.schemas import OpenSchema, Schema, count, number
 
 # Of one expert, or of what is read on the way to a layer's experts.
@@ -17,14 +16,7 @@ MOST_LAYERS, MOST_EXPERTS = 10_000, 32_767
 
 Sizes = list[Annotated[int, count(1, MOST_BYTES)]]
 Counts = Annotated[list[Annotated[int, count()]], Field(min_length=1)]
-
-
-def _alpha(value: object) -> object:
-    listed = value if isinstance(value, list) else [value]
-    numbers = [None if isinstance(n, str) else plain_number(n) for n in listed]
-    if not listed or not all(n is not None and 0 < n <= 1 for n in numbers):
-        raise ValueError("must be above 0 and at most 1: one number, or one for each MoE layer")
-    return value
+Share = Annotated[float, number(above=0, most=1)]
 
 
 class ArtifactHeader(Schema):
@@ -45,7 +37,8 @@ class ArtifactHeader(Schema):
 class MadeBuddies(OpenSchema):
     """What the lists of a buddy artifact rest on, beside its data."""
 
-    alpha: Annotated[Any, BeforeValidator(_alpha)]
+    alpha: Share | Annotated[list[Share], Field(min_length=1)]
+    """How much the lists cover: of all layers, or of each."""
     k_max: Annotated[int, count(1, 100_000)]
     smoothing: Annotated[float, number(least=0)]
 
