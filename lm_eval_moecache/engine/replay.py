@@ -30,7 +30,7 @@ from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.recorder import identity
-from lm_eval_moecache.trace.trace import Halves, Proposed, Trace
+from lm_eval_moecache.trace.trace import Halves, Lists, Trace
 
 _CHUNK_PASSES = 256
 _COMPILED_PASSES = 4096
@@ -395,7 +395,7 @@ class EventFields:
     depth: int
     predicted_by: str
     """Digest of the predictor that predictions have to be of; empty for the gates."""
-    recorded: Proposed | None = None
+    recorded: Lists | None = None
     """What the prefetcher proposed in the recorded run, so that it need not see a thing."""
     asked_ahead: PrefetchAlgorithm | None = None
     """The prefetcher, where nobody else looks at predictions."""
@@ -413,7 +413,7 @@ def proposed_arrays(
     num_layers = trace.geometry.num_layers
     if needs.recorded is not None:
         bounds = needs.recorded.bounds[first * num_layers : last * num_layers + 1]
-        keys: IntArray = needs.recorded.keys[bounds[0] : bounds[-1]].astype(np.int64)
+        keys: IntArray = needs.recorded.values[bounds[0] : bounds[-1]].astype(np.int64)
         return keys, bounds - bounds[0]
     prefetch, predicted = needs.asked_ahead, trace.predicted
     if prefetch is None or predicted is None or not needs.depth:

@@ -44,7 +44,6 @@ from lm_eval_moecache.trace.trace import (
     Ints,
     Lists,
     Predicted,
-    Proposed,
     Trace,
     TracedRequest,
     build_trace,
@@ -145,7 +144,7 @@ def trace_of(
     for place, identity in enumerate(header.proposals):
         last = geometry.num_layers * geometry.num_experts - 1
         keys, offsets = rows.ranged(proposed_column(place), 0, last)
-        proposed[identity] = Proposed(keys=keys, bounds=offsets[trace.row_bounds])
+        proposed[identity] = Lists(keys, offsets[trace.row_bounds])
     return dataclasses.replace(trace, proposed=proposed, scans=scans, first_pass=first_pass)
 
 

@@ -187,7 +187,7 @@ that each layer of the draft needed [F, B]; the model's experts, likeliest first
 
 
 class Lists(NamedTuple):
-    """A list for each pass: pass p's is `values[bounds[p]:bounds[p + 1]]`."""
+    """A list for each pass or event: number n's is `values[bounds[n]:bounds[n + 1]]`."""
 
     values: Ints
     bounds: IntArray
@@ -256,17 +256,6 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proposed:
-    """What one prefetcher proposed at each event of the recorded run, most wanted first.
-
-    Event e's keys are `keys[bounds[e]:bounds[e + 1]]`.
-    """
-
-    keys: Ints
-    bounds: IntArray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """One recorded run. Event number e is layer e % num_layers of pass e // num_layers.
 
@@ -284,8 +273,9 @@ class Trace:
     requests: tuple[TracedRequest, ...]
     logits: Halves | None = None
     predicted: Predicted | None = None
-    proposed: Mapping[str, Proposed] = made(default_factory=dict)
-    """By prefetcher, as `recorder.identity` names it: proposals that were recorded."""
+    proposed: Mapping[str, Lists] = made(default_factory=dict)
+    """By prefetcher, as `recorder.identity` names it: the keys it proposed at each event of the
+    recorded run, most wanted first."""
     scans: tuple[tuple[int, int], ...] = ()
     """(First pass, number of passes) of each text that was routed layer by layer and token after
     token in each (`scoring=scan`): a replay keeps that order."""

@@ -26,7 +26,7 @@ from lm_eval_moecache.testing.streams import laddered
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.recorder import identity
-from lm_eval_moecache.trace.trace import Proposed, Trace
+from lm_eval_moecache.trace.trace import Lists, Trace
 from tests.conftest import Moecache
 
 from . import traces
@@ -99,7 +99,7 @@ def test_recorded_proposals_do_not_hide_predictions_from_a_routing(trace: Trace)
     run = traces.setting("pre_gated", "50%")
     plain = replay(trace, run).ledger.passes
     events = trace.num_passes * trace.geometry.num_layers
-    nothing = Proposed(keys=np.empty(0, dtype=np.int32), bounds=np.zeros(events + 1, dtype=int))
+    nothing = Lists(np.empty(0, dtype=np.int32), np.zeros(events + 1, dtype=int))
     named = identity(load_policy("pre_gated").prefetch, 0, "")
     assert replay(replace(trace, proposed={named: nothing}), run).ledger.passes == plain
 
