@@ -11,7 +11,6 @@ from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.geometry import DTYPES, Geometry
 from lm_eval_moecache.records.numbers import (
     MOST_COUNT,
-    nearest,
     read_count,
     read_number,
     shown,
@@ -278,10 +277,7 @@ def load_real_model(name: str, key: str = "emulate") -> RealModel:
     # A config.json of the hub has many keys that nothing reads, a YAML is for us.
     for each in config if isinstance(config, Mapping) else ():
         if each not in KEYS:
-            raise ValueError(
-                f"{what}: {shown(each)} is not a key that sizes follow from."
-                f"{nearest(str(each), KEYS)} Allowed: {', '.join(sorted(KEYS))}."
-            )
+            raise unknown(f"{what}: the key", each, KEYS)
     return _read(config, what)
 
 

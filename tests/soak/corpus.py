@@ -318,7 +318,7 @@ FILES: list[tuple[str, str, str]] = [
     ("emulated", EMULATED.replace("hidden_size: 2048", "hidden_size: many"), "hidden_size"),
     ("emulated", EMULATED.replace("num_hidden_layers: 16", "num_hidden_layers: 100000000"), "num_hidden_layers"),
     ("emulated", EMULATED + "mlp_only_layers: 3\n", "mlp_only_layers=3 must be a list"),
-    ("emulated", EMULATED + "num_expert: 64\n", "'num_expert' is not a key … Did you mean 'num_experts'"),
+    ("emulated", EMULATED + "num_expert: 64\n", "'num_expert' is not known. Did you mean 'num_experts'"),
     ("emulated", EMULATED + "quantization_config: {quant_method: mine}\n", "quant_method='mine'"),
     *(("emulated", EMULATED.replace("num_attention_heads: 16", f"num_attention_heads: {n}"), "num_attention_heads") for n in (0, -1, "x", ".inf", "true", 10**40)),
     *(("emulated", EMULATED.replace("num_experts: 64", f"num_experts: {n}"), "num_experts") for n in (0, -1, 7, 10**9, "[]")),

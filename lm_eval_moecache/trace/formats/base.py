@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL
 from lm_eval_moecache.records.files import parse_json, read_text
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.numbers import shown
+from lm_eval_moecache.records.numbers import read_count, shown
 from lm_eval_moecache.trace.trace import Columns, Trace, build_trace, misfit
 
 MOST_EXPERT = 2**15 - 1
@@ -310,8 +310,4 @@ def responses(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def whole(what: str, value: Any, key: str) -> int | None:
     """Return a whole number from 0 on, or None where there is none."""
-    if value is None:
-        return None
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{what}: {key}={shown(value)} must be a whole number, 0 or more.")
-    return value
+    return None if value is None else read_count(f"{what}: {key}", value)
