@@ -12,7 +12,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, read_number, shown, unknown
 
@@ -38,6 +46,15 @@ class Schema(BaseModel):
     """A mapping whose fields are all known; values are taken as they are, never converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_known(cls, data: object) -> object:
+        for key in data if isinstance(data, Mapping) else ():
+            if key not in cls.model_fields:
+                said = str(unknown("field", key, cls.model_fields))
+                raise PydanticCustomError("unknown_field", "{said}", {"said": said})
+        return data
 
 
 class OpenSchema(BaseModel):
@@ -80,13 +97,10 @@ def check(schema: type[Kind], data: object, what: str) -> Kind:
     if not isinstance(data, Mapping):
         fields = ", ".join(schema.model_fields)
         raise ValueError(f"{what} must hold a mapping with {fields}; it holds {shown(data)}.")
-    for key in data:
-        if not isinstance(key, str):
-            raise ValueError(f"{what}: the key {shown(key)} must be text.")
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise told(error, what, schema.model_fields) from None
+        raise told(error, what) from None
 
 
 def check_as(kind: Any, data: object, what: str) -> Any:
@@ -94,7 +108,7 @@ def check_as(kind: Any, data: object, what: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise told(error, what, ()) from None
+        raise told(error, what) from None
 
 
 def check_json(kind: Any, text: bytes, what: str) -> Any:
@@ -102,55 +116,34 @@ def check_json(kind: Any, text: bytes, what: str) -> Any:
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise told(error, what, ()) from None
+        raise told(error, what) from None
 
 
-def told(error: ValidationError, what: str, fields: Any) -> ValueError:
+def told(error: ValidationError, what: str) -> ValueError:
     """Build our error from the first of pydantic's."""
     errors = error.errors(include_url=False)
     missing = [e for e in errors if e["type"] == "missing"]
     # A field that is misspelt is also one that lacks: its name says more.
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    # Of the kinds that a field may have, the last is the one that was meant: the mapping's.
-    path = _fields_of(first["loc"])
+    first = next((e for e in errors if e["type"] == "unknown_field"), errors[0])
+    path = _path_of(first["loc"])
     if first["type"] == "missing":
-        names = ", ".join(repr(".".join(_fields_of(e["loc"]))) for e in missing)
-        return ValueError(f"{what} lacks {names}.")
-    if first["type"] == "extra_forbidden":
-        # The last step is the field, whatever it looks like: `Tasks` is no kind.
-        path = _fields_of(first["loc"][:-1])
-        where = "".join(f" {name}:" for name in path)
-        field = str(first["loc"][-1])
-        return unknown(f"{what}:{where} field", field, _known(fields, path))
+        return ValueError(f"{what} lacks {', '.join(repr(_path_of(e['loc'])) for e in missing)}.")
+    if first["type"] == "unknown_field":
+        return ValueError(f"{what}: {path}{': ' if path else ''}{first['msg']}")
     if first["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'", first["ctx"]["expected"])
-        return unknown(f"{what}: {'.'.join(path)}", first["input"], allowed)
+        return unknown(f"{what}: {path}", first["input"], allowed)
     rule = _WORDS.get(first["type"], str(first["msg"]).lower())
     if first["type"] == "value_error":
         rule = str(first["ctx"]["error"])
-    return ValueError(f"{what}: {'.'.join(path)}={shown(first['input'])} {rule}.")
+    return ValueError(f"{what}: {path}={shown(first['input'])} {rule}.")
 
 
-def _fields_of(path: tuple[int | str, ...]) -> list[str]:
+def _path_of(path: tuple[int | str, ...]) -> str:
     """Return the steps of pydantic's path that are fields, and do not name a kind of a union."""
     kinds = ("str", "int", "float", "bool", "none")
-    return [
+    return ".".join(
         str(part)
         for part in path
         if isinstance(part, int) or not (part in kinds or "[" in part or part[:1].isupper())
-    ]
-
-
-def _known(fields: Any, path: list[str]) -> list[str]:
-    """Return the fields of what lies at the end of a path."""
-    for name in path:
-        if not name.isdigit():
-            inner = _schemas_in(fields[name].annotation) if name in fields else []
-            fields = {k: v for schema in inner for k, v in schema.model_fields.items()}
-    return list(fields)
-
-
-def _schemas_in(kind: Any) -> list[type[BaseModel]]:
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return [kind]
-    return [schema for part in getattr(kind, "__args__", ()) for schema in _schemas_in(part)]
+    )
