@@ -10,9 +10,8 @@ TruthfulQA and NaturalQuestions. Who judges is said on the command line:
     --metadata '{"judge_model": "Qwen/Qwen3-8B"}'                        a transformers model, here
     --metadata '{"judge_url": "http://localhost:8000/v1", "judge_model": "gpt-oss-120b"}'
 
-The second form speaks to any OpenAI-compatible endpoint; its key is read from OPENAI_API_KEY, as
-lm-eval's own API models do. Verdicts are kept in `judge_cache` (a JSON-lines file) under a digest
-of judge, prompt and answer, so that a rerun asks nothing twice and gives the same scores.
+The second form speaks to any OpenAI-compatible endpoint, with the key of OPENAI_API_KEY. Verdicts
+are kept in `judge_cache` (JSON lines) by a digest of judge, prompt and answer: a rerun asks none.
 """
 
 from __future__ import annotations

@@ -423,22 +423,15 @@ class MoECacheSpecLM(MoECacheLM):
     def _follow(self, draft: DraftModel, stage: DraftStage) -> DraftHooks:
         return DraftHooks(draft, self._moe_layers, stage)
 
-    def _generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Generate greedily with the draft, and cut what was accepted after the stop string."""
-        stop: Sequence[str] = kwargs["stop"]
-        with watched_by(self._settle, self.engine, self.model):
-            output = self._assisted(context, **kwargs)
-        row: list[int] = output[0, context.shape[1] :].tolist()
-        return output[:, : context.shape[1] + self._count_output(row, stop)]
-
     def _settle(self, drafted: int, accepted: int) -> None:
         self.engine.settle_drafts(drafted, accepted)
         if self.wrapped.recorder is not None:
             self.wrapped.recorder.writer.settle(drafted, accepted)
 
-    def _assisted(
+    def _generate(
         self, context: Tensor, *, stop: Sequence[str], max_length: int, **kwargs: Any
     ) -> Tensor:
+        """Generate greedily with the draft, and cut what was accepted after the stop string."""
         tokens = self.moecache.draft_tokens
         assert tokens is not None
         criteria = stop_sequences_criteria(self.tokenizer, list(stop), context.shape[1], 1)
@@ -459,7 +452,8 @@ class MoECacheSpecLM(MoECacheLM):
             kwargs.pop(key, None)
         # As HFLM does around its own call.
         lower = self.mixed_precision_dtype
-        with torch.autocast(self.device.type, dtype=lower, enabled=lower is not None):
+        autocast = torch.autocast(self.device.type, dtype=lower, enabled=lower is not None)
+        with watched_by(self._settle, self.engine, self.model), autocast:
             output: Tensor = self.model.generate(
                 input_ids=context,
                 max_length=max_length,
@@ -469,7 +463,8 @@ class MoECacheSpecLM(MoECacheLM):
                 do_sample=False,
                 **kwargs,
             )
-        return output
+        row: list[int] = output[0, context.shape[1] :].tolist()
+        return output[:, : context.shape[1] + self._count_output(row, stop)]
 
 
 # --- requests, records and inputs ---

@@ -336,18 +336,18 @@ def check_draft(draft: str, pretrained: Any, theirs: Mapping[str, Any], needs_la
 
 
 def _check_vocabulary(draft: str, pretrained: Any, size: int, target_size: int) -> None:
+    problem = ""
     if size != target_size:
+        problem = f"a vocabulary of {size} tokens and the model one of {target_size}"
+    else:
+        # A draft may come without a tokenizer of its own.
+        own, target = _vocabulary(draft), _vocabulary(model_name(pretrained))
+        if own is not None and target is not None and own != target:
+            problem = f"a tokenizer of {size} tokens that are not the model's"
+    if problem:
         raise ValueError(
-            f"draft={draft!r} has a vocabulary of {size} tokens and the model one of "
-            f"{target_size}: its tokens mean something else. Allowed: a draft with the model's "
-            "tokenizer, or prompt_lookup."
-        )
-    ours, theirs = _vocabulary(model_name(pretrained)), _vocabulary(draft)
-    # A draft may come without a tokenizer of its own.
-    if theirs is not None and ours is not None and theirs != ours:
-        raise ValueError(
-            f"draft={draft!r} has a tokenizer whose tokens are not the model's, though there are "
-            f"{size} of both. Allowed: a draft with the model's tokenizer, or prompt_lookup."
+            f"draft={draft!r} has {problem}: its tokens mean something else. Allowed: a draft with "
+            "the model's tokenizer, or prompt_lookup."
         )
 
 

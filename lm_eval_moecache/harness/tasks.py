@@ -5,17 +5,15 @@ As per-sample metrics, which a group YAML turns on for a task, or for a whole gr
     - task: gsm8k
       class: !function lm_eval_moecache.harness.tasks.SpeedTask
 
-Names, prompts, filters and scores stay as they are. The figures stand under a filter of their
-own, `speed`: they belong to the request and not to an answer extracted from it, so they are
-listed once however many filters a task has. The price is a second line per document, marked
-`"filter": "speed"`, in the files of `--log_samples`.
+Names, prompts, filters and scores stay as they are. The figures stand under a filter of their own,
+`speed`, once however many filters a task has: they belong to the request, not to an answer
+extracted from it. In the files of `--log_samples` they are a second line per document.
 
-And after each evaluation of any task, by the one trick on lm-eval's insides: its `evaluate` is
-wrapped, for our models only. lm-eval calls a model with requests and never says where an evaluation
-begins, and its results hold what tasks say, not models: it has no seam for either. So `evaluate`,
-through which `simple_evaluate` and the command line go, is wrapped once our models are imported;
-with any other model it is the plain function. Who took `evaluate` from lm-eval before importing our
-models has to call `lm.reset()` between evaluations.
+And after each evaluation of any task, by the one trick on lm-eval's insides: `evaluate`, through
+which `simple_evaluate` and the command line go, is wrapped once our models are imported; with any
+other model it is the plain function. lm-eval has no seam for the beginning of an evaluation, nor
+for figures that a model, and not a task, adds to the results. Who took `evaluate` from lm-eval
+before importing our models has to call `lm.reset()` between evaluations.
 """
 
 from __future__ import annotations
@@ -144,11 +142,7 @@ SAMPLE_KEY = "speed"
 
 
 def watch_evaluations(model_class: type[Any]) -> None:
-    """Wrap lm-eval's `evaluate` for models of this class. Safe to call twice.
-
-    `begin_evaluation` is called before each evaluation, and `evaluated` afterwards for its
-    requests: those of all ranks on the first.
-    """
+    """Wrap lm-eval's `evaluate` for models of this class, once: it begins cold and adds figures."""
     plain = lm_eval.evaluator.evaluate
     if getattr(plain, "tells_moecache", False):
         return

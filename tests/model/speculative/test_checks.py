@@ -92,7 +92,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     core = Tokenizer(models.WordLevel(words, unk_token="word0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(other)
     draft = shape_of(tmp_path / "same_size", tokenizer=str(other))
-    says(refusal(draft=draft, policy="on_demand"), "tokens are not the model's", "4096")
+    says(refusal(draft=draft, policy="on_demand"), "tokens that are not the model's", "4096")
 
 
 def test_other_layers_or_sizes_draft_but_cannot_be_prefetched_from(tmp_path: Path) -> None:
