@@ -23,7 +23,7 @@ from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.ranked import RankedEviction
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import Event
@@ -57,7 +57,7 @@ def calls_of(trace: Trace, future: Future, setting: Setting) -> list[Call]:
     """Replay a trace and return the calls to its eviction algorithm."""
     calls: list[Call] = []
 
-    def watch(engine: Engine) -> None:
+    def watch(engine: VirtualEngine) -> None:
         pool = engine.pools[0]
         pool.eviction = Written(pool.eviction, calls)  # type: ignore[assignment]
 
@@ -84,7 +84,7 @@ def cost(trace: Trace, future: Future, overrides: dict[str, Any]) -> tuple[float
     calls, took = calls_of(trace, future, setting), []
     requests = sum(len(a[0].keys) for _, a in calls if a and isinstance(a[0], Event))
     for _ in range(ROUNDS):
-        fresh = Engine(trace.geometry, setting, future).pools[0].eviction
+        fresh = VirtualEngine(trace.geometry, setting, future).pools[0].eviction
         took.append(seconds(calls, fresh) - seconds(calls, None))
     victims = sum(name == "victim" for name, _ in calls)
     return 1e6 * min(took) / requests, victims / requests

@@ -11,7 +11,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from lm_eval_moecache.algorithms.policy import check_cache_form, load_policy, policy_names
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -58,8 +58,10 @@ def make_setting(geometry: Geometry, **given: str) -> Setting:
     return Setting(policy=config.policy, capacity=size, hardware=config.hardware)
 
 
-def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) -> Engine:
-    return Engine(geometry, make_setting(geometry, policy=policy, capacity=capacity, **changes))
+def make_engine(policy: str, capacity: str, geometry: Geometry, **changes: str) -> VirtualEngine:
+    return VirtualEngine(
+        geometry, make_setting(geometry, policy=policy, capacity=capacity, **changes)
+    )
 
 
 def wrap_virtual(model: Any, policy: str, capacity: str, **changes: str) -> WrappedModel:

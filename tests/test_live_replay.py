@@ -227,8 +227,6 @@ def test_a_predictor_of_other_routers_is_refused_once_they_are_known(
     ("damage", "message"),
     [
         ("layers", "with num_layers=4, but .* has num_layers=3"),
-        ("cut", "is not a whole artifact file"),
-        ("array", "lacks the array '2.1.bias'"),
         ("zero", "says nothing of expert 2 of layer 0: its row of '2.1.weight' is all zero"),
         ("loss", "was trained with loss='bce', but prefetch.loss='kl'"),
         ("none", "prefetch.profile must be given: no predictor artifact ships for .*profile predi"),
@@ -242,14 +240,9 @@ def test_a_predictor_that_does_not_fit_is_refused_before_the_weights_are_loaded(
         sizes = {"expert_bytes": ((1,),) * 4, "dense_bytes": (1,) * 4}
         geometry = dataclasses.replace(geometry, num_layers=4, **sizes)
     made = artifact_for(PREDICTOR, geometry, hidden=32, loss="bce" if damage == "loss" else "kl")
-    if damage == "array":
-        arrays = {name: array for name, array in made.arrays.items() if name != "2.1.bias"}
-        made = dataclasses.replace(made, arrays=arrays)
     if damage == "zero":
         made.arrays["2.1.weight"][2] = 0
     write_artifact(path, made)
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-50])
     given = {} if damage == "none" else {"prefetch.profile": str(path)}
     with pytest.raises(ValueError, match=message):
         check_arguments(geometry.model, {"policy": "commitmoe_prefetch", **given})

@@ -286,9 +286,9 @@ def test_a_predictor_costs_its_own_weights_bytes_and_kernels() -> None:
     weights = 4 * 8 + 8 + 8 * 8 + 8
     assert (two.num_weights, two.num_bytes, two.num_kernels) == (weights, 2 * weights, 5)
     clock = VirtualClock(hardware, geometry)
-    assert clock.network(40, 80, 3, 1) == pytest.approx(80 / 400.0 + 3 * 0.001)
+    assert clock.network(linear, 1) == pytest.approx(80 / 400.0 + 3 * 0.001)
     many = 10**6
-    assert clock.network(40, 80, 3, many) == pytest.approx(2 * 40 * many / 1e6 + 3 * 0.001)
+    assert clock.network(linear, many) == pytest.approx(2 * 40 * many / 1e6 + 3 * 0.001)
 
 
 def test_only_decoding_predicts_the_next_token() -> None:

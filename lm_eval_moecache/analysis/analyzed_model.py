@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import as_arguments_error
 from lm_eval_moecache.model.checkpoint import model_path
@@ -101,7 +101,7 @@ class AnalyzedModel:
         capacity: str = "100%",
         scan: bool = False,
         seed: int = 0,
-    ) -> Iterator[Engine]:
+    ) -> Iterator[VirtualEngine]:
         """Run the model with these overrides of `policy` (on_demand).
 
         `scan` routes a text token after token as if decoded, and needs a cache per layer.
@@ -113,7 +113,7 @@ class AnalyzedModel:
             hardware=load_hardware(DEFAULT_PROFILE),
             seed=seed,
         )
-        engine = Engine(self.geometry, setting)
+        engine = VirtualEngine(self.geometry, setting)
         wrapped = WrappedModel(self.model, self.layers, engine)
         wrapped.scan_scoring = scan
         try:

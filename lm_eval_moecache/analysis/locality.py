@@ -55,7 +55,7 @@ def _watch(engine: Engine, layer: int) -> list[IntArray]:
             needed, others = np.where(is_here, HIT, MISS), np.where(is_here, CACHED, ABSENT)
             states.append(np.where(np.isin(keys, event.keys), needed, others))
 
-    engine.observe(observe)
+    engine.on_event = observe
     return states
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.replay import cold_passes, enter_requests
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import BoolArray, IntArray
@@ -45,10 +45,10 @@ def fewest_misses(
     numpy.
     """
     future = Future(trace, free_prefill=free_prefill)
-    engine = Engine(trace.geometry, setting, future)
+    engine = VirtualEngine(trace.geometry, setting, future)
     num_layers, num_experts = trace.geometry.num_layers, trace.geometry.num_experts
     sizes = [levels[0] for levels in engine.geometry.expert_bytes]
-    caches, shared = engine.executor.caches, len(engine.pools) == 1
+    caches, shared = engine.caches, len(engine.pools) == 1
     fits = [cache.capacity_bytes // size for cache, size in zip(caches, sizes, strict=True)]
     most = [caches[0].capacity_bytes // min(sizes)] * num_layers if shared else fits
 

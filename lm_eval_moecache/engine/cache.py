@@ -217,18 +217,18 @@ class Link(ABC):
         """Heap of the events in `_queues`."""
 
     @property
-    @abstractmethod
     def num_issued(self) -> int:
         """Prefetches that hold bytes of a cache and are not counted as transfers yet."""
+        return 0
 
     @property
     @abstractmethod
     def active(self) -> bool:
         """Whether a prefetch is under way or waiting."""
 
-    @abstractmethod
     def is_pending(self, key: int) -> bool:
         """Whether a prefetch of this key is under way or waiting."""
+        return not self.without_pending([key])
 
     @abstractmethod
     def without_pending(self, keys: Sequence[int]) -> list[int]:

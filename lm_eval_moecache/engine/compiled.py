@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -21,10 +20,9 @@ from lm_eval_moecache.algorithms.ranked import RankedEviction, compiled_rank
 from lm_eval_moecache.engine import core
 from lm_eval_moecache.engine.core import Count, Machine, Piece, Place, Slot, State
 from lm_eval_moecache.engine.decide import Plan
-from lm_eval_moecache.engine.engine import Engine, TokenPass
+from lm_eval_moecache.engine.engine import Engine, TokenPass, VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.engine.virtual.link import VirtualClock, attention_s
+from lm_eval_moecache.engine.virtual.link import attention_s
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import NO_PREDICTIONS, PHASES, Event
 from lm_eval_moecache.records.geometry import Geometry
@@ -55,6 +53,8 @@ _COUNTS = dtype_of(Count).names
 _MODULES = features, core
 _PATIENCE_S = 4.0
 """Seconds of plain Python, in all replays of a process, after which compiling is cheaper."""
+_plain_s = [0.0]
+"""What it has taken so far."""
 
 
 def reason_against(engine: Engine, scans: bool) -> str:
@@ -62,10 +62,10 @@ def reason_against(engine: Engine, scans: bool) -> str:
 
     `scans`: some of its texts are scanned.
     """
-    rules, executor, eviction = engine.rules, engine.executor, engine.pools[0].eviction
+    rules, eviction = engine.rules, engine.pools[0].eviction
     if rules.may_change:
         return "a lossy algorithm decides by what is resident"
-    if not isinstance(executor, VirtualExecutor) or rules.ladder:
+    if rules.ladder:
         return "the store has several levels of precision"
     if not type(eviction).__module__.startswith("lm_eval_moecache.algorithms."):
         return f"{type(eviction).__name__} is no eviction of this package"
@@ -84,20 +84,6 @@ def reason_against(engine: Engine, scans: bool) -> str:
     return ""
 
 
-class _Patience:
-    """Seconds that plain Python has taken in this process, or inf where all is compiled already."""
-
-    def __init__(self) -> None:
-        self.spent_s = float("inf") if is_kept(_MODULES, "run") else 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return has_numba() and self.spent_s > _PATIENCE_S
-
-
-_patience = cache(_Patience)
-
-
 def is_compiled() -> bool:
     """Whether the loop's machine code is on disk."""
     return is_kept(_MODULES, "run") and has_numba()
@@ -106,17 +92,15 @@ def is_compiled() -> bool:
 class PassLoop:
     """The loop's tables, filled from an engine that has served nothing; `finish` tells it all."""
 
-    def __init__(self, engine: Engine, future: Future | None = None) -> None:
+    def __init__(self, engine: VirtualEngine, future: Future | None = None) -> None:
         self._engine, self._future = engine, future
-        executor, geometry, pools = engine.executor, engine.geometry, engine.pools
-        assert isinstance(executor, VirtualExecutor)
+        geometry, pools, clock, link = engine.geometry, engine.pools, engine.clock, engine.link
         eviction, prefetch = pools[0].eviction, engine.rules.prefetch
         assert isinstance(eviction, RankedEviction)
-        self._executor, self._eviction = executor, eviction
+        self._eviction = eviction
         self._layers, self._experts = geometry.num_layers, geometry.num_experts
         self._rank: Any = eviction.plain_rank
         self._loop: Callable[..., None] = core.run
-        clock, link = executor.clock, executor.link
         machine = Machine(
             now=clock.now,
             busy_until=link.busy_until,
@@ -160,7 +144,8 @@ class PassLoop:
 
     def run(self, piece: Piece, num_passes: int) -> Array:
         """Let the loop serve a piece; return what each pass counted, as records."""
-        if self._loop is core.run and _patience().is_over:
+        is_due = _plain_s[0] > _PATIENCE_S and has_numba()
+        if self._loop is core.run and (is_due or is_compiled()):
             self.compile()
         if self._loop is not core.run:
             counts = np.zeros(num_passes, dtype_of(Count))
@@ -174,20 +159,18 @@ class PassLoop:
         objects = make_table(Count, num_passes)
         lists = [piece.first_pass, *(own.tolist() for own in piece[1:])]
         self._loop(*self._s, self._rank, Piece(*lists), objects)
-        _patience().spent_s += time.process_time() - start_s
+        _plain_s[0] += time.process_time() - start_s
         return as_records(objects)
 
-    def dense_s(self, tokens: int, phase: int) -> list[float]:
-        """Return what the layers' dense parts take."""
-        return [self._executor.clock.dense_s(layer, tokens) for layer in range(self._layers)]
-
-    def predicting_s(self, tokens: int, phase: int) -> list[float]:
-        """Return what predicting from the layers' inputs takes."""
-        depth, last = self._engine.depth, self._layers - 1
-        ahead = [min(depth, last - layer) for layer in range(self._layers)]
-        if depth and self._engine.rules.prefetch.uses_predictor:
-            ahead = [target_of(i, self._layers, PHASES[phase]) is not None for i in range(last + 1)]
-        return [self._executor.predicting_s(i, int(n), tokens) for i, n in enumerate(ahead)]
+    def seconds(self, tokens: int, phase: str) -> Array:
+        """Return what dense parts and predicting from their inputs take [2, layers]."""
+        engine, every = self._engine, range(self._layers)
+        ahead = [min(engine.depth, self._layers - 1 - layer) for layer in every]
+        if engine.depth and engine.rules.prefetch.uses_predictor:
+            ahead = [int(target_of(layer, self._layers, phase) is not None) for layer in every]
+        dense_s = [engine.clock.dense_s(layer, tokens) for layer in every]
+        predict_s = [engine.predicting_s(layer, ahead[layer], tokens) for layer in every]
+        return np.array([dense_s, predict_s])
 
     def replay(
         self, part: Trace, first: int, last: int, proposed: tuple[Array, Array], cold: Array
@@ -207,9 +190,16 @@ class PassLoop:
             next_use = self._future.next_use[places]
         tokens = np.diff(rows).reshape(-1, self._layers)
         phases = columns.phase[rows[: -1 : self._layers]]
-        dense_s = self._by_event(tokens, phases, self.dense_s)
+        # Asked once per number of tokens and phase. The layers of one pass can differ in tokens:
+        # some models run the last one for the last token of a prompt alone.
+        kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
+        asked = (divmod(int(kind), len(PHASES)) for kind in kinds)
+        by_kind = np.array([self.seconds(own, PHASES[phase]) for own, phase in asked])
+        by_event = by_kind[place.reshape(tokens.shape), :, np.arange(self._layers)]
+        dense_s, predict_s = by_event.reshape(-1, 2).T
         if engine.wants_positions:
-            dense_s += np.repeat(self._attention_s(part, phases, first, last), self._layers)
+            attention = self._attention_s(part, phases, first, last)
+            dense_s = dense_s + np.repeat(attention, self._layers)
         piece = Piece(
             first_pass=part.first_pass + first,
             keys=part.keys[places],
@@ -218,7 +208,7 @@ class PassLoop:
             experts=columns.experts[own_rows].ravel(),
             weights=weights,
             dense_s=dense_s,
-            predict_s=self._by_event(tokens, phases, self.predicting_s),
+            predict_s=predict_s,
             next_use=next_use,
             proposed=proposed[0],
             proposed_bounds=proposed[1],
@@ -242,17 +232,6 @@ class PassLoop:
                 )
             )
 
-    def _by_event(self, tokens: Array, phases: Array, of: Callable[..., list[float]]) -> Array:
-        """Return what `of` says of each event, who is asked once per number of tokens and phase.
-
-        The layers of one pass can differ in tokens: some models run the last one for the last token
-        of a prompt alone.
-        """
-        kinds, place = np.unique(tokens * len(PHASES) + phases[:, np.newaxis], return_inverse=True)
-        table = [of(*divmod(int(kind), len(PHASES))) for kind in kinds]
-        by_kind = np.asarray(table, np.float64)
-        return by_kind[place.reshape(tokens.shape), np.arange(self._layers)].ravel()
-
     def _attention_s(self, part: Trace, phases: Array, first: int, last: int) -> list[float]:
         """Return what a layer's attention to the context takes in each pass."""
         setting, layers, found = self._engine.setting, self._layers, []
@@ -265,9 +244,9 @@ class PassLoop:
 
     def finish(self) -> None:
         """Leave caches, link and clock as the engine would have: its laws can be checked."""
-        s, link = self._s, self._executor.link
+        s, link = self._s, self._engine.link
         value = {name: column(s.machine, name)[0].item() for name in dtype_of(Machine).names}
-        self._executor.clock.now = value["now"]
+        self._engine.clock.now = value["now"]
         link.busy_until, link.busy_s = value["busy_until"], value["busy_s"]
         link.bytes_moved, link.transfers = value["moved"], value["transfers"]
         inflight = value["inflight"]
@@ -295,13 +274,13 @@ def live_engine(geometry: Geometry, setting: Setting, scans: bool = False) -> En
     A compiled one where a lossless policy lets it be, and nothing has to be compiled first: a run
     would stand still for that.
     """
-    engine = Engine(geometry, setting)
+    engine = VirtualEngine(geometry, setting)
     if reason_against(engine, scans) or not is_compiled():
         return engine
     return CompiledEngine(geometry, setting)
 
 
-class CompiledEngine(Engine):
+class CompiledEngine(VirtualEngine):
     """An engine that keeps the events of a pass, and serves them together at its end.
 
     Nothing that is computed depends on them (`can_defer`). Caches and link are brought up to date
@@ -309,7 +288,6 @@ class CompiledEngine(Engine):
     """
 
     uncompiled = ""
-    clock: VirtualClock
 
     def __init__(self, geometry: Geometry, setting: Setting) -> None:
         super().__init__(geometry, setting)
@@ -321,7 +299,7 @@ class CompiledEngine(Engine):
         self._weighs = self.pools[0].eviction.uses_weights
         layers, top_k = self.geometry.num_layers, self.geometry.top_k
         self._of_one_token = np.arange(layers + 1) * top_k, np.arange(layers + 1)
-        self._seconds_of: dict[str, tuple[Array, Array]] = {}
+        self._seconds_of: dict[tuple[int, str], Array] = {}
 
     def begin_pass(
         self,
@@ -330,10 +308,9 @@ class CompiledEngine(Engine):
         foreseen: Mapping[int, FloatArray] = NO_PREDICTIONS,
         positions: IntArray | None = None,
     ) -> PassRecord:
-        self.record = record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
-        self.executor.begin_pass(record)
-        if positions is not None:
-            self.executor.attend(positions)
+        record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
+        self._follow(record, positions)
+        self._is_open = True
         self._events, self._told = [], None
         return record
 
@@ -351,15 +328,15 @@ class CompiledEngine(Engine):
             self._events = told.events()
 
     def end_pass(self) -> None:
+        assert self._is_open, "end_pass without begin_pass"
         record = self.record
-        assert record is not None, "end_pass without begin_pass"
         piece = self._piece(record)
         [counted] = self._passes.run(piece, 1).tolist()
         for name, value in zip(_COUNTS, counted, strict=True):
             setattr(record, name, value)
         record.token_requests = self.geometry.top_k * int(piece.rows[-1])
         self.clock.now = record.end_s
-        self._is_cold, self.record = False, None
+        self._is_cold = self._is_open = False
 
     def _piece(self, record: PassRecord) -> Piece:
         """Return the pass as the loop takes it."""
@@ -378,7 +355,10 @@ class CompiledEngine(Engine):
             rows = np.cumsum([0, *[event.num_tokens for event in events]])
             experts = np.concatenate([event.experts.ravel() for event in events])
             weights = np.concatenate([event.weights.ravel() for event in events])
-        dense_s, predict_s = self._seconds(record)
+        kind = record.num_tokens, record.phase
+        seconds = self._seconds_of.get(kind)
+        if seconds is None or self.wants_positions:
+            seconds = self._seconds_of[kind] = self._passes.seconds(*kind)
         return Piece(
             first_pass=record.index,
             keys=keys,
@@ -386,25 +366,14 @@ class CompiledEngine(Engine):
             rows=rows,
             experts=experts,
             weights=_NO_WEIGHTS if weights is None else weights.ravel(),
-            dense_s=dense_s,
-            predict_s=predict_s,
+            dense_s=seconds[0],
+            predict_s=seconds[1],
             next_use=_NOBODY,
             proposed=proposed[0],
             proposed_bounds=proposed[1],
             cold=_COLD if self._is_cold else _GOES_ON,
             warm=self._passes.warm,
         )
-
-    def _seconds(self, record: PassRecord) -> tuple[Array, Array]:
-        """Return what the layers' dense parts take, and predicting from their inputs."""
-        known = self._seconds_of.get(record.phase)
-        if known is None or record.num_tokens > 1 or self.wants_positions:
-            tokens, phase = record.num_tokens, PHASES.index(record.phase)
-            dense_s = np.array(self._passes.dense_s(tokens, phase))
-            known = dense_s, np.array(self._passes.predicting_s(tokens, phase))
-            if tokens == 1:
-                self._seconds_of[record.phase] = known
-        return known
 
     def reset_cache(self) -> None:
         self._is_cold = True

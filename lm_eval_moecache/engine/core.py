@@ -1,6 +1,6 @@
 """Lossless passes over tables: lookup, victims, link, prefetch queue and virtual time, in one loop.
 
-The rules are those of `virtual.executor` and `virtual.link`, whose names these functions
+The rules are those of `engine.VirtualEngine` and `virtual.link`, whose names these functions
 keep; every float is made by the same operations in the same order, so that counts, bytes and times
 are theirs to the last digit. Plain functions in the part of Python that numba compiles (see
 `records.jit` and `algorithms.features`); `engine.compiled` hands over the tables.

@@ -24,50 +24,30 @@ from lm_eval_moecache.records.event import (
     unique_in_order,
 )
 from lm_eval_moecache.records.geometry import Geometry
-from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.ledger import COUNTED, PassRecord
 from lm_eval_moecache.records.selection import Selection
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
     """What decides: an algorithm per axis, and what of them and the model all events share.
 
     The eviction algorithms live in their caches.
     """
 
-    routing: RoutingAlgorithm
-    prefetch: PrefetchAlgorithm
-    miss: MissAlgorithm
-    decode_only: bool
-    """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
-    num_experts: int
-    top_k: int
-    may_change: bool
-    """Whether a selection can change at all."""
-    prefetches: bool
-    ladder: bool
-    """Whether the store has several levels of precision."""
-    at_best: tuple[Fetch, ...]
-    """Key -> its fetch at the best level, made once: most demands are one of them."""
-
-    @staticmethod
-    def of(geometry: Geometry, policy: Policy, seed: int) -> Rules:
-        """Build the policy's algorithms for a model."""
-        routing = policy.routing.build(geometry, seed)
-        prefetch = policy.prefetch.build(geometry, seed)
-        miss = policy.miss.build(geometry, seed)
-        return Rules(
-            routing=routing,
-            prefetch=prefetch,
-            miss=miss,
-            decode_only=policy.phases == "decode",
-            num_experts=geometry.num_experts,
-            top_k=geometry.top_k,
-            may_change=not (routing.is_lossless and miss.is_lossless),
-            prefetches=prefetch.is_active,
-            ladder=len(geometry.precision) > 1,
-            at_best=tuple(map(Fetch, range(geometry.num_layers * geometry.num_experts))),
-        )
+    def __init__(self, geometry: Geometry, policy: Policy, seed: int) -> None:
+        self.routing: RoutingAlgorithm = policy.routing.build(geometry, seed)
+        self.prefetch: PrefetchAlgorithm = policy.prefetch.build(geometry, seed)
+        self.miss: MissAlgorithm = policy.miss.build(geometry, seed)
+        self.decode_only = policy.phases == "decode"
+        """Whether lossy algorithms stand aside in prefill (`phases=decode`)."""
+        self.num_experts, self.top_k = geometry.num_experts, geometry.top_k
+        self.may_change = not (self.routing.is_lossless and self.miss.is_lossless)
+        """Whether a selection can change at all."""
+        self.prefetches = self.prefetch.is_active
+        self.ladder = len(geometry.precision) > 1
+        """Whether the store has several levels of precision."""
+        self.at_best = [Fetch(key) for key in range(geometry.num_layers * geometry.num_experts)]
+        """Key -> its fetch at the best level, made once: most demands are one of them."""
 
     def lets_change(self, is_lossless: bool, event: Event) -> bool:
         """Whether an algorithm may change results at this event (`phases=decode`)."""
@@ -80,11 +60,14 @@ class Rules:
         return self.miss if self.lets_change(self.miss.is_lossless, event) else None
 
 
+_COUNTS = frozenset(COUNTED)
+
+
 @dataclass
 class Plan:
-    """What an executor carries out, and what became of an event once it has.
+    """What an engine carries out, and what became of an event once it has.
 
-    The executor adds the `levels`; all else stays as it was decided. Without slots, so that what
+    The engine adds the `levels`; all else stays as it was decided. Without slots, so that what
     most events leave at its default costs them nothing.
 
     Who leaves the cache is not in it: an eviction rule hears of each load and arrival before it is
@@ -115,16 +98,10 @@ class Plan:
 
     def write_to(self, record: PassRecord) -> None:
         """Write to the ledger what was found absent, and what was changed."""
-        record.late += self.late
         record.misses += len(self.absent) - self.late
-        record.collisions += self.collisions
-        record.token_misses += self.token_misses
-        record.substituted += self.substituted
-        record.dropped += self.dropped
-        record.unfaithful += self.unfaithful
-        record.avoided += self.avoided
-        record.weighed_tokens += self.weighed_tokens
-        record.lost_weight += self.lost_weight
+        for name, value in vars(self).items():
+            if name in _COUNTS:
+                setattr(record, name, getattr(record, name) + value)
 
 
 def decide(event: Event, rules: Rules, cache: ExpertCache, link: Link) -> Plan:

@@ -1,29 +1,57 @@
-"""The engine: one run's cache, link, clock, ledger and algorithms, driven pass by pass."""
+"""The engine: one run's cache, link, clock, ledger and algorithms, driven pass by pass.
+
+`VirtualEngine` is here, `WallEngine` in `engine.wall.engine`: each has its own clock and link.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.cache import Clock, ExpertCache, Link
-from lm_eval_moecache.engine.decide import Plan, Rules
+from lm_eval_moecache.engine.decide import Plan, Prefetches, Rules, decide
 from lm_eval_moecache.engine.draft_stage import DraftStage
-from lm_eval_moecache.engine.executor import Executor
-from lm_eval_moecache.engine.setting import CONTEXT, Setting, offline, without_draft
-from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
-from lm_eval_moecache.engine.wall.executor import WallExecutor
-from lm_eval_moecache.engine.wall.link import Mover
+from lm_eval_moecache.engine.host import HostStage
+from lm_eval_moecache.engine.setting import (
+    AS_THEY_ARRIVE,
+    CONTEXT,
+    FIFO,
+    Setting,
+    offline,
+    without_draft,
+)
+from lm_eval_moecache.engine.virtual.link import (
+    VirtualClock,
+    VirtualLink,
+    attention_s,
+    read_shares,
+)
 from lm_eval_moecache.records.arrays import FloatArray, IntArray
-from lm_eval_moecache.records.event import DECODE, NO_PREDICTIONS, PASS_START, Event
+from lm_eval_moecache.records.data_aware import cost_of
+from lm_eval_moecache.records.event import (
+    DECODE,
+    NO_PREDICTIONS,
+    PASS_START,
+    PREFILL,
+    Event,
+    Fetch,
+    num_assignments,
+)
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.jit import compile_midway
 from lm_eval_moecache.records.ledger import Ledger, PassRecord
-from lm_eval_moecache.records.predictor import digest_of
+from lm_eval_moecache.records.predictor import FREE, PredictorCost, costs, digest_of
 from lm_eval_moecache.records.selection import Selection
 from lm_eval_moecache.trace.future import Future
+
+_NOTHING: frozenset[int] = frozenset()
+_TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")
+"""What a pass is told from totals before and after it: counts are whole numbers, times are not."""
 
 
 class TokenPass(NamedTuple):
@@ -39,55 +67,68 @@ class TokenPass(NamedTuple):
     events: Callable[[], list[Event]]
 
 
-class Engine:
+class Engine(ABC):
     """Serves passes: `begin_pass`, then for each layer `enter`, `run` and the `waves`, `end_pass`.
 
-    `uncompiled` says of a replay why its passes were served one event at a time, empty where a
-    compiled loop did that.
-
-    `future` is what a replay knows of the events to come; offline algorithms cannot do without.
-    With a `mover` the clock is the machine's, and the mover's bytes really move; else time is
-    virtual, and `waves` has nothing left to execute.
+    It asks the caches, the link and the algorithms; none of them calls back. `future` is what a
+    replay knows of the events to come; offline algorithms cannot do without.
     """
 
+    is_virtual: ClassVar[bool] = False
+    """Whether an event takes no time of the machine's, but for its bookkeeping."""
     uncompiled: str = "a live run"
+    """Why passes are served one event at a time; empty where a compiled loop does that."""
 
     def __init__(
         self,
         geometry: Geometry,
         setting: Setting,
+        pools: Sequence[ExpertCache],
+        link: Link,
+        clock: Clock,
         future: Future | None = None,
-        mover: Mover | None = None,
     ) -> None:
         # The model's own sizes, and those it is charged by: they differ where it emulates another.
         self.setting, self.own_geometry = setting, geometry
         self.geometry = geometry = setting.charged(geometry)
+        self.pools, self.link, self.clock = pools, link, clock
+        self.caches: Sequence[ExpertCache] = (
+            [*pools] if len(pools) > 1 else [*pools] * geometry.num_layers
+        )
+        """Layer -> its pool: one object for all, or one each."""
+        if len(pools) == 1:
+            self.caches = [*pools] * geometry.num_layers
         self.ledger = Ledger()
-        self.rules = Rules.of(geometry, setting.policy, setting.seed)
-        self.executor: Executor
-        compile_midway(mover is None)
-        if mover is None:
-            self.executor = VirtualExecutor(geometry, setting, self.rules)
-        else:
-            self.executor = WallExecutor(geometry, setting, self.rules, mover)
-        self.draft_stage: DraftStage | None = self.executor.draft_stage
-        self.pools: Sequence[ExpertCache] = self.executor.pools
-        self.link: Link = self.executor.link
-        self.clock: Clock = self.executor.clock
-        self.slots = self.executor.slots
-        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in self.pools]
-        for algorithm in [self.rules.prefetch, *seers]:
+        self.rules = rules = Rules(geometry, setting.policy, setting.seed)
+        compile_midway(self.is_virtual)
+        seers: list[PrefetchAlgorithm | EvictionAlgorithm] = [pool.eviction for pool in pools]
+        for algorithm in [rules.prefetch, *seers]:
             if algorithm.is_offline and future is None:
                 raise offline(algorithm)
             if future is not None:
                 algorithm.prepare(future)
-        if setting.draft is None and self.rules.prefetch.needs_draft:
-            raise without_draft(self.rules.prefetch)
-        self._foresees = self.rules.prefetch.foresees
+        if setting.draft is None and rules.prefetch.needs_draft:
+            raise without_draft(rules.prefetch)
+        self.prefetches = Prefetches(geometry, self.caches, link, rules)
+        self.draft_stage: DraftStage | None = None
+        if setting.draft is not None:
+            self.draft_stage = DraftStage(
+                setting.draft,
+                setting.hardware,
+                clock,
+                self.prefetches,
+                rules.prefetch.draft_stage,
+                self._advance,
+                self._await_prefetches,
+            )
+        self.record = PassRecord(-1, PREFILL, 0, 0.0)
+        """The pass in progress, or the last one."""
+        self.on_event: Callable[[Event], None] | None = None
+        """Shown each event once its experts are known and before anything moves."""
+        self._is_open = False
+        self._scanned: list[PassRecord] = []
         self._warm()
         self._before: tuple[float, ...] = self._totals()
-        self._scanned: list[PassRecord] = []
-        self.record: PassRecord | None = None
 
     def _warm(self) -> None:
         """Fill the caches with the most used experts: no pass has that time, nor those bytes."""
@@ -95,14 +136,13 @@ class Engine:
         if profile is None:
             return
         profile.check(self.own_geometry)
-        caches, num_experts = self.executor.caches, self.geometry.num_experts
+        caches, num_experts = self.caches, self.geometry.num_experts
         for pool in self.pools:
             pool.warm(key for key in profile.hottest if caches[key // num_experts] is pool)
-        self.executor.fill()
 
     def close(self) -> None:
         """End what runs beside the caller (the wall clock's worker). Safe to call twice."""
-        self.executor.close()
+        return
 
     @property
     def wants_weights(self) -> bool:
@@ -127,6 +167,11 @@ class Engine:
         return asked or (eviction.uses_weights and rules.may_change)
 
     @property
+    def wants_positions(self) -> bool:
+        """Whether passes are charged by where their tokens stand in their sequences."""
+        return self.setting.attention == CONTEXT
+
+    @property
     def can_defer(self) -> bool:
         """Whether the events of a pass may be served at its end, all together.
 
@@ -134,7 +179,7 @@ class Engine:
         lossless algorithms and one precision in virtual time. The model's hooks only note what the
         routers say (one copy to the host for all layers), and `serve` is told of it.
         """
-        return self.executor.is_virtual and not (self.rules.may_change or self.rules.ladder)
+        return self.is_virtual and not (self.rules.may_change or self.rules.ladder)
 
     @property
     def depth(self) -> int:
@@ -157,12 +202,6 @@ class Engine:
         """The most bytes ever held (summed over the layers where each has its own cache)."""
         return sum(pool.peak_bytes for pool in self.pools)
 
-    def time_load(self, count: int) -> float:
-        """As the executor's; what it moves is counted to no pass."""
-        seconds = self.executor.time_load(count)
-        self._before = self._totals()
-        return seconds
-
     def begin_draft(self) -> DraftStage:
         """Begin drafting, which belongs to the next pass: its evictions and its time do, too."""
         assert self.draft_stage is not None, "drafting without a draft"
@@ -171,11 +210,6 @@ class Engine:
         for pool in self.pools:
             pool.begin_pass(index, 0)
         return self.draft_stage
-
-    @property
-    def wants_positions(self) -> bool:
-        """Whether passes are charged by where their tokens stand in their sequences."""
-        return self.setting.attention == CONTEXT
 
     def begin_pass(
         self,
@@ -188,7 +222,7 @@ class Engine:
 
         `positions` are those of its tokens, where they are wanted.
         """
-        self.executor.recover()
+        self._recover()
         stage = self.draft_stage
         if stage is not None and stage.is_open:
             record = self.ledger.begin_pass(phase, num_tokens, stage.start_s)
@@ -196,40 +230,88 @@ class Engine:
             record.stall_s = stage.stall_s
             for pool in self.pools:
                 pool.tokens += num_tokens
-            stage.end()
+            stage.is_open = False
         else:
             record = self.ledger.begin_pass(phase, num_tokens, self.clock.now)
             for pool in self.pools:
                 pool.begin_pass(record.index, num_tokens)
-        self.executor.begin_pass(record)
-        if positions is not None:
-            self.executor.attend(positions)
-        self.record = record
-        if self._foresees:
-            self.executor.foresee(
+        self._follow(record, positions)
+        self._is_open = True
+        if self.rules.prefetch.foresees:
+            self._foresee(
                 Event(record.index, PASS_START, phase, num_tokens, (), predicted=foreseen)
             )
         return record
 
+    def _follow(self, record: PassRecord, positions: IntArray | None = None) -> None:
+        """Count what comes to this pass, whose tokens stand at these positions."""
+        self.record = record
+        self.rules.routing.on_pass(record.index)
+        self.rules.prefetch.on_pass(record.index)
+
+    def _foresee(self, event: Event) -> None:
+        """Prefetch by what is foreseen of the pass that begins: an event of layer `PASS_START`."""
+        self.prefetches.submit(event, self.clock.now)
+
+    def _recover(self) -> None:
+        """Bring a pass that broke off to an end, if there was one, before another begins."""
+        return
+
+    @abstractmethod
     def enter(self, layer: int, num_tokens: int) -> None:
         """Note that the layer's router has decided, at this moment."""
-        self.executor.enter(layer, num_tokens)
 
+    @abstractmethod
     def run(self, event: Event) -> Plan:
         """Decide an event and let its transfers begin; `enter` comes before."""
-        return self.executor.run(event)
 
+    @abstractmethod
     def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
-        """Yield what the event of the last `run` has still to execute: see `Executor.waves`."""
-        return self.executor.waves()
+        """Yield the keys that the event of the last `run` has still to execute, as they come.
 
-    def observe(self, observer: Callable[[Event], None]) -> None:
-        """Show every event to `observer` once its experts are known and before anything moves."""
-        self.executor.on_event = observer
+        Each with its slot, where its weights are and stay until the next wave is asked for. The
+        flag says whether they are all of the event's. All waves have to be taken.
+        """
+
+    @abstractmethod
+    def time_load(self, count: int) -> float:
+        """Return the seconds that loading so many experts of the first layer one by one takes.
+
+        Measured where the clock is the machine's, before the first pass; no pass counts it, and
+        caches stay as they are.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Empty the link: forget what waits for it, let what moves on it land."""
+
+    @abstractmethod
+    def _advance(self, seconds: float) -> None:
+        """Let the draft compute for this long, while the link works on."""
+
+    @abstractmethod
+    def _await_prefetches(self) -> float:
+        """Stand still until all that is prefetched is there; return the seconds."""
+
+    def _look_up(self, event: Event, cache: ExpertCache) -> Plan:
+        """Decide an event and write to the ledger what was found, before anything moves."""
+        plan = decide(event, self.rules, cache, self.link)
+        record = self.record
+        record.requests += len(plan.looked_up.keys)
+        record.token_requests += event.num_tokens * self.rules.top_k
+        if plan.absent or plan.selection is not None:
+            plan.write_to(record)
+        if self.rules.prefetches:
+            if cache.unused_prefetches:
+                record.prefetch_hits += cache.use_prefetched(plan.looked_up.keys)
+            self.prefetches.judge(plan.looked_up, record)
+        if self.on_event is not None:
+            self.on_event(plan.looked_up)
+        return plan
 
     def serve(self, told: TokenPass) -> None:
         """Serve the deferred events of a pass of one token."""
-        prefetches = self.executor.prefetches
+        prefetches = self.prefetches
         if told.proposed is not None:
             keys, bounds = (own.tolist() for own in told.proposed)
             prefetches.answers = (keys[start:stop] for start, stop in pairwise(bounds))
@@ -241,13 +323,13 @@ class Engine:
             prefetches.answers = None
 
     def end_pass(self) -> None:
-        assert self.record is not None, "end_pass without begin_pass"
+        """End the pass: its time, and what link and caches have counted since the last one."""
+        assert self._is_open, "end_pass without begin_pass"
         self.clock.synchronize()
         record, after = self.record, self._totals()
         record.end_s = self.clock.now
         _count(record, self._before, after)
-        self._before = after
-        self.record = None
+        self._before, self._is_open = after, False
 
     def settle_drafts(self, drafted: int, accepted: int) -> None:
         """Note how many tokens the last pass was given to verify, and how many were right."""
@@ -256,7 +338,7 @@ class Engine:
 
     def begin_scan(self, num_tokens: int) -> None:
         """Begin a text whose tokens are routed one after another, as if they were decoded."""
-        self.executor.recover()
+        self._recover()
         now = self.clock.now
         self._scanned = [self.ledger.begin_pass(DECODE, 1, now) for _ in range(num_tokens)]
         for record in self._scanned:
@@ -272,10 +354,9 @@ class Engine:
         assert len(self.pools) == self.geometry.num_layers, "scanning without a cache per layer"
         pool, base = self.pools[event.layer], event.layer * self.geometry.num_experts
         choices: list[Selection | None] = []
-        self.executor.begin_scan()
         for token, record in enumerate(self._scanned):
             pool.begin_pass(record.index, 1)
-            self.executor.begin_pass(record)
+            self._follow(record)
             start_s, before = self.clock.now, self._totals(pool)
             self.enter(event.layer, 1)
             choices.append(self.run(event.of_token(token, record.index, base)).selection)
@@ -284,13 +365,13 @@ class Engine:
         return Selection.join(event.experts, choices)
 
     def end_scan(self) -> None:
-        self.executor.end_scan(self._scanned)
+        """End the text: all layers of its tokens have been executed."""
         self._scanned = []
         self._before = self._totals()
 
     def reset_cache(self) -> None:
         """Start anew (`cache_reset`): caches as they began, cold or warm, and an empty link."""
-        self.executor.settle()
+        self.settle()
         before = self._totals()
         for pool in self.pools:
             pool.clear()
@@ -306,8 +387,8 @@ class Engine:
         for pool in self.pools:
             pool.check_integrity()
         counted = sum(record.bytes_moved for record in self.ledger.passes)
-        is_open = self.draft_stage is not None and self.draft_stage.is_open
-        assert is_open or self.record is not None or counted == self.link.bytes_moved, (
+        is_open = self._is_open or (self.draft_stage is not None and self.draft_stage.is_open)
+        assert is_open or counted == self.link.bytes_moved, (
             f"ledger has {counted} bytes, link {self.link.bytes_moved}"
         )
         moved = sum(pool.loads for pool in self.pools)
@@ -325,11 +406,356 @@ class Engine:
         )
 
 
-_TOTALS = ("bytes_moved", "link_busy_s", "evictions", "lifetime_tokens")
-"""What a pass is told from totals before and after it: counts are whole numbers, times are not."""
-
-
 def _count(record: PassRecord, before: Sequence[float], after: Sequence[float]) -> None:
     for name, old, new in zip(_TOTALS, before, after, strict=True):
         if new != old:
             setattr(record, name, getattr(record, name) + (new - old))
+
+
+class VirtualEngine(Engine):
+    """Serves an event in virtual time, from its lookup to the end of its last expert, in `run`."""
+
+    is_virtual = True
+    clock: VirtualClock
+    link: VirtualLink
+
+    def __init__(self, geometry: Geometry, setting: Setting, future: Future | None = None) -> None:
+        charged, hardware = setting.charged(geometry), setting.hardware
+        pools = [
+            ExpertCache(size, setting.policy.eviction.build(charged, setting.seed), charged)
+            for size in setting.capacity.bytes_by_partition
+        ]
+        link = VirtualLink(hardware, setting.link == FIFO, setting.reads_per_expert)
+        super().__init__(geometry, setting, pools, link, VirtualClock(hardware, charged), future)
+        rules, prefetch = self.rules, self.rules.prefetch
+        self._as_they_arrive = setting.execute == AS_THEY_ARRIVE
+        if self._as_they_arrive and rules.ladder:
+            raise ValueError(
+                f"execute={setting.execute!r} is for a store of one precision, and this one has "
+                f"{':'.join(charged.precision)}. Allowed: execute='together'."
+            )
+        self._in_batches = not setting.is_one_server
+        self._shares = read_shares(setting.reads_per_expert)
+        self._arrivals: dict[int, Sequence[float]] = {}
+        """Demands of the event in progress -> when each of their reads is there."""
+        self._prefetching, self._ladder = rules.prefetches, rules.ladder
+        self._num_layers, self._num_experts = charged.num_layers, charged.num_experts
+        self._after_layer = rules.prefetches and prefetch.after_layer
+        self._predictor: Sequence[PredictorCost] = ()
+        if prefetch.uses_predictor:
+            assert prefetch.artifact is not None, "a predictor without its artifact"
+            self._predictor = costs(prefetch.artifact)
+        self._host: HostStage | None = None
+        if rule := rules.miss.host_rule:
+            self._host = HostStage(rule, hardware, charged, link, self.clock)
+        if self.draft_stage is not None:
+            self.draft_stage.plan(charged, setting.capacity.bytes_by_partition)
+        self._uploading: dict[int, float] = {}
+        """Residents that nobody has waited for -> when they are there."""
+        self._levels: dict[int, int] = {}
+        """Of the event in progress, the levels at which keys have been executed."""
+        self.on_wave: Callable[[Sequence[int]], object] = lambda keys: None
+        """Shown the keys of each wave once they are all resident, or executed on the host."""
+
+    def _follow(self, record: PassRecord, positions: IntArray | None = None) -> None:
+        super()._follow(record)
+        setting = self.setting
+        if positions is not None and setting.emulate is not None:
+            seconds = attention_s(setting.emulate, setting.hardware, record.phase, positions)
+            self.clock.attention_s = seconds
+
+    def _foresee(self, event: Event) -> None:
+        # Of a prefetcher from outside, without an artifact, nothing is known.
+        artifact = self.rules.prefetch.artifact
+        cost = FREE if artifact is None else cost_of(artifact)
+        ready_s = self.clock.now + self.clock.network(cost, event.num_tokens)
+        self.prefetches.submit(event, ready_s)
+        # The tokens are read before the first layer's dense part may have the compute.
+        self.clock.wait_until(ready_s)
+
+    def enter(self, layer: int, num_tokens: int) -> None:
+        self.clock.dense(layer, num_tokens)
+        if self._prefetching and self.link.active:
+            self._drain(self.clock.now, _NOTHING, layer)
+
+    def run(self, event: Event) -> Plan:
+        cache = self.caches[event.layer]
+        plan = self._look_up(event, cache)
+        if not self._ladder:
+            self._carry_out(plan, cache)
+            cache.eviction.on_event(plan.event)
+            return plan
+        plan.levels = self._levels = {}
+        self._carry_out(plan, cache)
+        cache.eviction.on_levels(plan.event, plan.levels)
+        return plan
+
+    def waves(self) -> Iterator[tuple[Mapping[int, int], bool]]:
+        """Nothing is left: what `run` returns is over, and in time nothing else passes."""
+        return iter(())
+
+    def time_load(self, count: int) -> float:
+        return count * self.link.duration_s(self.geometry.expert_bytes[0][0])
+
+    def settle(self) -> None:
+        self.link.clear()
+        self.prefetches.forget()
+        if self.link.inflight is not None:
+            self.clock.wait_until(self.link.busy_until)
+            self._land()
+
+    def _advance(self, seconds: float) -> None:
+        self.clock.wait_until(self.clock.now + seconds)
+        if self.link.active:
+            self._drain(self.clock.now, _NOTHING, 0)
+
+    def _await_prefetches(self) -> float:
+        if not self.link.active:
+            return 0.0
+        self._drain(math.inf, _NOTHING, 0)
+        return self.clock.wait_until(self.link.busy_until)
+
+    def _carry_out(self, plan: Plan, cache: ExpertCache) -> None:
+        """Load what is demanded, execute the event, and let prefetches go on."""
+        event, demands, link, clock = plan.event, plan.demands, self.link, self.clock
+        prefetches, layer = self._prefetching, event.layer
+        gate_s = ready_s = clock.now
+        on_device, remaining = event, event.keys
+        pinned = set(event.keys) if demands or prefetches else _NOTHING
+        if demands:
+            ready_s, on_device, remaining = self._load(plan, cache, pinned)
+            if self.rules.miss.cached_first:
+                # The compute is busy from here on: predicting does not hide behind the wait.
+                predict_s = self.predicting_s(layer, len(event.predicted), event.num_tokens)
+                clock.wait_until(clock.now + predict_s)
+                awaited = {fetch.key for fetch in demands}
+                self._execute(on_device, [key for key in remaining if key not in awaited])
+                remaining = [key for key in remaining if key in awaited]
+        if self._uploading:
+            found = [self._uploading.pop(key, 0.0) for key in event.keys if key in cache.resident]
+            self.record.stall_s += clock.await_link(max(found, default=0.0))
+        if prefetches and link.active:
+            link.cancel_due(event.pass_index * self._num_layers + layer)
+        if demands and not self._as_they_arrive:
+            self.record.stall_s += clock.await_link(ready_s)
+        if prefetches:
+            ready_s = gate_s + self.predicting_s(layer, len(event.predicted), event.num_tokens)
+            if not self._after_layer:
+                self.prefetches.submit(event, ready_s)
+            clock.wait_until(ready_s)
+        if demands and self._as_they_arrive:
+            self._execute_arriving(on_device, remaining)
+        else:
+            self._execute(on_device, remaining)
+        if self._host is not None and self._host.is_open:
+            self._end_host(self._host, plan, cache, pinned)
+        if self._after_layer:
+            self.prefetches.submit(event, clock.now)
+        if prefetches and link.active:
+            self._drain(clock.now, pinned, layer)
+
+    def predicting_s(self, layer: int, num_predicted: int, num_tokens: int) -> float:
+        """Return the seconds that a layer's predictions take: of gates, or of a predictor."""
+        if not self._predictor or not num_predicted:
+            return self.clock.gates(num_predicted)
+        return self.clock.network(self._predictor[layer], num_tokens)
+
+    def _load(
+        self, plan: Plan, cache: ExpertCache, pinned: Set[int]
+    ) -> tuple[float, Event, Sequence[int]]:
+        """Load the demands that the host does not take, in waves where they do not fit together.
+
+        What finds room together moves together. Returns when the last one is there, the event
+        without the host's part, and its keys still to be executed then.
+        """
+        clock = self.clock
+        if self._in_batches:
+            clock.load(sum(cache.size_of(key, level) for key, level in plan.demands))
+        ready_s, fetches = self._what_is_under_way(plan, cache, pinned)
+        if self._in_batches:
+            under_way = {fetch.key for fetch in plan.demands} - {fetch.key for fetch in fetches}
+            self._arrivals = {key: [ready_s] * len(self._shares) for key in under_way}
+        event, fetches = self._share_out(plan, cache, fetches)
+        remaining, wave = event.keys, list[tuple[int, int]]()
+        for key, level in fetches:
+            nbytes = cache.size_of(key, level)
+            if not cache.make_room(nbytes, pinned, event.layer, key):
+                ready_s = self._move(wave, ready_s)
+                wave, done = [], [k for k in remaining if k in cache.resident]
+                remaining = [k for k in remaining if k not in cache.resident]
+                self.record.stall_s += clock.await_link(ready_s)
+                self._execute(event, done)
+                cache.eviction.on_executed(event.layer, done)
+                self._arrivals = {}
+                ready_s, pinned = clock.now, set(remaining)
+                fits = cache.make_room(nbytes, pinned, event.layer, key)
+                assert fits, f"no room for one expert of {nbytes} bytes after its wave"
+            wave.append((key, nbytes))
+            cache.insert(key, level)
+        return self._move(wave, ready_s), event, remaining
+
+    def _what_is_under_way(
+        self, plan: Plan, cache: ExpertCache, pinned: Set[int]
+    ) -> tuple[float, Sequence[Fetch]]:
+        """Let what goes before the demands land; return when, and the demands that are left."""
+        fetches, link, ready_s = plan.demands, self.link, self.clock.now
+        if link.fifo and link.active:
+            wanted = {fetch.key for fetch in fetches}
+            ready_s = max(ready_s, self._work_off(wanted, pinned, plan.event.layer))
+            fetches = [f for f in fetches if cache.resident.get(f.key, f.level + 1) > f.level]
+            cache.unused_prefetches -= pinned
+        elif link.inflight is not None:
+            # It lands before any of these can start, and while the compute stands still.
+            if link.inflight in pinned:
+                ready_s = link.busy_until
+            # Off the list: a wave may execute and evict it before its turn comes.
+            fetches = [f for f in fetches if cache.arriving.get(f.key, f.level + 1) > f.level]
+            self._land()
+            cache.unused_prefetches -= pinned
+        return ready_s, fetches
+
+    def _share_out(
+        self, plan: Plan, cache: ExpertCache, fetches: Sequence[Fetch]
+    ) -> tuple[Event, Sequence[Fetch]]:
+        """Give the host its part; return the event without it, and what the link has to bring."""
+        event, link = plan.event, self.link
+        if self._host is not None and fetches:
+            event, fetches = self._host.begin(event, fetches, self.record)
+            elsewhere = [key for key in plan.event.keys if key not in event.keys]
+            self.on_wave(elsewhere)
+            if self._ladder:
+                self._levels.update(dict.fromkeys(elsewhere, 0))
+        if self._ladder:
+            # Copies that are about to be loaded again: to this event they are of no use.
+            for key, level in fetches:
+                if key in cache.resident:
+                    assert cache.resident[key] > level, f"key {key} is resident at {level} already"
+                    cache.release_for_upgrade(key)
+        if (plan.late or self._ladder) and link.active and not link.fifo:
+            link.withdraw_queued([key for key, _ in fetches])
+        return event, fetches
+
+    def _move(self, wave: Sequence[tuple[int, int]], ready_s: float) -> float:
+        """Move these (key, bytes) from `ready_s` on; return when the last one is there."""
+        if not self._in_batches:
+            for _, nbytes in wave:
+                ready_s = self.link.transfer(nbytes, ready_s)
+            return ready_s
+        if not wave:
+            return ready_s
+        landed = self.link.batch([nbytes for _, nbytes in wave], ready_s)
+        self._arrivals |= {key: times for (key, _), times in zip(wave, landed, strict=True)}
+        return max(ready_s, self.link.busy_until)
+
+    def _execute_arriving(self, event: Event, keys: Sequence[int]) -> None:
+        """Execute projection by projection: resident experts first, others as theirs is there."""
+        arriving = {key: self._arrivals[key] for key in keys if key in self._arrivals}
+        present = [key for key in keys if key not in arriving]
+        self.on_wave(keys)
+        launched = False
+        for part, share in enumerate(self._shares):
+            order = [(0.0, present)] if present else []
+            order += sorted((times[part], [key]) for key, times in arriving.items())
+            for at_s, now in order:
+                self.record.stall_s += self.clock.await_link(at_s)
+                assignments = num_assignments(event, now, self._num_experts)
+                self.clock.experts(event.layer, len(now), assignments, 0, launched, share)
+                launched = True
+
+    def _execute(self, event: Event, keys: Sequence[int]) -> None:
+        """Account for keys that are resident; of several levels, each has kernels of its own."""
+        self.on_wave(keys)
+        if not self._ladder:
+            assignments = num_assignments(event, keys, self._num_experts)
+            self.clock.experts(event.layer, len(keys), assignments)
+            return
+        resident = self.caches[event.layer].resident
+        by_level: dict[int, list[int]] = {}
+        for key in keys:
+            level = self._levels[key] = resident[key]
+            by_level.setdefault(level, []).append(key)
+        for level, own in sorted(by_level.items()):
+            assignments = num_assignments(event, own, self._num_experts)
+            self.clock.experts(event.layer, len(own), assignments, level)
+            self.record.low_precision += assignments if level else 0
+
+    def _end_host(self, host: HostStage, plan: Plan, cache: ExpertCache, pinned: Set[int]) -> None:
+        """Let prefetches use the link until the host is done, and bring its outputs back.
+
+        A few of what it executed are loaded then, without waiting for them.
+        """
+        link, layer = self.link, plan.event.layer
+        if self._prefetching and link.active:
+            self._drain(host.busy_until, pinned, layer)
+            if link.inflight is not None:
+                # It is not interrupted: the outputs follow it.
+                self._land()
+        host.end(self.record)
+        for key, _ in plan.demands[: self.rules.miss.uploads]:
+            if key in cache.resident or key in cache.arriving:
+                continue  # A prefetch brought it while the host computed.
+            nbytes = cache.size_of(key)
+            if not cache.make_room(nbytes, pinned, layer, key):
+                return
+            self._uploading[key] = link.transfer(nbytes, self.clock.now)
+            cache.insert(key)
+
+    def _drain(self, now: float, pinned: Set[int], layer: int) -> None:
+        """Let the link work through its prefetches up to `now`.
+
+        A transfer that could start at `now` itself is left: a demand at this instant goes first.
+        """
+        link = self.link
+        while True:
+            if link.inflight is not None:
+                if link.busy_until > now:
+                    return
+                self._land()
+            # Nothing starts before the link is free, whatever waits.
+            head = link.peek() if link.busy_until < now else None
+            if head is None or head[1] >= now:
+                return
+            if not self._begin(*head, pinned, layer):
+                # Everything else is in use until `now`.
+                link.postpone(head[0], now)
+                return
+
+    def _work_off(self, keys: Set[int], pinned: Set[int], layer: int) -> float:
+        """Move what was asked for before a demand of these keys, which a fifo link does first.
+
+        Where every key is pending that is up to the last of them, else all that waits. What finds
+        no room, as all else is pinned, is dropped. Returns when the last of the keys that were
+        pending is there, or 0.
+        """
+        link, ready_s = self.link, 0.0
+        absent = any(not link.is_pending(key) for key in keys)
+        while link.active and (absent or any(link.is_pending(key) for key in keys)):
+            if link.inflight is not None:
+                if link.inflight in keys:
+                    ready_s = link.busy_until
+                self._land()
+                continue
+            head = link.peek()
+            assert head is not None, "an active link without a transfer"
+            if not self._begin(*head, pinned, layer):
+                link.withdraw(head[0])
+        return ready_s
+
+    def _begin(self, key: int, start_s: float, pinned: Set[int], layer: int) -> bool:
+        """Begin a queued prefetch, or withdraw one that is resident; False where nothing fits."""
+        cache = self.caches[key // self._num_experts]
+        level = self.prefetches.level_of(key)
+        nbytes = cache.size_of(key, level)
+        if key in cache.resident:
+            self.link.withdraw(key)
+        elif cache.make_room(nbytes, pinned, layer, key):
+            cache.reserve(key, level)
+            self.link.start(key, nbytes, start_s)
+        else:
+            return False
+        return True
+
+    def _land(self) -> None:
+        """Make the prefetch in flight resident."""
+        key = self.link.land()
+        self.caches[key // self._num_experts].land(key)

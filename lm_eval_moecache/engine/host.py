@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ HOST = -1
 """Stands in a wave for a slot: the expert is executed on the host, where it is stored."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One absent expert of an event, and how long each way to serve it takes (seconds)."""
 
     key: int
@@ -91,6 +91,12 @@ def _tokens_by_expert(event: Event, num_experts: int) -> Sequence[int]:
     return counts
 
 
+def _roofline(parts: tuple[float, float], tokens: int) -> float:
+    """Return what an expert takes for so many tokens, whose weights are read once for all."""
+    flop_s, read_s = parts
+    return max(flop_s * tokens, read_s)
+
+
 class HostStage:
     """The host's part of each event in virtual time.
 
@@ -122,14 +128,6 @@ class HostStage:
         """Whether the event in progress has a part on the host."""
         self._activation_bytes = 0
 
-    def seconds(self, layer: int, assignments: int) -> float:
-        """Return what one expert of a layer takes for so many tokens: a roofline, as the device's.
-
-        The weights are read once from the host's memory, however many tokens share them.
-        """
-        flop_s, read_s = self._expert[layer]
-        return max(flop_s * assignments, read_s)
-
     def begin(
         self, event: Event, fetches: Sequence[Fetch], record: PassRecord
     ) -> tuple[Event, Sequence[Fetch]]:
@@ -137,14 +135,11 @@ class HostStage:
         geometry, layer, experts = self._geometry, event.layer, event.experts
         base, load_bytes = layer * geometry.num_experts, geometry.expert_bytes[layer][0]
         tokens_of = _tokens_by_expert(event, geometry.num_experts)
+        load_s = self._latency_s + load_bytes / self._link_bytes_per_s
+        on_device, on_host = self._clock.expert_parts_s(layer), self._expert[layer]
         works = [
-            Work(
-                key=key,
-                load_s=self._latency_s + load_bytes / self._link_bytes_per_s,
-                device_s=self._clock.expert_s(layer, tokens_of[key - base]),
-                host_s=self.seconds(layer, tokens_of[key - base]),
-            )
-            for key, _ in fetches
+            Work(key, load_s, _roofline(on_device, tokens), _roofline(on_host, tokens))
+            for key, tokens in ((key, tokens_of[key - base]) for key, _ in fetches)
         ]
         most_s = self._latency_s + self._nbytes(event.num_tokens) / self._link_bytes_per_s
         chosen = share_out(
@@ -226,12 +221,12 @@ class HostShare:
         tokens, base = _tokens_by_expert(event, num_experts), event.layer * num_experts
         works = [
             Work(
-                key=key,
+                fetch.key,
                 load_s=costs.load_s * scale,
-                device_s=scale * (costs.device_fixed_s + costs.device_each_s * tokens[key - base]),
-                host_s=scale * (costs.host_fixed_s + costs.host_each_s * tokens[key - base]),
+                device_s=scale * (costs.device_fixed_s + costs.device_each_s * own),
+                host_s=scale * (costs.host_fixed_s + costs.host_each_s * own),
             )
-            for key, _ in fetches
+            for fetch, own in ((fetch, tokens[fetch.key - base]) for fetch in fetches)
         ]
         return share_out(
             self._rule,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import pairwise, repeat
+from functools import cache
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.engine.compiled import NOTHING_PROPOSED, PassLoop, joined, reason_against
-from lm_eval_moecache.engine.draft_stage import DraftStage
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import Engine, VirtualEngine
 from lm_eval_moecache.engine.setting import CONTEXT, Setting
-from lm_eval_moecache.records.arrays import FloatArray, IntArray, softmax_weights
+from lm_eval_moecache.records.arrays import FloatArray, IntArray
 from lm_eval_moecache.records.event import (
     NO_PREDICTIONS,
     PHASES,
@@ -25,7 +24,7 @@ from lm_eval_moecache.records.event import (
     Event,
 )
 from lm_eval_moecache.records.geometry import NO_TARGET
-from lm_eval_moecache.records.ledger import RequestRecord
+from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.records.predictor import target_of
 from lm_eval_moecache.trace.file import StreamedTrace
 from lm_eval_moecache.trace.future import Future
@@ -34,6 +33,7 @@ from lm_eval_moecache.trace.trace import Halves, Lists, Trace
 
 _CHUNK_PASSES = 256
 _COMPILED_PASSES = 4096
+_UNSEEN: Any = UNSEEN_EXPERTS, UNSEEN_SCORES, UNSEEN_SCORES, NO_PREDICTIONS
 
 
 def replay(
@@ -43,9 +43,9 @@ def replay(
     future: Future | None = None,
     cache_reset: str = "never",
     on_progress: Callable[[int], object] | None = None,
-    on_engine: Callable[[Engine], object] | None = None,
+    on_engine: Callable[[VirtualEngine], object] | None = None,
     compiled: bool = True,
-) -> Engine:
+) -> VirtualEngine:
     """Serve every pass of a trace; return the engine, whose ledger holds the counts.
 
     The draft is the trace's own, whatever the setting says. `on_progress` is called with the number
@@ -59,13 +59,12 @@ def replay(
             f"attention={setting.attention!r} does not go with trace {trace.name}, whose texts were"
             " scanned layer by layer. Allowed with it: attention='flat'."
         )
-    engine = Engine(trace.geometry, setting, future)
-    if on_engine is not None:
-        on_engine(engine)
-    waiting = enter_requests(trace, engine)
+    engine = VirtualEngine(trace.geometry, setting, future)
     engine.uncompiled = reason_against(engine, bool(trace.scans)) if compiled else "asked not to be"
     if on_engine is not None:
+        on_engine(engine)
         engine.uncompiled = "its events are looked at one by one"
+    waiting = enter_requests(trace, engine)
     loop = None if engine.uncompiled else PassLoop(engine, future)
     before: Set[int] = frozenset()
     for part in trace.parts():
@@ -73,7 +72,6 @@ def replay(
         if cache_reset == "request":
             cold, before = cold_passes(part, waiting, before)
         needs = _needs_of(part, engine, setting)
-        _check_needs(part, needs)
         if loop is None:
             served = _serve_events(engine, part, needs, waiting, cold)
         else:
@@ -106,9 +104,7 @@ def _serve_compiled(
         proposed = np.concatenate([keys for keys, _ in told]), np.append(0, counts.cumsum())
         loop.replay(part, begin, last, proposed, is_cold[begin:last])
         for record in engine.ledger.passes[part.first_pass + begin :]:
-            # Of a draft without a model of its own, all that a trace has.
-            if record.index in part.drafted.settled:
-                record.drafted, record.accepted = part.drafted.settled[record.index]
+            _note_drafts(part, record)
             for request in waiting[record.index]:
                 request.passes.append(record)
         yield last - begin
@@ -122,11 +118,11 @@ def _proposed(
     prefetch = engine.rules.prefetch
     if not prefetch.is_active:
         return NOTHING_PROPOSED
-    known = proposed_arrays(part, needs, first, last)
+    known = _known_proposals(part, needs, first, last)
     if known is not None:
         return known
     told: list[Sequence[int]] = []
-    for event in events_of(part, needs, first, last, False):
+    for event in _events(part, needs, first, last, False):
         if event.layer == 0:
             prefetch.on_pass(event.pass_index)
         told.append(prefetch.propose(event))
@@ -141,9 +137,11 @@ def _serve_events(
     cold: Set[int],
 ) -> Iterator[int]:
     """Serve a part event by event, and scanned texts layer by layer; yield how many passes."""
-    redraft, num_layers = Redraft(part, engine), part.geometry.num_layers
+    _check_drafts(part, engine)
+    num_layers = part.geometry.num_layers
     for first, last, is_scan in _segments(part):
-        events = iter(()) if is_scan else _show(engine, part, needs, first, last)
+        if not is_scan:
+            events = _show(engine, part, needs, first, last)
         for pass_index in range(first, first + 1 if is_scan else last):
             if pass_index in cold:
                 engine.reset_cache()
@@ -151,33 +149,49 @@ def _serve_events(
             if is_scan:
                 _run_scan(engine, part, needs, first, last - first)
                 break
-            redraft.before(pass_index)
+            _draft(part, engine, pass_index)
             positions = None
             if engine.wants_positions:
                 row, stop = part.row_bounds[pass_index * num_layers :][:2]
                 positions = part.columns.token[row:stop].astype(np.int64)
-            for layer in range(num_layers):
-                event = next(events)
-                if layer == 0:
+            for event in islice(events, num_layers):
+                if event.layer == 0:
                     engine.begin_pass(event.phase, event.num_tokens, positions=positions)
-                engine.enter(layer, event.num_tokens)
+                engine.enter(event.layer, event.num_tokens)
                 engine.run(event)
             engine.end_pass()
-            redraft.after(part.first_pass + pass_index)
+            _note_drafts(part, engine.record)
         yield last - first
 
 
+@dataclass(frozen=True, slots=True)
+class EventFields:
+    """What the algorithms of a policy want to see beside the keys of an event."""
+
+    weights: bool
+    logits: bool
+    depth: int
+    predicted_by: str
+    """Digest of the predictor that predictions have to be of; empty for the gates."""
+    recorded: Lists | None = None
+    """What the prefetcher proposed in the recorded run, so that it need not see a thing."""
+    asked_ahead: PrefetchAlgorithm | None = None
+    """The prefetcher, where nobody else looks at predictions."""
+
+
 def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
-    """Return what the policy wants to see; recorded proposals stand for its prefetcher."""
-    digest = engine.predictor_digest
+    """Return what the policy wants to see; recorded proposals stand for its prefetcher.
+
+    Raises ValueError where the trace lacks some of it.
+    """
     choice: Any = setting.policy.prefetch
     routing, prefetch = engine.rules.routing, engine.rules.prefetch
-    recorded = None
+    recorded = asked_ahead = None
     # Some routings execute what was predicted, and some miss algorithms tell from it at which level
     # to prefetch: for them the predictions themselves are shown.
-    looks_too = routing.depth or engine.rules.miss.uses_ladder
-    if trace.proposed and not looks_too:
+    if not (routing.depth or engine.rules.miss.uses_ladder):
         recorded = trace.proposed.get(identity(choice, setting.seed, engine.prefetch_digest))
+        asked_ahead = prefetch
     if recorded is None and prefetch.foresees:
         raise ValueError(
             f"trace {trace.name} was not recorded with prefetch={choice.name!r} and this profile, "
@@ -185,23 +199,54 @@ def _needs_of(trace: Trace, engine: Engine, setting: Setting) -> EventFields:
             "choose one that does without."
         )
     if recorded is None:
-        wants = engine.wants_weights, engine.wants_logits
-        asked_ahead = None if looks_too else prefetch
         # What a lossy policy loses is told by weight wherever there are weights.
         weighs = engine.rules.may_change and trace.columns.weights is not None
-        wants = wants[0] or weighs, wants[1]
-        return EventFields(*wants, engine.depth, digest, asked_ahead=asked_ahead)
-    logits = engine.weighs_changes
-    weights = logits or routing.uses_weights or engine.rules.miss.uses_weights
-    weights |= engine.pools[0].eviction.uses_weights
-    return EventFields(weights, logits, engine.depth, digest, recorded)
+        weights, logits = engine.wants_weights or weighs, engine.wants_logits
+    else:
+        logits = engine.weighs_changes
+        looks = routing, engine.rules.miss, engine.pools[0].eviction
+        weights = logits or any(each.uses_weights for each in looks)
+    needs = EventFields(
+        weights, logits, engine.depth, engine.predictor_digest, recorded, asked_ahead
+    )
+    lacks = ""
+    if weights and trace.columns.weights is None:
+        lacks = "a row has no weights"
+    elif logits and trace.logits is None:
+        lacks = "there is no column 'logits'"
+    # With a single layer there is no next one to predict.
+    elif needs.depth and recorded is None and trace.geometry.num_layers > 1:
+        lacks = _lacks_of_predictions(trace, needs)
+    if lacks:
+        raise ValueError(
+            f"trace {trace.name}: {lacks}, which an algorithm of this policy has to see. Record "
+            "the run again with trace=DIR and this policy, or with trace_keep=all, or choose one "
+            "that does without."
+        )
+    return needs
+
+
+def _lacks_of_predictions(trace: Trace, needs: EventFields) -> str:
+    """Say what is wrong with a trace's predictions; empty where they will do."""
+    if trace.predicted is None:
+        return "there is no column 'predicted'"
+    by, wanted = (
+        f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
+        for digest in (trace.predicted.by, needs.predicted_by)
+    )
+    if trace.predicted.by != needs.predicted_by:
+        return f"its predictions are {by} and not {wanted}"
+    depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
+    if depth < min(needs.depth, reachable):
+        return f"its predictions reach {depth} layers ahead and not {needs.depth}"
+    return ""
 
 
 def _show(
     engine: Engine, trace: Trace, needs: EventFields, first: int, last: int
 ) -> Iterator[Event]:
     """Return the events of passes `first` to `last`; the engine is told their known proposals."""
-    told = proposed_arrays(trace, needs, first, last)
+    told = _known_proposals(trace, needs, first, last)
     answers: Iterator[Sequence[int]] | None = None
     if told is not None:
         keys, bounds = (own.tolist() for own in told)
@@ -209,8 +254,8 @@ def _show(
         if engine.rules.prefetch.foresees:
             # Proposed before the first layer, with which it is kept.
             answers = _foretold(answers, trace.geometry.num_layers)
-    engine.executor.prefetches.answers = answers
-    return events_of(trace, needs, first, last, told is not None)
+    engine.prefetches.answers = answers
+    return _events(trace, needs, first, last, told is not None)
 
 
 def _foretold(answers: Iterator[Sequence[int]], num_layers: int) -> Iterator[Sequence[int]]:
@@ -258,34 +303,6 @@ def _run_scan(engine: Engine, trace: Trace, needs: EventFields, first: int, coun
     engine.end_scan()
 
 
-def _check_needs(trace: Trace, needs: EventFields) -> None:
-    def lacks(what: str) -> ValueError:
-        return ValueError(
-            f"trace {trace.name}: {what}, which an algorithm of this policy has to see. Record the "
-            "run again with trace=DIR and this policy, or with trace_keep=all, or choose one that "
-            "does without."
-        )
-
-    if needs.weights and trace.columns.weights is None:
-        raise lacks("a row has no weights")
-    if needs.logits and trace.logits is None:
-        raise lacks("there is no column 'logits'")
-    # With a single layer there is no next one to predict.
-    if needs.depth and needs.recorded is None and trace.geometry.num_layers > 1:
-        if trace.predicted is None:
-            raise lacks("there is no column 'predicted'")
-        by, wanted = trace.predicted.by, needs.predicted_by
-        if by != wanted:
-            raise lacks(f"its predictions are {_whose(by)} and not {_whose(wanted)}")
-        depth, reachable = trace.predicted.depth, trace.geometry.num_layers - 1
-        if depth < min(needs.depth, reachable):
-            raise lacks(f"its predictions reach {depth} layers ahead and not {needs.depth}")
-
-
-def _whose(digest: str) -> str:
-    return f"of the predictor {digest[:12]}" if digest else "of the model's own gates"
-
-
 def enter_requests(trace: Trace | StreamedTrace, engine: Engine) -> list[list[RequestRecord]]:
     """Enter the requests into the ledger; return for each pass those it serves."""
     waiting: list[list[RequestRecord]] = [[] for _ in range(trace.num_passes)]
@@ -319,89 +336,61 @@ def cold_passes(
     return cold, before
 
 
-class Redraft:
-    """Tells the engine's draft stage, before each pass, what it was told in the recorded run.
+def _check_drafts(trace: Trace, engine: Engine) -> None:
+    """Raise ValueError where the trace lacks what a draft-stage prefetcher has to see."""
+    drafted, prefetch = trace.drafted, engine.rules.prefetch.draft_stage
+    if prefetch is None:
+        return
+    name = type(prefetch).__module__.rpartition(".")[2]
+    lacks = f"trace {trace.name} cannot serve prefetch={name!r}: "
+    again = " Record the run again with trace=DIR and this policy."
+    if not prefetch.by_order:
+        raise ValueError(
+            f"{lacks}it looks at more of a prediction than its order (by_order is False), "
+            "which is what traces keep. Run it with --model moecache-spec."
+        )
+    if set(drafted.foretold) != set(range(trace.geometry.num_layers)):
+        raise ValueError(f"{lacks}the drafts' predictions were not recorded.{again}")
+    if prefetch.critical > drafted.ranked:
+        raise ValueError(
+            f"{lacks}each prediction has {drafted.ranked} experts and not the "
+            f"critical={prefetch.critical} that it asks for.{again}"
+        )
 
-    Raises ValueError where the trace lacks what the policy's prefetcher has to see.
-    """
 
-    def __init__(self, trace: Trace, engine: Engine) -> None:
-        self._drafted = trace.drafted
-        self._engine = engine
-        self._num_experts = trace.geometry.num_experts
-        prefetch = engine.rules.prefetch.draft_stage
-        if prefetch is None:
-            return
-        name = type(prefetch).__module__.rpartition(".")[2]
-        lacks = f"trace {trace.name} cannot serve prefetch={name!r}: "
-        again = " Record the run again with trace=DIR and this policy."
-        if not prefetch.by_order:
-            raise ValueError(
-                f"{lacks}it looks at more of a prediction than its order (by_order is False), "
-                "which is what traces keep. Run it with --model moecache-spec."
-            )
-        if set(self._drafted.foretold) != set(range(trace.geometry.num_layers)):
-            raise ValueError(f"{lacks}the drafts' predictions were not recorded.{again}")
-        if prefetch.critical > self._drafted.ranked:
-            raise ValueError(
-                f"{lacks}each prediction has {self._drafted.ranked} experts and not the "
-                f"critical={prefetch.critical} that it asks for.{again}"
-            )
-
-    def before(self, pass_index: int) -> None:
-        """Draft for the pass that follows, if the recorded run did."""
-        drafted = self._drafted
-        if drafted.tokens is None or drafted.experts is None or drafted.ranks is None:
-            return
-        tokens: list[int] = drafted.tokens.at(pass_index).tolist()
-        if not tokens:
-            return
-        stage = self._engine.begin_draft()
-        experts = drafted.experts.at(pass_index).reshape(len(tokens), -1).tolist()
-        ranks = drafted.ranks.at(pass_index).reshape(len(tokens), -1, max(drafted.ranked, 1))
-        for num_tokens, own, ranked in zip(tokens, experts, ranks, strict=True):
-            self._forward(stage, num_tokens, own, iter(ranked))
-
-    def _forward(self, stage: DraftStage, num_tokens: int, experts: list[int], ranked: Any) -> None:
-        draft = self._drafted.draft
-        assert draft is not None, "a forward without a draft"
-        targets = draft.targets or (NO_TARGET,) * len(experts)
-        for layer, (target, num_experts) in enumerate(zip(targets, experts, strict=True)):
+def _draft(trace: Trace, engine: Engine, pass_index: int) -> None:
+    """Tell the draft stage what it was told before this pass in the recorded run, if it was."""
+    drafted = trace.drafted
+    if drafted.tokens is None or drafted.experts is None or drafted.ranks is None:
+        return
+    tokens: list[int] = drafted.tokens.at(pass_index).tolist()
+    if not tokens:
+        return
+    assert drafted.draft is not None, "drafting without a draft"
+    stage = engine.begin_draft()
+    experts = drafted.experts.at(pass_index).reshape(len(tokens), -1).tolist()
+    ranks = drafted.ranks.at(pass_index).reshape(len(tokens), -1, max(drafted.ranked, 1))
+    for num_tokens, own, ranked in zip(tokens, experts, map(iter, ranks), strict=True):
+        targets = drafted.draft.targets or (NO_TARGET,) * len(own)
+        for layer, (target, num_experts) in enumerate(zip(targets, own, strict=True)):
             stage.dense(layer, num_tokens)
-            if target != NO_TARGET and self._drafted.ranked:
+            if target != NO_TARGET and drafted.ranked:
                 order = next(ranked)
                 if stage.wants(target):
-                    stage.predict(target, self._scores(order))
+                    # Scores whose largest come in this order.
+                    scores = np.full((1, trace.geometry.num_experts), -np.inf, dtype=np.float32)
+                    scores[0, order] = np.arange(len(order), 0, -1)
+                    stage.predict(target, scores)
             stage.experts(layer, num_experts, num_tokens)
 
-    def _scores(self, order: Any) -> FloatArray:
-        """Return [1, experts] scores whose largest come in this order."""
-        scores = np.full((1, self._num_experts), -np.inf, dtype=np.float32)
-        scores[0, order] = np.arange(len(order), 0, -1)
-        return scores
 
-    def after(self, pass_index: int) -> None:
-        """Note what became of the drafts that the pass verified."""
-        if pass_index in self._drafted.settled:
-            self._engine.settle_drafts(*self._drafted.settled[pass_index])
+def _note_drafts(trace: Trace, record: PassRecord) -> None:
+    """Note what became of the drafts that a pass verified."""
+    if record.index in trace.drafted.settled:
+        record.drafted, record.accepted = trace.drafted.settled[record.index]
 
 
-@dataclass(frozen=True, slots=True)
-class EventFields:
-    """What the algorithms of a policy want to see beside the keys of an event."""
-
-    weights: bool
-    logits: bool
-    depth: int
-    predicted_by: str
-    """Digest of the predictor that predictions have to be of; empty for the gates."""
-    recorded: Lists | None = None
-    """What the prefetcher proposed in the recorded run, so that it need not see a thing."""
-    asked_ahead: PrefetchAlgorithm | None = None
-    """The prefetcher, where nobody else looks at predictions."""
-
-
-def proposed_arrays(
+def _known_proposals(
     trace: Trace, needs: EventFields, first: int, last: int
 ) -> tuple[IntArray, IntArray] | None:
     """Return what is proposed at each event of passes `first` to `last`, the latter left out.
@@ -458,25 +447,23 @@ def _asked_ahead(
     return merged, np.append(0, ends[:, :, -1]) if depth else np.zeros(1, np.int64)
 
 
-def events_of(
+def _events(
     trace: Trace, needs: EventFields, first: int, last: int, is_told: bool
 ) -> Iterator[Event]:
     """Build the events of passes `first` to `last`, the latter left out, as a live hook does.
 
     `is_told` says that proposals are known, so that predictions need not be shown.
     """
-    columns, num_layers = trace.columns, trace.geometry.num_layers
-    start, stop = first * num_layers, last * num_layers
-    rows: list[int] = trace.row_bounds[start : stop + 1].tolist()
-    bounds: list[int] = trace.key_bounds[start : stop + 1].tolist()
-    keys: list[int] = trace.keys[bounds[0] : bounds[-1]].tolist()
-    base = bounds[0]
-    own_passes = np.arange(first, last) + trace.first_pass
-    passes: list[int] = np.repeat(own_passes, num_layers).tolist()
-    layers = [*range(num_layers)] * (last - first)
-    phases = [PHASES[phase] for phase in columns.phase[np.asarray(rows[:-1])].tolist()]
-    tokens = [stop - row for row, stop in pairwise(rows)]
-    own = (keys[start - base : stop - base] for start, stop in pairwise(bounds))
+    columns, geometry = trace.columns, trace.geometry
+    num_layers, num_experts = geometry.num_layers, geometry.num_experts
+    places = slice(first * num_layers, last * num_layers + 1)
+    rows: list[int] = trace.row_bounds[places].tolist()
+    bounds: list[int] = (trace.key_bounds[places] - trace.key_bounds[places.start]).tolist()
+    start = trace.key_bounds[places.start]
+    keys: list[int] = trace.keys[start : start + bounds[-1]].tolist()
+    logits_of = trace.logits if needs.logits else None
+    ahead = trace.predicted if needs.depth and not is_told else None
+    offsets = [] if ahead is None else ahead.offsets[rows].tolist()
 
     @cache
     def unseen_at(layer: int, phase: str) -> Mapping[int, FloatArray]:
@@ -487,58 +474,27 @@ def events_of(
         end = min(layer + needs.depth + 1, num_layers)
         return dict.fromkeys(range(layer + 1, end), UNSEEN_SCORES)
 
-    unseen: Iterable[Mapping[int, FloatArray]] = repeat(NO_PREDICTIONS)
-    if is_told and needs.depth:
-        unseen = map(unseen_at, layers, phases)
-    nothing = repeat(UNSEEN_EXPERTS), repeat(UNSEEN_SCORES), repeat(UNSEEN_SCORES)
-    rest = *nothing, unseen, repeat(softmax_weights)
-    # As `map(Event, ...)`, less a function of Python for each.
-    make = partial(tuple.__new__, Event)
-    events: Iterator[Event] = map(
-        make, zip(passes, layers, phases, tokens, own, *rest, strict=False)
-    )
-    if needs.weights or needs.logits or (needs.depth and not is_told) or max(tokens) > 1:
-        return _seen(events, trace, needs, rows, is_told)
-    # One token a pass, of which the keys say it all.
-    return events
-
-
-def _seen(
-    events: Iterable[Event], trace: Trace, needs: EventFields, rows: Sequence[int], is_told: bool
-) -> Iterator[Event]:
-    """Add what the algorithms want to see, from the `rows` between which each event's lie."""
-    columns, num_layers = trace.columns, trace.geometry.num_layers
-    num_experts = trace.geometry.num_experts
-    offsets: list[int] = []
-    if needs.depth and trace.predicted is not None and not is_told:
-        offsets = trace.predicted.offsets[np.asarray(rows)].tolist()
-    for place, event in enumerate(events):
-        row, stop = rows[place], rows[place + 1]
-        index, layer, phase, num_tokens, keys, experts, weights, logits, predicted, _ = event
+    for place, (row, stop) in enumerate(pairwise(rows)):
+        own_pass, layer = divmod(place, num_layers)
+        phase, num_tokens = PHASES[columns.phase[row]], stop - row
+        experts, weights, logits, predicted = _UNSEEN
         if needs.weights or num_tokens > 1:
+            # In a pass of one token the keys say it all.
             experts = columns.experts[row:stop].astype(np.int64)
             if columns.weights is not None:
                 weights = columns.weights[row:stop]
-        if needs.logits and trace.logits is not None:
-            logits = trace.logits[row:stop].astype(np.float32)
-        if offsets and trace.predicted is not None:
-            values = trace.predicted.values[offsets[place] : offsets[place + 1]]
-            by_token = values.reshape(num_tokens, -1)
-            predicted = _predictions(by_token, layer, needs.depth, num_experts, num_layers)
-        yield Event(index, layer, phase, num_tokens, keys, experts, weights, logits, predicted)
-
-
-def _predictions(
-    by_token: Halves, layer: int, depth: int, num_experts: int, num_layers: int
-) -> dict[int, FloatArray]:
-    """Return [tokens, experts] logits for each of the next `depth` layers, by layer.
-
-    Only a predictor's rows reach past the last layer, to the first one of the next pass.
-    """
-    reach = min(depth * num_experts, by_token.shape[1])
-    return {
-        (layer + 1 + ahead) % num_layers: by_token[:, start : start + num_experts].astype(
-            np.float32
-        )
-        for ahead, start in enumerate(range(0, reach, num_experts))
-    }
+        if logits_of is not None:
+            logits = logits_of[row:stop].astype(np.float32)
+        if ahead is not None:
+            values = ahead.values[offsets[place] : offsets[place + 1]].reshape(num_tokens, -1)
+            # Only a predictor's rows reach past the last layer, to the first one of the next pass.
+            reach = min(needs.depth * num_experts, values.shape[1])
+            predicted = {
+                (layer + 1 + nth) % num_layers: values[:, at : at + num_experts].astype(np.float32)
+                for nth, at in enumerate(range(0, reach, num_experts))
+            }
+        elif is_told and needs.depth:
+            predicted = unseen_at(layer, phase)
+        index = trace.first_pass + first + own_pass
+        own = keys[bounds[place] : bounds[place + 1]]
+        yield Event(index, layer, phase, num_tokens, own, experts, weights, logits, predicted)

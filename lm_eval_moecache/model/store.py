@@ -26,7 +26,7 @@ STORE_ATTRIBUTE = "moecache_store"
 Kernel = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Runs (experts module, hidden states [T, D], indices [T, K], weights [T, K])."""
 Waves = Callable[[], Iterator[tuple[Mapping[int, int], bool]]]
-"""Tells the keys to execute and their slots, as they come: `Executor.waves`."""
+"""Tells the keys to execute and their slots, as they come: `Engine.waves`."""
 Slots = Mapping[str, Tensor]
 """Parameter name -> [slots, ...]."""
 _FLAGS = ("config", "has_bias", "has_gate", "has_post_expert_norm", "is_transposed")

@@ -24,10 +24,9 @@ from torch import nn
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.analysis.analyzed_model import watched
-from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.virtual.link import DENSE_KERNELS, EXPERT_KERNELS, GATE_KERNELS
-from lm_eval_moecache.engine.wall.link import WallLink
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.model.checkpoint import model_path
 from lm_eval_moecache.model.device import (
     CPU,
@@ -348,7 +347,6 @@ def measure_on_wall(
         rates.append(rate)
         steps, engine, _ = _decode(model, loader, geometry, policy, SOME, bytes_per_s)
         cold += steps
-    assert isinstance(engine.link, WallLink)
     # What the prefetcher asks of the later layers' gates; one with a predictor asks none.
     asked = 0 if engine.rules.prefetch.uses_predictor else engine.depth
     found = profile_of(
@@ -401,7 +399,7 @@ def _decode(
     policy: str,
     capacity: str,
     bytes_per_s: float | None,
-) -> tuple[list[Step], Engine, float]:
+) -> tuple[list[Step], WallEngine, float]:
     """Decode two random texts and take the second apart: the first one is to warm up.
 
     Returned beside its steps are what decoded, and how fast it reads its slots if it holds all.
@@ -414,13 +412,12 @@ def _decode(
         throttle_bytes_per_s=bytes_per_s,
     )
     pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], model.device)
-    engine = Engine(geometry, setting, mover=pools)
-    assert isinstance(engine.link, WallLink)
+    engine = WallEngine(geometry, setting, pools)
     link = engine.link
     if capacity == ALL:
         (pool,) = engine.pools
         pool.warm(range(geometry.num_layers * geometry.num_experts))
-        engine.executor.fill()
+        engine.fill()
     store = SlotStore(pools, geometry, "grouped_mm", model.device.type)
     begun: list[tuple[float, float]] = []
     ended_s: list[float] = []

@@ -14,9 +14,8 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.policy import Policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import Engine, VirtualEngine
 from lm_eval_moecache.engine.host import HostStage
-from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
 from lm_eval_moecache.engine.virtual.link import VirtualClock, VirtualLink
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.hardware import Hardware
@@ -237,15 +236,13 @@ class Timeline:
             times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
             self._add(name, "X", TRACKS.index(track), cat=track, **times, args=args)
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: VirtualEngine) -> None:
         """Let the engine's clock, link and host tell what they do, from now on.
 
         They stay the objects that everybody holds: only their class changes, to one that tells.
         """
-        executor = engine.executor
-        assert isinstance(executor, VirtualExecutor), "only virtual time has a timeline"
-        parts: list[tuple[Any, type]] = [(executor.clock, _TellingClock)]
-        parts += [(executor.link, _TellingLink), (executor._host, _TellingHost)]
+        parts: list[tuple[Any, type]] = [(engine.clock, _TellingClock)]
+        parts += [(engine.link, _TellingLink), (engine._host, _TellingHost)]
         for part, telling in parts:
             if part is not None:
                 part.__class__ = telling

@@ -17,7 +17,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm
 from lm_eval_moecache.algorithms.policy import Choice, Policy
-from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch, PrefetchAlgorithm
+from lm_eval_moecache.algorithms.prefetch.base import DraftStagePrefetch
 from lm_eval_moecache.algorithms.registry import base_of, parameters_of
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
 from lm_eval_moecache.records.event import (
@@ -130,10 +130,6 @@ class Contract:
 class RoutingContract(Contract):
     axis = "routing"
 
-    def make(self, seed: int = 0) -> RoutingAlgorithm:
-        made: RoutingAlgorithm = super().make(seed)
-        return made
-
     def selections(self, resident: set[int], seed: int = 0) -> list[Any]:
         routing, found = self.make(seed), []
         for events in PASSES:
@@ -168,10 +164,6 @@ class RoutingContract(Contract):
 
 class PrefetchContract(Contract):
     axis = "prefetch"
-
-    def make(self, seed: int = 0) -> PrefetchAlgorithm:
-        made: PrefetchAlgorithm = super().make(seed)
-        return made
 
     def proposals(self) -> list[tuple[Event, Sequence[int]]]:
         prefetch, found = self.make(), []
@@ -226,10 +218,6 @@ class PrefetchContract(Contract):
 
 class MissContract(Contract):
     axis = "miss"
-
-    def make(self, seed: int = 0) -> MissAlgorithm:
-        made: MissAlgorithm = super().make(seed)
-        return made
 
     def resolutions(self, share: float, dropped: bool = False) -> list[Any]:
         """Resolve every event of the stream with about this share of experts resident."""
@@ -439,10 +427,6 @@ class EvictionContract(Contract):
     scripts: ClassVar[Sequence[str]] = ()
     looks_at_use: ClassVar[bool | None] = None
     """Whether use decides who leaves; None for what the docstring says."""
-
-    def make(self, seed: int = 0) -> EvictionAlgorithm:
-        made: EvictionAlgorithm = super().make(seed)
-        return made
 
     def test_it_evicts_only_free_residents(self) -> None:
         for size in (1, 4, 9):

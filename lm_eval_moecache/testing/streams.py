@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.policy import Choice, Policy, load_policy
 from lm_eval_moecache.algorithms.registry import AXES
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import Engine, VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.arrays import FloatArray, softmax
 from lm_eval_moecache.records.artifact import (
@@ -202,7 +202,7 @@ def run(
         seed=seed,
         draft=Draft(geometry=geometry) if policy.prefetch.algorithm.needs_draft else None,
     )
-    engine = Engine(geometry, setting, StreamFuture(geometry, passes))
+    engine = VirtualEngine(geometry, setting, StreamFuture(geometry, passes))
     outputs = []
     depth = max(engine.rules.routing.depth, engine.rules.prefetch.depth)
     wraps = engine.rules.prefetch.uses_predictor

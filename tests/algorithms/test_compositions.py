@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.files import policies_dir
 from lm_eval_moecache.records.sizes import parse_capacity
@@ -57,7 +57,7 @@ def test_host_compositions_start_from_placed_experts(name: str) -> None:
     geometry = replace(make_geometry(num_layers=8, num_experts=64), model="tiny")
     setting = read_config({"policy": name, "capacity": "25%"}).setting(geometry)
     assert setting.warm is not None and setting.warm.model == "tiny"
-    assert len(Engine(geometry, setting).pools[0].resident) == 128
+    assert len(VirtualEngine(geometry, setting).pools[0].resident) == 128
     with pytest.raises(ValueError, match=f"{name}.*no profile ships. Give warm=PROFILE"):
         read_config({"policy": name}).setting(replace(geometry, model="some/other"))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.records.arrays import softmax
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.ledger import PassRecord
@@ -33,12 +33,14 @@ def make(name: str, **parameters: Any) -> Any:
 PRUNED = {"routing": "pruning", "routing.h": 2, "miss": "drop", "miss.h": 1}
 
 
-def make_engine(given: dict[str, Any]) -> Engine:
+def make_engine(given: dict[str, Any]) -> VirtualEngine:
     policy, capacity = policy_of(given), parse_capacity(5, GEOMETRY)
-    return Engine(GEOMETRY, Setting(policy=policy, capacity=capacity, hardware=make_hardware()))
+    return VirtualEngine(
+        GEOMETRY, Setting(policy=policy, capacity=capacity, hardware=make_hardware())
+    )
 
 
-def serve(engine: Engine, event: Event) -> tuple[PassRecord, Selection | None]:
+def serve(engine: VirtualEngine, event: Event) -> tuple[PassRecord, Selection | None]:
     record = engine.begin_pass(DECODE, event.num_tokens)
     engine.enter(event.layer, event.num_tokens)
     selection = engine.run(event).selection

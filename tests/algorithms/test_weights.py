@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
@@ -28,7 +28,7 @@ def wrap(model: Any, overrides: dict[str, Any]) -> WrappedModel:
     geometry = describe(model, layers, "random")
     capacity = parse_capacity("4/layer", geometry)
     setting = Setting(policy=policy_of(overrides), capacity=capacity, hardware=make_hardware())
-    return WrappedModel(model, layers, Engine(geometry, setting))
+    return WrappedModel(model, layers, VirtualEngine(geometry, setting))
 
 
 def logits_of(model: Any) -> torch.Tensor:

@@ -11,8 +11,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Engine, Setting
-from lm_eval_moecache.engine.virtual.executor import VirtualExecutor
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
@@ -133,23 +132,17 @@ def make_engine(
     capacity: object = 4,
     geometry: Geometry | None = None,
     hardware: Hardware | None = None,
-) -> Engine:
+) -> VirtualEngine:
     geometry = geometry or make_geometry()
     setting = Setting(
         policy=policy or ScriptedPolicy(),
         capacity=parse_capacity(capacity, geometry),
         hardware=hardware or make_hardware(),
     )
-    return Engine(geometry, setting)
+    return VirtualEngine(geometry, setting)
 
 
-def on_wave(engine: Engine, show: Callable[[Sequence[int]], object]) -> None:
-    """Show the keys of each wave of the coming events once they are all resident."""
-    assert isinstance(engine.executor, VirtualExecutor)
-    engine.executor.on_wave = show
-
-
-def decode(engine: Engine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:
+def decode(engine: VirtualEngine, *keys_by_layer: Sequence[int], gates: int = 0) -> PassRecord:
     """Run one pass of one token, layer after layer, and check the books after each."""
     record = engine.begin_pass(DECODE, 1)
     for layer, keys in enumerate(keys_by_layer):
@@ -170,7 +163,7 @@ def prefill_event(record: PassRecord, geometry: Geometry, layer: int, experts: A
     return Event(record.index, layer, record.phase, len(array), keys, array)
 
 
-def prefill(engine: Engine, experts: Any, layer: int = 0) -> PassRecord:
+def prefill(engine: VirtualEngine, experts: Any, layer: int = 0) -> PassRecord:
     """Run one layer of a prefill of these experts [tokens, top_k], and check the books."""
     record = engine.begin_pass(PREFILL, len(experts))
     engine.enter(layer, len(experts))

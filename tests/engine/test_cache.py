@@ -14,28 +14,6 @@ def make_cache(slots: int = 2, geometry: Geometry | None = None) -> ExpertCache:
     return ExpertCache(slots * 100, OldestFirst(geometry), geometry)
 
 
-def test_pinned_and_arriving_experts_stay() -> None:
-    cache = make_cache()
-    cache.insert(0)
-    cache.reserve(1)
-    assert not cache.make_room(100, {0}, 0)
-    assert list(cache.resident) == [0]
-    assert cache.make_room(100, frozenset(), 0)
-    assert list(cache.arriving) == [1]
-    cache.check_integrity()
-
-
-def test_experts_of_different_sizes_push_out_as_many_as_they_need() -> None:
-    cache = make_cache(3, make_geometry(2, expert_bytes=((100,), (250,))))
-    for key in (0, 1, 2):
-        cache.insert(key)
-    assert cache.make_room(cache.size_of(4), frozenset(), 1)
-    assert cache.used_bytes == 0
-    cache.insert(4)
-    assert cache.used_bytes == 250
-    cache.check_integrity()
-
-
 def test_an_overfull_cache_and_a_victim_that_is_pinned_are_bugs_with_their_numbers() -> None:
     class Wrong(OldestFirst):
         def victim(self, pinned: object, layer: int) -> int | None:

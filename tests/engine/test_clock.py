@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +33,6 @@ from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.trace.trace import Trace
-from tests.conftest import Moecache
 from tests.engine import traces
 from tests.engine.scripted import HUGE, TWO_LEVELS, make_geometry, make_hardware
 
@@ -224,13 +222,6 @@ def test_the_calibrated_profile_takes_the_papers_time_a_token() -> None:
     per_token_s = 16 * (regime.compute_s + regime.launches_s)
     assert 0.8 / 1.91 < per_token_s < 1 / 1.91
     assert hardware.link_bytes_per_s == 5e9 and regime.transfer_per_layer < 0.1
-
-
-def test_replay_prints_the_regime_and_what_it_emulates(path: Path, moecache: Moecache) -> None:
-    options = ["--emulate", "OLMoE-1B-7B", "--capacity", "50%", "--all"]
-    out = moecache("replay", path, *options)
-    assert "layers charged as: OLMoE-1B-7B" in out
-    assert "| Cycles" in out.replace("|Cycles", "| Cycles") and "link" in out
 
 
 def test_a_slow_host_is_what_bounds_a_run_that_computes_there(trace: Trace) -> None:

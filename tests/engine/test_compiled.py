@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.policy import load_policy
-from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine import compiled
-from lm_eval_moecache.engine.compiled import _MODULES, _patience
+from lm_eval_moecache.engine.compiled import _MODULES
 from lm_eval_moecache.engine.core import Count
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.artifact import UseProfile
 from lm_eval_moecache.records.event import PREFILL
@@ -27,10 +26,9 @@ from lm_eval_moecache.records.ledger import COUNTED
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import fresh, make_geometry, make_hardware, make_stream
 from lm_eval_moecache.trace.future import Future
-from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Drafted, Predicted, Trace, TracedRequest
 from tests.engine import traces
-from tests.engine.traces import HARDWARE, published, setting_for
+from tests.engine.traces import HARDWARE, setting_for
 
 PLAIN = "lru fifo lfu belady lfru layered_lru shallow_first".split()
 RULES: dict[str, list[dict[str, Any]]] = {
@@ -54,9 +52,6 @@ PREFETCHERS: dict[str, list[dict[str, Any]]] = {
     "expert_map": [{}],
     "oracle": [{"horizon": 3}, {"horizon": 2, "recall": 0.7, "precision": 0.5}],
 }
-
-
-WARM = UseProfile(model="", counts=((3, 1, 0, 0, 2, 9),) * 4)
 
 
 def draw_trace(seed: int, layers: int, experts: int, top_k: int) -> Trace:
@@ -97,7 +92,7 @@ def draw_trace(seed: int, layers: int, experts: int, top_k: int) -> Trace:
     )
 
 
-def figures(engine: Engine) -> dict[str, Any]:
+def figures(engine: VirtualEngine) -> dict[str, Any]:
     """All that a report is made of, and what the caches and the link hold at the end."""
     engine.check_integrity()
     return {
@@ -115,7 +110,7 @@ def figures(engine: Engine) -> dict[str, Any]:
     }
 
 
-def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> Engine:
+def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> VirtualEngine:
     future = Future(trace)
     slow = replay(trace, setting, future=future, cache_reset=cache_reset, compiled=False)
     fast = replay(trace, setting, future=future, cache_reset=cache_reset)
@@ -126,40 +121,13 @@ def assert_equal(trace: Trace, setting: Setting, cache_reset: str = "never") -> 
     return fast
 
 
-def every_setting() -> Iterator[tuple[str, dict[str, Any], str, dict[str, Any]]]:
-    for eviction, readings in RULES.items():
-        for reading in readings:
-            for prefetch, forms in PREFETCHERS.items():
-                for form in forms:
-                    yield eviction, reading, prefetch, form
-
-
-def overrides(
-    eviction: str, reading: dict[str, Any], prefetch: str, form: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "eviction": eviction,
-        **{f"eviction.{key}": value for key, value in reading.items()},
-        "prefetch": prefetch,
-        **{f"prefetch.{key}": value for key, value in form.items()},
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", [*every_setting()], ids=str)
-def test_every_pairing(chosen: tuple[Any, ...]) -> None:
-    seed = len(str(chosen))
-    trace = draw_trace(seed, 4, 6, 2)
-    capacities = ["1", "7", "50%"]
-    if not find_algorithm("eviction", chosen[0]).compares_layers:
-        capacities += ["1/layer", "[3,1,2,4]/layer"]
-    # Two forms for each, all of them by turns; random traces have the others.
-    for place in (seed, seed + 1):
-        warm = WARM if place % 2 else None
-        capacity = capacities[place % len(capacities)]
-        setting = setting_for(trace, capacity, overrides(*chosen), warm=warm)
-        assert_equal(trace, setting, ("never", "request")[place % 3 == 2])
-        assert_equal(trace, dataclasses.replace(setting, link="fifo"))
+def overrides(axis: str, forms: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what chooses each algorithm of an axis in each of its forms."""
+    return [
+        {axis: name, **{f"{axis}.{key}": value for key, value in form.items()}}
+        for name, own in forms.items()
+        for form in own
+    ]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -178,9 +146,10 @@ def test_five_hundred_random_traces_in_machine_code(machine_code: None) -> None:
 def check_a_random_trace(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 9))
     trace = draw_trace(data.draw(st.integers(0, 999)), layers, experts, min(experts, 3))
-    chosen = data.draw(st.sampled_from([*every_setting()]))
+    chosen = data.draw(st.sampled_from(overrides("eviction", RULES)))
+    chosen |= data.draw(st.sampled_from(overrides("prefetch", PREFETCHERS)))
     try:
-        policy = load_policy("on_demand", overrides(*chosen))
+        policy = load_policy("on_demand", chosen)
         policy.prefetch.build(trace.geometry, 0)
     except ValueError:
         assume(False)  # looks further ahead than there are layers
@@ -200,7 +169,7 @@ def check_a_random_trace(data: st.DataObject) -> None:
     setting = setting_for(
         trace,
         capacity,
-        {**overrides(*chosen), "miss": miss},
+        {**chosen, "miss": miss},
         hardware=hardware,
         link=data.draw(st.sampled_from(["priority", "fifo"])),
         warm=data.draw(st.sampled_from([None, UseProfile(model="", counts=counts)])),
@@ -213,12 +182,10 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile at once what is plain Python in the other tests (conftest)."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", False)
-    for known in (has_numba, _patience):
-        known.cache_clear()
-    _patience().spent_s = float("inf")
+    monkeypatch.setattr(compiled, "_PATIENCE_S", -1.0)
+    has_numba.cache_clear()
     yield
-    for known in (has_numba, _patience):
-        known.cache_clear()
+    has_numba.cache_clear()
 
 
 def test_compiled_by_numba(machine_code: None) -> None:
@@ -261,7 +228,7 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
                 hardware=make_hardware(),
                 link=link,
             )
-            plain, ours = Engine(geometry, setting), compiled.live_engine(geometry, setting)
+            plain, ours = VirtualEngine(geometry, setting), compiled.live_engine(geometry, setting)
             assert not ours.uncompiled
             for engine in (plain, ours):
                 for events in passes:
@@ -276,15 +243,6 @@ def test_live_passes(machine_code: None, monkeypatch: pytest.MonkeyPatch) -> Non
             assert ours.ledger.passes == plain.ledger.passes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen.route.csv", "trace_olmoe_299.jsonl"])
-def test_published_traces(name: str) -> None:
-    trace = load_trace(str(published(name)))
-    for eviction, capacity in (("lru", "25%"), ("least_stale", "4"), ("belady", "8/layer")):
-        axes = {"eviction": eviction, "prefetch": "frequency"}
-        assert_equal(trace, setting_for(trace, capacity, axes))
-
-
 @pytest.mark.parametrize("prefetch", ["none", "frequency", "next_gate"])
 def test_a_last_layer_that_runs_the_last_token_alone(prefetch: str) -> None:
     whole = draw_trace(0, 4, 6, 2)
@@ -293,30 +251,23 @@ def test_a_last_layer_that_runs_the_last_token_alone(prefetch: str) -> None:
     keep[whole.row_bounds[1:][last :: last + 1] - 1] = True
     assert not keep.all()
     names = ("request", "pass_index", "phase", "token", "layer")
+    assert whole.predicted is not None
+    values, bounds = whole.predicted.values, whole.predicted.offsets
+    kept = [values[bounds[row] : bounds[row + 1]] for row in np.flatnonzero(keep)]
+    offsets = np.cumsum([0, *map(len, kept)])
     trace = traces.from_rows(
         whole.geometry,
         np.stack([getattr(columns, name)[keep] for name in names], axis=1),
         columns.experts[keep],
         columns.weights[keep],
         requests=whole.requests,
-        predicted=predictions_of(whole, keep),
+        predicted=Predicted(depth=2, values=np.concatenate(kept), offsets=offsets),
     )
     # The arithmetic of a token counts.
     slow = dataclasses.replace(HARDWARE, peak_flops=1e6)
     fast = assert_equal(trace, setting_for(trace, "3", {"prefetch": prefetch}, hardware=slow))
     uneven = fast.ledger.passes[0]
     assert uneven.token_requests == (uneven.num_tokens * last + 1) * 2
-
-
-def predictions_of(trace: Trace, keep: Any) -> Predicted:
-    assert trace.predicted is not None
-    values, bounds = trace.predicted.values, trace.predicted.offsets
-    kept = [values[bounds[row] : bounds[row + 1]] for row in np.flatnonzero(keep)]
-    return Predicted(
-        depth=trace.predicted.depth,
-        values=np.concatenate(kept),
-        offsets=np.cumsum([0, *map(len, kept)]),
-    )
 
 
 def test_what_became_of_drafts() -> None:

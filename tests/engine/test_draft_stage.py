@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.prefetch.draft import DraftPrefetch
-from lm_eval_moecache.engine.draft_stage import Overlap, solve_cutoff
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.draft_stage import solve_cutoff
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.records.event import VERIFY, Event
 from lm_eval_moecache.records.geometry import Draft, Geometry
 from lm_eval_moecache.records.ledger import PassRecord
@@ -34,7 +34,7 @@ from tests.engine.scripted import (
 
 def make_drafting(
     policy: ScriptedPolicy | None = None, capacity: object = 12, **parameters: Any
-) -> Engine:
+) -> VirtualEngine:
     geometry = make_geometry()
     if policy is None:
         prefetch = Always(lambda g: DraftPrefetch(g, **{"cutoff": 3, "critical": 2, **parameters}))
@@ -45,7 +45,7 @@ def make_drafting(
         hardware=make_hardware(),
         draft=Draft(geometry=geometry, nbytes=1000),
     )
-    return Engine(geometry, setting)
+    return VirtualEngine(geometry, setting)
 
 
 def one_hot(geometry: Geometry, *experts: int) -> Any:
@@ -54,7 +54,7 @@ def one_hot(geometry: Geometry, *experts: int) -> Any:
     return logits
 
 
-def draft(engine: Engine, *experts_by_layer: Sequence[int]) -> None:
+def draft(engine: VirtualEngine, *experts_by_layer: Sequence[int]) -> None:
     """Draft one token with two experts a layer; the gates foretell `experts_by_layer`."""
     stage = engine.begin_draft()
     for layer, experts in enumerate(experts_by_layer):
@@ -65,7 +65,7 @@ def draft(engine: Engine, *experts_by_layer: Sequence[int]) -> None:
         engine.check_integrity()
 
 
-def verify(engine: Engine, *keys_by_layer: Sequence[int], tokens: int = 1) -> PassRecord:
+def verify(engine: VirtualEngine, *keys_by_layer: Sequence[int], tokens: int = 1) -> PassRecord:
     record = engine.begin_pass(VERIFY, tokens)
     for layer, keys in enumerate(keys_by_layer):
         engine.enter(layer, tokens)
@@ -153,7 +153,7 @@ def test_a_draft_at_low_precision_reads_less_and_computes_the_same() -> None:
             hardware=make_hardware(),
             draft=Draft(geometry=cheap, level=level),
         )
-        engine = Engine(geometry, setting)
+        engine = VirtualEngine(geometry, setting)
         draft(engine, [], [], [])
         assert engine.clock.now == 3 * seconds
 
@@ -177,8 +177,8 @@ def test_a_draft_stage_prefetcher_without_a_draft_is_refused() -> None:
 # --- the cutoff solver ---
 
 
-def overlap(**given_: Any) -> Overlap:
-    """Eight layers of 1 s; loading takes 1 s and 10 bytes a layer; nothing is short."""
+def solved(**given_: Any) -> tuple[int, int]:
+    """Solve for eight layers of 1 s; loading takes 1 s and 10 bytes a layer; nothing is short."""
     usual: dict[str, Any] = {
         "draft_layers": 8,
         "draft_layer_s": 1.0,
@@ -188,7 +188,7 @@ def overlap(**given_: Any) -> Overlap:
         "other_bytes": 0,
         "memory_bytes": 1e9,
     }
-    return Overlap(**{**usual, **given_})
+    return solve_cutoff(**{**usual, **given_})
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,7 @@ def overlap(**given_: Any) -> Overlap:
     ],
 )
 def test_by_hand(given_: dict[str, Any], by_time: int, by_memory: int) -> None:
-    answer = solve_cutoff(overlap(**given_))
-    assert (answer.by_time, answer.by_memory) == (by_time, by_memory)
-    assert answer.cutoff == min(by_time, by_memory)
+    assert solved(**given_) == (by_time, by_memory)
 
 
 @given(
@@ -220,7 +218,7 @@ def test_by_hand(given_: dict[str, Any], by_time: int, by_memory: int) -> None:
 def test_it_is_the_largest_depth_that_satisfies_both_constraints(
     loads: list[int], sizes: int, layers: int, capacity: int, other: int
 ) -> None:
-    asked = overlap(
+    found = solved(
         draft_layers=layers,
         load_layer_s=tuple(map(float, loads)),
         prefetched_bytes=(sizes,) * len(loads),
@@ -235,10 +233,9 @@ def test_it_is_the_largest_depth_that_satisfies_both_constraints(
         and depth * sizes <= capacity
         and (depth == 0 or depth * sizes + other <= 50)
     ]
-    assert solve_cutoff(asked).cutoff == max(allowed)
+    assert min(found) == max(allowed)
 
 
 def test_equal_loading_and_computing_cover_every_layer_whatever_the_last_digits() -> None:
     for layer_s in (0.1, 1 / 3, 2.2524358607160372e-4):
-        answer = solve_cutoff(overlap(draft_layer_s=layer_s, load_layer_s=(layer_s,) * 8))
-        assert answer.by_time == 8
+        assert solved(draft_layer_s=layer_s, load_layer_s=(layer_s,) * 8)[0] == 8

@@ -6,7 +6,6 @@ The dense part of a layer takes 2 s, an expert 1 s on the device and 5 s over th
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.miss.bounded_insertion import BoundedInsertion
 from lm_eval_moecache.algorithms.miss.host import Host
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.host import RULES, Work, share_out
 from lm_eval_moecache.records.event import DECODE, Event
 from lm_eval_moecache.records.hardware import load_hardware
@@ -29,13 +28,14 @@ from tests.engine.scripted import (
     make_engine,
     make_geometry,
     make_hardware,
-    on_wave,
 )
 
 CACHED, ABSENT = [0, 1], [2, 3]
 
 
-def machine(rule: str, host_s: float, ahead: tuple[int, ...] = (), hidden: int = 0) -> Engine:
+def machine(
+    rule: str, host_s: float, ahead: tuple[int, ...] = (), hidden: int = 0
+) -> VirtualEngine:
     """An engine that holds experts 0 and 1 of layer 0, whose second pass prefetches `ahead`."""
     script = {(0, 0): CACHED, (1, 0): ahead}
     policy = ScriptedPolicy(
@@ -53,7 +53,7 @@ def machine(rule: str, host_s: float, ahead: tuple[int, ...] = (), hidden: int =
     return engine
 
 
-def second_pass(engine: Engine) -> tuple[float, PassRecord]:
+def second_pass(engine: VirtualEngine) -> tuple[float, PassRecord]:
     record = decode(engine, [*CACHED, *ABSENT])
     return record.end_s - record.start_s, record
 
@@ -147,7 +147,7 @@ def test_a_timeline_of_a_real_machine_to_the_nanosecond() -> None:
 def test_an_expert_of_many_tokens_is_read_once_and_multiplied_often() -> None:
     engine = machine("balanced", 5.0)
     seen: list[list[int]] = []
-    on_wave(engine, lambda keys: seen.append(sorted(keys)))
+    engine.on_wave = lambda keys: seen.append(sorted(keys))
     record = engine.begin_pass(DECODE, 3)
     engine.enter(0, 3)
     experts = np.array([[2, 3, 0, 1]] * 3)
@@ -188,7 +188,7 @@ def test_the_rules_agree_with_what_they_say(
     # The host has the cheap end of the queue, the link the rest.
     order = [work.key for work in sorted(works, key=lambda work: (work.host_s, work.key))]
     assert set(order[: len(found["balanced"])]) == found["balanced"]
-    slow = [dataclasses.replace(work, host_s=1e9) for work in works]
+    slow = [work._replace(host_s=1e9) for work in works]
     assert share_out("balanced", slow, **given) == set()
-    stuck = [dataclasses.replace(work, load_s=1e9) for work in works]
+    stuck = [work._replace(load_s=1e9) for work in works]
     assert share_out("balanced", stuck, **given) == keys

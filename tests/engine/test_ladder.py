@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.records.event import Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.trace.header import HEADER_KEY, Header, read_header, write_header
@@ -52,7 +52,7 @@ class Wanted(MissAlgorithm):
         return [self.ahead.get(key, 0) for key in keys]
 
 
-def make(levels: dict[int, int], capacity: object = "225B", **overrides: Any) -> Engine:
+def make(levels: dict[int, int], capacity: object = "225B", **overrides: Any) -> VirtualEngine:
     ahead = overrides.pop("ahead", None)
     policy = ScriptedPolicy(miss=Always(lambda g: Wanted(g, levels, ahead)), **overrides)
     return make_engine(policy, capacity, LADDER)

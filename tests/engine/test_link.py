@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import AS_THEY_ARRIVE
 from lm_eval_moecache.engine.virtual.link import VirtualLink, arrivals
@@ -19,7 +18,6 @@ from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.ledger import Counters, total
 from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
-from tests.conftest import Moecache
 from tests.engine import traces
 from tests.engine.scripted import make_hardware
 from tests.engine.traces import decode_trace
@@ -216,7 +214,7 @@ SECOND_EACH = make_hardware(
 """An expert of one byte a second; nothing but its layers' overhead beside."""
 
 
-def replay_steps(link: str, experts: list[list[list[int]]], **prefetch: object) -> Engine:
+def replay_steps(link: str, experts: list[list[list[int]]], **prefetch: object) -> VirtualEngine:
     """Serve decode steps of experts [passes, layers, top_k] with everything fitting."""
     trace = decode_trace(np.array(experts), 8)
     overrides = {"prefetch": "oracle"} | {f"prefetch.{k}": v for k, v in prefetch.items()}
@@ -245,6 +243,11 @@ def test_wrong_prefetches_are_moved_under_fifo_and_withdrawn_under_priority() ->
     assert fifo.clock.now > priority.clock.now
 
 
+def test_the_wall_clock_does_not_take_fifo() -> None:
+    with pytest.raises(ValueError, match="link='fifo' does not go with clock='wall'"):
+        read_config({"link": "fifo", "clock": "wall"})
+
+
 def test_without_prefetches_the_discipline_changes_nothing(trace: Trace) -> None:
     plain = traces.setting("on_demand", "30%")
     figures = [
@@ -252,14 +255,3 @@ def test_without_prefetches_the_discipline_changes_nothing(trace: Trace) -> None
         for each in (plain, dataclasses.replace(plain, link="fifo"))
     ]
     assert figures[0] == figures[1]
-
-
-def test_replay_and_live_take_it_and_the_wall_clock_does_not(
-    path: Path, moecache: Moecache
-) -> None:
-    moecache("replay", path, "--policy", "specmd", "--link", "fifo")
-    assert read_config({"link": "fifo"}).link == "fifo"
-    with pytest.raises(ValueError, match="link='fifo' does not go with clock='wall'"):
-        read_config({"link": "fifo", "clock": "wall"})
-    with pytest.raises(ValueError, match="link='lifo'"):
-        read_config({"link": "lifo"})

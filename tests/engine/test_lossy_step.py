@@ -11,7 +11,7 @@ import pytest
 from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingAlgorithm
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, token_miss_count
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.selection import Selection
@@ -49,7 +49,7 @@ class KeepFirst(RoutingAlgorithm):
         return Selection(event.experts, keep)
 
 
-def run_layer(engine: Engine, layer: int, experts: list[list[int]]) -> Selection | None:
+def run_layer(engine: VirtualEngine, layer: int, experts: list[list[int]]) -> Selection | None:
     assert engine.record is not None
     engine.enter(layer, len(experts))
     return engine.run(prefill_event(engine.record, engine.geometry, layer, experts)).selection

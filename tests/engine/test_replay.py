@@ -17,7 +17,7 @@ from lm_eval_moecache.algorithms.eviction.score import Score
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.report.metrics import task_metrics
@@ -36,7 +36,7 @@ EVICTIONS = [
 ]
 
 
-def metrics_of(engine: Engine) -> dict[str, Any]:
+def metrics_of(engine: VirtualEngine) -> dict[str, Any]:
     return task_metrics(engine.ledger.requests, engine.peak_cache_bytes)
 
 
@@ -136,7 +136,7 @@ def test_cache_reset_leaves_the_cache_between_windows_and_where_a_row_of_a_batch
 def test_what_needs_the_future_is_refused_outside_a_replay(axis: dict[str, object]) -> None:
     setting = traces.setting("on_demand", "50%", 0, **axis)
     with pytest.raises(ValueError, match="needs to know the future, which only a replay does"):
-        Engine(traces.GEOMETRY, setting)
+        VirtualEngine(traces.GEOMETRY, setting)
 
 
 def test_the_oracle_leaves_no_misses_where_the_link_is_fast_enough(trace: Trace) -> None:
@@ -235,16 +235,22 @@ def test_the_command_prints_a_table_and_draws_the_line_of_the_bound(
     assert "<svg" in plot.read_text()
 
 
-def test_a_policy_that_changes_routing_is_marked_open_loop(path: Path, moecache: Moecache) -> None:
-    shown = moecache("replay", path, "--routing=pruning", "--routing.h=1", "--json")
-    assert json.loads(shown)["runs"][0]["open_loop"]
-
-
-def test_predictions_are_read_for_a_routing_that_looks_ahead(
-    path: Path, moecache: Moecache
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--emulate", "OLMoE-1B-7B", "--capacity", "50%"], "layers charged as: OLMoE-1B-7B"),
+        (["--warm", "{trace}"], "warmed by: {trace.name}"),
+        (["--policy", "specmd", "--link", "fifo"], "|Fewest|Decode miss|"),
+        (["--routing=pruning", "--routing.h=1", "--json"], '"open_loop": true'),
+        # Predictions are read for a routing that looks ahead.
+        (["--routing=pre_gated", "--prefetch=none", "--json"], '"routing_fidelity": 0.'),
+    ],
+)
+def test_what_the_command_says_of_its_options(
+    path: Path, moecache: Moecache, options: list[str], says: str
 ) -> None:
-    shown = moecache("replay", path, "--routing=pre_gated", "--prefetch=none", "--json")
-    assert json.loads(shown)["runs"][0]["metrics"]["routing_fidelity"] < 1
+    given = [option.format(trace=path) for option in options]
+    assert says.format(trace=path) in moecache("replay", path, *given)
 
 
 @pytest.mark.parametrize(

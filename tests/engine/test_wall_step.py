@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms import ranked
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.engine.wall.slots import SlottedCache
 from lm_eval_moecache.records import jit
@@ -56,20 +57,20 @@ def wall_engine(
     seed: int | None = None,
     mover: type[Slots] = Slots,
     **sizes: int,
-) -> tuple[Engine, Slots]:
+) -> tuple[WallEngine, Slots]:
     geometry = make_geometry(**sizes)
     size = parse_capacity(capacity, geometry)
     slots = mover(max(size.bytes_by_partition) // 100 * len(size.bytes_by_partition), seed)
     setting = Setting(policy=policy, capacity=size, hardware=make_hardware())
-    return Engine(geometry, setting, mover=slots), slots
+    return WallEngine(geometry, setting, slots), slots
 
 
-def execute(engine: Engine, slots: Slots, layer: int) -> Any:
+def execute(engine: WallEngine, slots: Slots, layer: int) -> Any:
     """Return an executor that looks whether each expert lies where the cache says."""
     seen: list[int] = []
 
     def run(keys: Sequence[int], is_all: bool) -> None:
-        places = [engine.slots[layer][key] for key in keys]
+        places = [engine.caches[layer].slots[key] for key in keys]
         if engine.setting.capacity.per_layer:
             seen.extend(keys)
             return
@@ -84,7 +85,7 @@ def execute(engine: Engine, slots: Slots, layer: int) -> Any:
     return run
 
 
-def finish(engine: Engine, run: Any) -> bool:
+def finish(engine: WallEngine, run: Any) -> bool:
     """Take all waves of an event; return whether there were any."""
     waves = 0
     for keys, is_all in engine.waves():
@@ -94,7 +95,7 @@ def finish(engine: Engine, run: Any) -> bool:
 
 
 def serve(
-    engine: Engine, slots: Slots, passes: Sequence[Sequence[Sequence[int]]], phase: str = DECODE
+    engine: WallEngine, slots: Slots, passes: Sequence[Sequence[Sequence[int]]], phase: str = DECODE
 ) -> list[PassRecord]:
     records = []
     for keys_by_layer in passes:
@@ -183,7 +184,7 @@ def test_layers_of_different_sizes_cannot_share_slots() -> None:
         policy=ScriptedPolicy(), capacity=parse_capacity(4, uneven), hardware=make_hardware()
     )
     with pytest.raises(ValueError, match="n/layer"):
-        Engine(uneven, setting, mover=Slots(4))
+        WallEngine(uneven, setting, Slots(4))
 
 
 class Gated(Slots):
@@ -200,7 +201,7 @@ class Gated(Slots):
 
 def gated_pass(
     policy: ScriptedPolicy,
-    before: Callable[[Engine, Gated], None] | None = None,
+    before: Callable[[WallEngine, Gated], None] | None = None,
     after: bool = False,
 ) -> tuple[PassRecord, list[int]]:
     """Run a pass whose prefetch of key 4 waits at the gate, opened before or after layer 1's event.
@@ -230,7 +231,7 @@ def gated_pass(
     return record, executed
 
 
-def arrive(engine: Engine, slots: Gated) -> None:
+def arrive(engine: WallEngine, slots: Gated) -> None:
     slots.open.set()
     while not engine.link._worker._finished:  # type: ignore[attr-defined]
         time.sleep(0.001)

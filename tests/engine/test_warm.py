@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.algorithms.registry import find_algorithm
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.records.artifact import UseProfile
@@ -49,7 +49,7 @@ def warmed(capacity: str, profile: UseProfile | None = PROFILE, **axes: Any) -> 
     ],
 )
 def test_the_most_used_that_fit_are_there_at_no_cost(capacity: str, held: set[int]) -> None:
-    engine = Engine(traces.GEOMETRY, warmed(capacity))
+    engine = VirtualEngine(traces.GEOMETRY, warmed(capacity))
     assert {key for pool in engine.pools for key in pool.resident} == held
     engine.check_integrity()
     if capacity == "4500B":
@@ -67,7 +67,7 @@ def test_no_resident_is_less_used_than_an_absent_expert_that_would_fit(
     counts: list[list[int]], nbytes: int
 ) -> None:
     profile = UseProfile(model="", counts=tuple(map(tuple, counts)))
-    [pool] = Engine(traces.GEOMETRY, warmed(f"{nbytes}B", profile)).pools
+    [pool] = VirtualEngine(traces.GEOMETRY, warmed(f"{nbytes}B", profile)).pools
     flat = [count for layer in counts for count in layer]
     for key in set(range(24)) - set(pool.resident):
         if flat[key]:
@@ -97,7 +97,7 @@ def test_every_eviction_copes_and_the_books_balance(
 
 def test_a_reset_goes_back_to_the_warm_state(trace: Trace) -> None:
     setting = warmed("30%", use_of(trace))
-    first = dict(Engine(traces.GEOMETRY, setting).pools[0].resident)
+    first = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
     engine = replay(trace, setting)
     assert engine.pools[0].resident != first
     evictions = sum(p.evictions for p in engine.ledger.passes)
@@ -113,7 +113,7 @@ def test_the_host_computes_what_the_profile_left_out(trace: Trace) -> None:
     setting = dataclasses.replace(traces.setting("ktransformers", "50%"), warm=profile)
     cold = replay(trace, dataclasses.replace(setting, warm=None))
     warm = replay(trace, setting)
-    placed = dict(Engine(traces.GEOMETRY, setting).pools[0].resident)
+    placed = dict(VirtualEngine(traces.GEOMETRY, setting).pools[0].resident)
     assert warm.pools[0].resident == placed and not cold.pools[0].resident
     assert warm.clock.now < cold.clock.now
 
@@ -145,24 +145,14 @@ def test_a_models_name_is_the_profile_that_ships_with_it(
         load_use("tiny")
 
 
-def test_replay_takes_it_and_says_so(path: Path, moecache: Moecache) -> None:
-    rates = []
-    for extra in ([], ["--warm", str(path)]):
-        [run] = json.loads(moecache("replay", path, "--capacity=50%", "--json", *extra))["runs"]
-        assert run["warm"] == (path.name if extra else None)
-        rates.append(run["metrics"]["miss_rate"])
-    assert rates[1] < rates[0]
-    assert f"warmed by: {path.name}" in moecache("replay", path, "--warm", path)
-
-
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     other = UseProfile(model="Other-7B", counts=COUNTS, name="use.json")
     with pytest.raises(ValueError, match="is of the model 'Other-7B', and this is 'generated'"):
-        Engine(traces.GEOMETRY, warmed("50%", other))
-    Engine(traces.GEOMETRY, warmed("50%", dataclasses.replace(other, model="Generated")))
+        VirtualEngine(traces.GEOMETRY, warmed("50%", other))
+    VirtualEngine(traces.GEOMETRY, warmed("50%", dataclasses.replace(other, model="Generated")))
     small = UseProfile(model="generated", counts=((1, 2),), name="use.json")
     with pytest.raises(ValueError, match=r"counts 1 layers of 2 experts, .* has 3 of 8"):
-        Engine(traces.GEOMETRY, warmed("50%", small))
+        VirtualEngine(traces.GEOMETRY, warmed("50%", small))
 
 
 @pytest.mark.parametrize(

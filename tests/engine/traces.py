@@ -12,7 +12,7 @@ import pytest
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
-from lm_eval_moecache.engine.engine import Engine, Setting
+from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.records.event import DECODE, PHASES, PREFILL, Event, unique_in_order
 from lm_eval_moecache.records.geometry import Geometry
@@ -106,11 +106,13 @@ def events(seed: int, num_requests: int = 3, num_decodes: int = 5) -> Iterator[t
             pass_index += 1
 
 
-def record(folder: Path, run: Setting | None = None, seed: int = 0) -> tuple[Path, Engine | None]:
+def record(
+    folder: Path, run: Setting | None = None, seed: int = 0
+) -> tuple[Path, VirtualEngine | None]:
     """Write the generated events to a trace and, with a setting, serve them as a live run does."""
     header = Header(geometry=GEOMETRY, seed=seed, predicted_depth=1)
     writer = TraceWriter(folder, "run", header)
-    engine = None if run is None else Engine(GEOMETRY, run)
+    engine = None if run is None else VirtualEngine(GEOMETRY, run)
     position = 0
     for event, request in events(seed):
         if event.layer == 0:

@@ -20,14 +20,14 @@ from lm_eval_moecache.algorithms.miss.base import MissAlgorithm, Resolution
 from lm_eval_moecache.algorithms.policy import Policy, load_policy
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm
 from lm_eval_moecache.algorithms.registry import AXES, algorithm_names, find_algorithm
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.records.event import DECODE, PREFILL, Event, Fetch
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import parse_capacity
 from lm_eval_moecache.testing.streams import make_event
-from tests.engine.scripted import Always, on_wave
+from tests.engine.scripted import Always
 
 PASSES = 240
 
@@ -238,12 +238,12 @@ class Shadow:
         setting = Setting(
             policy=composed, capacity=capacity, hardware=case.hardware, seed=case.seed
         )
-        self.engine = Engine(geometry, setting)
+        self.engine = VirtualEngine(geometry, setting)
         names = (policy.routing.name, policy.prefetch.name, policy.miss.name)
         self.is_plain = names == ("standard", "none", "fetch") and not case.is_wild
         self.events = 0
         self.executed: list[int] = []
-        on_wave(self.engine, self._wave)
+        self.engine.on_wave = self._wave
 
     def _watched(self, geometry: Geometry) -> Watch:
         choice = self.case.policy.eviction

@@ -1,19 +1,19 @@
-"""Virtual time: a clock and a link by the hardware profile's figures, and the link's traffic."""
+"""Virtual time: a clock and a link by the hardware profile's figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from lm_eval_moecache.engine.cache import ExpertCache, Link
-from lm_eval_moecache.engine.decide import Prefetches
+from lm_eval_moecache.engine.cache import Link
 from lm_eval_moecache.records.arrays import IntArray
 from lm_eval_moecache.records.emulation import RealModel
 from lm_eval_moecache.records.event import DECODE
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
+from lm_eval_moecache.records.predictor import PredictorCost
 
 # Kernels launched per layer and pass. Eager transformers launches 52 before the experts of an OLMoE
 # layer and 16 in them (DECISIONS.md, section 6); engines fuse norms, casts and rotary embedding,
@@ -108,17 +108,12 @@ class VirtualClock:
         """Return the seconds that applying `num_gates` further gates as predictors takes."""
         return num_gates * self._gate_s
 
-    def network(self, num_weights: int, nbytes: int, num_kernels: int, num_tokens: int) -> float:
+    def network(self, cost: PredictorCost, num_tokens: int) -> float:
         """Return the seconds that a small network beside the model takes for a pass's tokens."""
         hardware = self._hardware
-        flop_s = 2 * num_weights * num_tokens / hardware.peak_flops
-        read_s = nbytes / hardware.memory_bytes_per_s
-        return max(flop_s, read_s) + num_kernels * hardware.kernel_overhead_s
-
-    def expert_s(self, layer: int, num_assignments: int) -> float:
-        """Return what one expert of a layer adds to its event, kernels apart (best level)."""
-        flop_s, read_s = self._expert[layer][0]
-        return max(flop_s * num_assignments, read_s)
+        flop_s = 2 * cost.num_weights * num_tokens / hardware.peak_flops
+        read_s = cost.num_bytes / hardware.memory_bytes_per_s
+        return max(flop_s, read_s) + cost.num_kernels * hardware.kernel_overhead_s
 
     def expert_parts_s(self, layer: int) -> tuple[float, float]:
         """Return what an expert's arithmetic takes for a token, and reading it (best level)."""
@@ -194,15 +189,8 @@ class VirtualLink(Link):
         """Batch of the last transfer, which the next one joins if nothing comes between."""
 
     @property
-    def num_issued(self) -> int:
-        return 0
-
-    @property
     def active(self) -> bool:
         return self.inflight is not None or bool(self._queued)
-
-    def is_pending(self, key: int) -> bool:
-        return key == self.inflight or key in self._queued
 
     def without_pending(self, keys: Sequence[int]) -> list[int]:
         queued, inflight = self._queued, self.inflight
@@ -290,80 +278,6 @@ class VirtualLink(Link):
         assert self.inflight is not None, "nothing is in flight"
         key, self.inflight = self.inflight, None
         return key
-
-
-class Traffic:
-    """Moves queued prefetches over the link, as far as time and the caches allow."""
-
-    def __init__(
-        self,
-        caches: Sequence[ExpertCache],
-        link: VirtualLink,
-        prefetches: Prefetches,
-        num_experts: int,
-    ) -> None:
-        self._caches, self._num_experts = caches, num_experts
-        self._link, self._prefetches = link, prefetches
-
-    def drain(self, now: float, pinned: Set[int], layer: int) -> None:
-        """Let the link work through its prefetches up to `now`.
-
-        A transfer that could start at `now` itself is left: a demand at this instant goes first.
-        """
-        link = self._link
-        while True:
-            if link.inflight is not None:
-                if link.busy_until > now:
-                    return
-                self.land()
-            # Nothing starts before the link is free, whatever waits.
-            head = link.peek() if link.busy_until < now else None
-            if head is None or head[1] >= now:
-                return
-            if not self._begin(*head, pinned, layer):
-                # Everything else is in use until `now`.
-                link.postpone(head[0], now)
-                return
-
-    def work_off(self, keys: Set[int], pinned: Set[int], layer: int) -> float:
-        """Move what was asked for before a demand of these keys, which a fifo link does first.
-
-        Where every key is pending that is up to the last of them, else all that waits. What finds
-        no room, as all else is pinned, is dropped. Returns when the last of the keys that were
-        pending is there, or 0.
-        """
-        link, ready_s = self._link, 0.0
-        absent = any(not link.is_pending(key) for key in keys)
-        while link.active and (absent or any(link.is_pending(key) for key in keys)):
-            if link.inflight is not None:
-                if link.inflight in keys:
-                    ready_s = link.busy_until
-                self.land()
-                continue
-            head = link.peek()
-            assert head is not None, "an active link without a transfer"
-            if not self._begin(*head, pinned, layer):
-                link.withdraw(head[0])
-        return ready_s
-
-    def _begin(self, key: int, start_s: float, pinned: Set[int], layer: int) -> bool:
-        """Begin a queued prefetch, or withdraw one that is resident; False where nothing fits."""
-        cache = self._caches[key // self._num_experts]
-        level = self._prefetches.level_of(key)
-        nbytes = cache.size_of(key, level)
-        if key in cache.resident:
-            self._link.withdraw(key)
-        elif cache.make_room(nbytes, pinned, layer, key):
-            cache.reserve(key, level)
-            self._link.start(key, nbytes, start_s)
-        else:
-            return False
-        return True
-
-    def land(self) -> None:
-        """Make the prefetch in flight resident."""
-        key = self._link.land()
-        self._caches[key // self._num_experts].land(key)
 
 
 def read_shares(reads: int) -> tuple[float, ...]:

@@ -183,7 +183,9 @@ class Worker:
         """Take the next transfer; None where there is none (after waiting: at the end)."""
         with self._changed:
             if wait:
-                self._changed.wait_for(self._has_work)
+                self._changed.wait_for(
+                    lambda: self._closing.is_set() or self._demanded or self._prefetches
+                )
             if self._closing.is_set():
                 return None
             for queue in (self._demanded, self._prefetches):
@@ -192,9 +194,6 @@ class Worker:
                     transfer.state = MOVING
                     return transfer
             return None
-
-    def _has_work(self) -> bool:
-        return self._closing.is_set() or bool(self._demanded or self._prefetches)
 
     def _finish(self, transfer: Transfer, begun_s: float, token: object) -> None:
         moved_s = self._mover.finish(token)
@@ -275,11 +274,9 @@ class WallLink(Link):
     def num_issued(self) -> int:
         return len(self._issued)
 
-    def is_pending(self, key: int) -> bool:
-        return key in self._issued or key in self._queued
-
     def without_pending(self, keys: Sequence[int]) -> list[int]:
-        return [key for key in keys if not self.is_pending(key)]
+        issued, queued = self._issued, self._queued
+        return [key for key in keys if key not in issued and key not in queued]
 
     def issued(self) -> set[int]:
         """Return the keys of prefetches that may move at any time."""

@@ -17,10 +17,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.host import HostCosts
 from lm_eval_moecache.engine.setting import Setting
-from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.slots import slots_of
 from lm_eval_moecache.model.checkpoint import Source, can_leave_out, leaving_out, sources_of
 from lm_eval_moecache.model.device import (
@@ -324,7 +323,7 @@ def check_wall(
 
 def assemble(
     model: Any, geometry: Geometry, setting: Setting, loader: ExpertLoader
-) -> tuple[Engine, SlotStore]:
+) -> tuple[WallEngine, SlotStore]:
     """Build slots, engine and store for a model whose experts a loader has taken."""
     experts, device = [layer.experts for layer in find_moe_layers(model)], model.device
     pools: DeviceMover
@@ -332,22 +331,20 @@ def assemble(
         pools = LadderPools(experts, loader.codecs, loader.tiers, device)
     else:
         pools = SlotPools(loader.parameters, geometry, setting.capacity, loader.tiers[0], device)
-    engine = Engine(geometry, setting, mover=pools)
+    engine = WallEngine(geometry, setting, pools)
     store = SlotStore(pools, geometry, str(implementation_of(model)), device.type)
     prepare_host(engine, store, experts[0], device)
     return engine, store
 
 
 def prepare_host(
-    engine: Engine, store: SlotStore, experts: nn.Module, device: torch.device
+    engine: WallEngine, store: SlotStore, experts: nn.Module, device: torch.device
 ) -> None:
     """Let a policy that executes on the host know this machine, by the first layer's experts."""
-    executor = engine.executor
-    assert isinstance(executor, WallExecutor)
-    if executor.host is not None:
-        store.note_host = executor.note_host
-        if executor.host.asks_for_costs:
-            executor.host.costs = measure_host(engine, store.pools, experts, device)
+    if engine.host is not None:
+        store.note_host = engine.note_host
+        if engine.host.asks_for_costs:
+            engine.host.costs = measure_host(engine, store.pools, experts, device)
 
 
 FEW, MANY = 1, 32
@@ -357,7 +354,7 @@ TRIALS = 5
 
 @torch.no_grad()
 def measure_host(
-    engine: Engine, pools: DeviceMover, module: nn.Module, device: torch.device
+    engine: WallEngine, pools: DeviceMover, module: nn.Module, device: torch.device
 ) -> HostCosts:
     """Measure one expert of the first layer on the host, on the device, and over the link."""
     up = getattr(module, up_name(module))

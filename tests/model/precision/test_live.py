@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.engine import VirtualEngine
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers
@@ -39,7 +39,7 @@ def wrap(model: Any, policy: str, capacity: str, **changes: Any) -> WrappedModel
     stored = [store_experts(layer.experts, codecs) for layer in layers]
     store = LadderStore(stored, codecs, implementation_of(model), "cpu")
     setting = make_setting(geometry, policy=policy, capacity=capacity, **changes)
-    return WrappedModel(model, layers, Engine(geometry, setting), store)
+    return WrappedModel(model, layers, VirtualEngine(geometry, setting), store)
 
 
 def wrap_by(clock: str, model: Any, policy: str, precision: str, capacity: str) -> WrappedModel:

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from docs.wall_table import LADDER, settings_that_run
-from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
@@ -236,7 +236,7 @@ class Races:
         changed: list[tuple[Any, str, Callable[..., Any]]] = [
             (owner, name, self._late(getattr(owner, name)))
             for owner, name in (
-                *((WallExecutor, name) for name in ("enter", "run", "_execute")),
+                *((WallEngine, name) for name in ("enter", "run", "_execute")),
                 *((SlotPools, "stored"), (LadderPools, "stored")),
             )
         ]

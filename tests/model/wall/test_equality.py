@@ -15,7 +15,7 @@ import torch
 
 from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.engine.replay import replay
-from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.harness.lm import MoECacheLM
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.wall import store
@@ -141,7 +141,7 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
     miss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by Ctrl-C: what it demanded is still on its way into slots that another would drop."""
-    model, wait = random_model("olmoe", **WIDE), WallExecutor._wait
+    model, wait = random_model("olmoe", **WIDE), WallEngine._wait
     changes = {"precision": LADDER, "miss": miss}
     wrapped = wrap_wall(model, "on_demand", "3", changes=changes, longest_s=0.01)
     for place in range(14):
@@ -152,10 +152,10 @@ def test_a_pass_that_is_interrupted_while_it_waits_does_no_harm_to_the_next(
                 raise KeyboardInterrupt
             wait(*args)
 
-        monkeypatch.setattr(WallExecutor, "_wait", interrupted)
+        monkeypatch.setattr(WallEngine, "_wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             logits_of(model)
-        monkeypatch.setattr(WallExecutor, "_wait", wait)
+        monkeypatch.setattr(WallEngine, "_wait", wait)
         assert all(logits.isfinite().all() for logits in logits_of(model))
     wrapped.unwrap()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lm_eval_moecache.engine.host import HostCosts
-from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.model.moe_layers import find_moe_layers
 from lm_eval_moecache.model.store import GroupedCall
 from lm_eval_moecache.model.wall.store import WorkOnPool
@@ -23,10 +23,10 @@ from tests.test_equality import logits_of
 RULES = ("always", "first", "balanced")
 
 
-def executor_of(wrapped: WrappedModel) -> WallExecutor:
-    executor = wrapped.engine.executor
-    assert isinstance(executor, WallExecutor)
-    return executor
+def engine_of(wrapped: WrappedModel) -> WallEngine:
+    engine = wrapped.engine
+    assert isinstance(engine, WallEngine)
+    return engine
 
 
 def costs(host_fixed_s: float, host_each_s: float, load_s: float) -> HostCosts:
@@ -47,7 +47,7 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
         policy = ("on_demand", "specmd")[seed % 2]
         late = {"changes": changes, "seed": seed, "longest_s": 0.0002}
         wrapped = wrap_wall(model, policy, "40%", **late)
-        host = executor_of(wrapped).host
+        host = engine_of(wrapped).host
         assert host is not None
         if host.costs is not None:
             # A host about as fast as the link, so that both get their share.
@@ -71,7 +71,7 @@ def test_outputs_are_the_unwrapped_models_twenty_times_over(family: str) -> None
 def test_each_rule_divides_by_the_measured_times() -> None:
     """By hand: loading takes 10, the host 4 and 1 a token; tokens 1, 2, 9 and 3."""
     wrapped = wrap_wall(random_model("olmoe"), "on_demand", "40%", changes={"miss": "host"})
-    host = executor_of(wrapped).host
+    host = engine_of(wrapped).host
     assert host is not None and host.costs is not None
     measured = host.costs
     assert measured.load_s > 0 and measured.host_fixed_s + measured.host_each_s > 0

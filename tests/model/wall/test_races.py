@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lm_eval_moecache.engine.wall.executor import WallExecutor
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import WallLink
 from lm_eval_moecache.model.wall.pools import DeviceMover
 from lm_eval_moecache.model.wall.store import SlotStore
@@ -55,20 +55,20 @@ def test_each_family_has_a_part_and_all_that_meets_is_in_one() -> None:
 
 
 def _executed_before_it_has_arrived(patch: pytest.MonkeyPatch) -> None:
-    def at_once(self: WallExecutor, pending: Any) -> Iterator[Any]:
-        cache, link = self._placed[pending.event.layer], self.link
+    def at_once(self: WallEngine, pending: Any) -> Iterator[Any]:
+        cache, link = self.caches[pending.event.layer], self.link
         held = [key for key in pending.remaining if key in cache.slots]
         pending.remaining = [key for key in pending.remaining if key not in cache.slots]
         yield self._execute(pending, cache, held), False
         while flying := {key for key in held if link.is_flying(key)}:
             self._wait(flying)
 
-    patch.setattr(WallExecutor, "_wave", at_once)
+    patch.setattr(WallEngine, "_wave", at_once)
 
 
 def _slots_given_away_while_their_event_needs_them(patch: pytest.MonkeyPatch) -> None:
-    demand = WallExecutor._demand
-    patch.setattr(WallExecutor, "_demand", lambda self, pending, pinned: demand(self, pending, {0}))
+    demand = WallEngine._demand
+    patch.setattr(WallEngine, "_demand", lambda self, pending, pinned: demand(self, pending, {0}))
 
 
 def _arrived_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lm_eval_moecache.engine.wall.engine import WallEngine
 from lm_eval_moecache.engine.wall.link import Transfer, TransferError, WallLink, Worker
 from lm_eval_moecache.model import device
 from lm_eval_moecache.model.wall import pools, store
@@ -80,8 +81,10 @@ def test_a_cache_that_is_filled_anew_waits_for_what_a_pass_left_behind() -> None
         expected = plain_logits(NAME, TOKENS)
         wrapped = wrap(random_model("olmoe", **SIZES), NAME, "on_demand", "25%")
         found = logits(wrapped.model, tokens=TOKENS)
-        wrapped.engine.executor.settle()
-        wrapped.engine.executor.fill()
+        engine = wrapped.engine
+        assert isinstance(engine, WallEngine)
+        engine.settle()
+        engine.fill()
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         wrapped.unwrap()
 

@@ -1,4 +1,4 @@
-"""Carries plans out on a link that really moves, and has experts run as they come.
+"""The engine on a link that really moves, which has experts run as they come.
 
 `run` decides and starts the transfers where the router has spoken; the `waves` execute, where the
 model calls the experts. All decisions are the calling thread's: only bytes move elsewhere.
@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from lm_eval_moecache.engine.decide import Plan, Rules
-from lm_eval_moecache.engine.draft_stage import WallDraftStage
-from lm_eval_moecache.engine.executor import Executor
+from lm_eval_moecache.engine.decide import Plan
+from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.host import HOST, HostShare
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.engine.wall.link import (
@@ -30,10 +29,12 @@ from lm_eval_moecache.engine.wall.slots import PlacedCache, make_caches
 from lm_eval_moecache.records.event import PREFILL, Event, Fetch, num_assignments
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.ledger import PassRecord
+from lm_eval_moecache.records.selection import Selection
 
 # A prefill executes what has arrived once it is a quarter of the event: more, smaller parts hide
 # little more of the compute and cost kernels.
 PARTS = 4
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -51,33 +52,31 @@ class _Pending:
     """Keys that the host executes."""
 
 
-class WallExecutor(Executor):
-    """Serves an event in two parts: `run` begins it, the `waves` end it."""
+class WallEngine(Engine):
+    """Serves an event in two parts: `run` begins it, the `waves` end it.
+
+    The clock is the machine's, and the mover's bytes really move.
+    """
 
     clock: WallClock
     link: WallLink
+    caches: Sequence[PlacedCache]
 
-    def __init__(self, geometry: Geometry, setting: Setting, rules: Rules, mover: Mover) -> None:
+    def __init__(self, geometry: Geometry, setting: Setting, mover: Mover) -> None:
         # Where experts are stored encoded, also at one level, the mover makes slots for them.
         encoded = bool(geometry.compute_bytes)
         pools = make_caches(geometry, setting, encoded)
         link = WallLink(mover, setting.throttle_bytes_per_s, encoded)
-        super().__init__(geometry, rules, pools, link)
-        self.clock = WallClock(mover.synchronize)
-        self._geometry = geometry
-        self._placed = pools if len(pools) > 1 else pools * geometry.num_layers
-        self.slots = [cache.slots for cache in self._placed]
-        self.traffic = Traffic(self._placed, link, self.prefetches, geometry.num_experts)
-        if setting.draft is not None:
-            prefetch = rules.prefetch.draft_stage
-            self.draft_stage = WallDraftStage(
-                setting.draft, link, self.clock, self.traffic, self.prefetches, prefetch
-            )
-        rule = rules.miss.host_rule
-        self.host = HostShare(rule, geometry, link) if rule else None
-        self._cached_first = rules.miss.cached_first
         self._pending: _Pending | None = None
         self._script: ScanScript | None = None
+        super().__init__(geometry, setting, pools, link, WallClock(mover.synchronize))
+        self.traffic = Traffic(self.caches, link, self.prefetches, geometry.num_experts)
+        rule = self.rules.miss.host_rule
+        self.host = HostShare(rule, self.geometry, link) if rule else None
+
+    def _warm(self) -> None:
+        super()._warm()
+        self.fill()
 
     def enter(self, layer: int, num_tokens: int) -> None:
         """Do nothing: the end of the layer before has issued what may begin until `run`."""
@@ -87,7 +86,7 @@ class WallExecutor(Executor):
         link.launched()
         if prefetches and link.active:
             traffic.settle(link.arrivals())
-        cache = self._placed[event.layer]
+        cache = self.caches[event.layer]
         plan = self._look_up(event, cache)
         if self._script is not None:
             self._script.add(plan, cache, self.record)
@@ -114,11 +113,11 @@ class WallExecutor(Executor):
         if (pending := self._pending) is None:
             return
         event = pending.event
-        eviction = self._placed[event.layer].eviction
+        eviction = self.caches[event.layer].eviction
         if pending.on_host:
             if pending.levels is not None:
                 pending.levels.update(dict.fromkeys(pending.on_host, 0))
-            assignments = num_assignments(event, pending.on_host, self._geometry.num_experts)
+            assignments = num_assignments(event, pending.on_host, self.geometry.num_experts)
             self.record.host_executed += assignments
             yield dict.fromkeys(pending.on_host, HOST), False
         while True:
@@ -142,7 +141,7 @@ class WallExecutor(Executor):
             eviction.on_levels(event, pending.levels)
         self._pending = None  # Until here `recover` waits for what was demanded.
 
-    def recover(self) -> None:
+    def _recover(self) -> None:
         if self._script is not None:
             self._script.catch_up()
             self._script = None
@@ -152,31 +151,49 @@ class WallExecutor(Executor):
             while demanded := self.link.demanded():
                 self.traffic.settle(self.link.wait_for(demanded))
 
-    def begin_scan(self) -> None:
+    def scan(self, event: Event) -> Selection | None:
         self._script = ScanScript(self.link)
+        return super().scan(event)
 
-    def end_scan(self, records: Sequence[PassRecord]) -> None:
+    def end_scan(self) -> None:
         # What the text took beside its tokens' own experts is shared among these.
         self.clock.synchronize()
+        records = self._scanned
         spent_s = sum(record.duration_s for record in records)
         rest_s = self.clock.now - records[0].start_s - spent_s
         for record in records:
             record.end_s += rest_s / len(records)
+        super().end_scan()
 
     def fill(self) -> None:
-        for cache in self.pools:
-            assert isinstance(cache, PlacedCache)
+        """Bring what the caches say is resident there, uncounted: they have been warmed."""
+        for cache in dict.fromkeys(self.caches):
             bring(cache, self.link, list(cache.slots.items()))
 
     def time_load(self, count: int) -> float:
-        return time_load(self._placed[0], self.link, count)
+        seconds = time_load(self.caches[0], self.link, count)
+        self._before = self._totals()
+        return seconds
+
+    def _advance(self, seconds: float) -> None:
+        if self.link.active:
+            self.link.launched()
+            self.traffic.drain(_NOTHING, 0)
+
+    def _await_prefetches(self) -> float:
+        start_s = self.clock.now
+        # What finds no room is left to its event, which demands it.
+        while issued := self.link.issued():
+            self.traffic.settle(self.link.wait_for(issued))
+            self._advance(0.0)
+        return self.clock.now - start_s
 
     def settle(self) -> None:
-        self.recover()
+        self._recover()
         link = self.link
         link.clear()
         self.prefetches.forget()
-        for cache in dict.fromkeys(self._placed):
+        for cache in dict.fromkeys(self.caches):
             while (key := link.withdraw_last(cache.arriving, ())) is not None:
                 cache.withdraw(key)
             while cache.arriving:
@@ -189,10 +206,10 @@ class WallExecutor(Executor):
         """Give an event's demands to the link, as far as they fit."""
         event, link = pending.event, self.link
         wanted = set(event.keys)
-        cache = self._placed[event.layer]
+        cache = self.caches[event.layer]
         if self.rules.prefetches and link.active:
             pending.demands = [f for f in pending.demands if not self._is_coming(cache, f)]
-            due = event.pass_index * self._geometry.num_layers + event.layer
+            due = event.pass_index * self.geometry.num_layers + event.layer
             self.traffic.cancel(due, wanted)
             cache.unused_prefetches -= wanted
         if self.host is not None and pending.demands:
@@ -228,7 +245,7 @@ class WallExecutor(Executor):
         return cache.resident.get(key, fetch.level + 1) <= fetch.level
 
     def _demand(self, pending: _Pending, pinned: Set[int]) -> None:
-        cache, layer = self._placed[pending.event.layer], pending.event.layer
+        cache, layer = self.caches[pending.event.layer], pending.event.layer
         for done, (key, level) in enumerate(pending.demands):
             nbytes = cache.size_of(key, level)
             while not cache.make_room(nbytes, pinned, layer, key):
@@ -258,13 +275,13 @@ class WallExecutor(Executor):
         of a prefill hides part of its transfers, and so does that of the resident experts where
         the policy executes them first.
         """
-        event, cache, link = pending.event, self._placed[pending.event.layer], self.link
+        event, cache, link = pending.event, self.caches[pending.event.layer], self.link
         held = [k for k in pending.remaining if k in cache.slots]
         pending.remaining = [k for k in pending.remaining if k not in cache.slots]
         flying = {k for k in held if link.is_flying(k)}
         here = [k for k in held if k not in flying]
         enough = -(-len(event.keys) // PARTS) if event.phase == PREFILL else len(held) + 1
-        at_once = self._cached_first
+        at_once = self.rules.miss.cached_first
         while flying:
             if here and (at_once or len(here) >= enough):
                 yield self._execute(pending, cache, here), False
@@ -286,7 +303,7 @@ class WallExecutor(Executor):
             pending.levels.update({key: cache.resident[key] for key in keys})
             lower = [key for key in keys if cache.resident[key]]
             if lower:
-                num_experts = self._geometry.num_experts
+                num_experts = self.geometry.num_experts
                 self.record.low_precision += num_assignments(pending.event, lower, num_experts)
         return {key: cache.slots[key] for key in keys}
 
@@ -297,15 +314,6 @@ class WallExecutor(Executor):
         waited_s = time.perf_counter() - start_s
         self.record.stall_s += waited_s
         self.traffic.stood_still(waited_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What moves before a part of one token's experts, and where these lie then."""
-
-    transfers: Sequence[Transfer]
-    slots: Mapping[int, int]
-    record: PassRecord
 
 
 class ScanScript:
@@ -319,62 +327,57 @@ class ScanScript:
 
     def __init__(self, link: WallLink) -> None:
         self._link = link
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[tuple[list[Transfer], dict[int, int], PassRecord]] = deque()
+        """What moves before a part of one token's experts, and where these lie then."""
 
     def add(self, plan: Plan, cache: PlacedCache, record: PassRecord) -> None:
         """Decide one token's event to its end, waves included; what it moves is counted now."""
-        event, demands = plan.event, list(plan.demands)
-        remaining: Sequence[int] = event.keys
-        while True:
-            transfers, demands = self._take_in(cache, event.layer, demands, set(remaining))
-            here = {key: cache.slots[key] for key in remaining if key in cache.slots}
-            remaining = [key for key in remaining if key not in cache.slots]
-            self._steps.append(_Step(transfers, here, record))
-            if not demands:
-                break
-            assert transfers or here, "no room for one expert after its wave"
+        event, demands = plan.event, deque(plan.demands)
+        remaining = set(event.keys)
+        while remaining:
+            transfers: list[Transfer] = []
+            while demands:
+                key, level = demands[0]
+                if not cache.make_room(cache.size_of(key, level), remaining, event.layer, key):
+                    break
+                cache.insert(key, level)
+                transfers.append(transfer_of(cache, key, level))
+                self._link.count(transfers[-1])
+                demands.popleft()
+            here = {k: cache.slots[k] for k in event.keys if k in remaining and k in cache.slots}
+            assert here, "no room for one expert after its wave"
+            remaining -= here.keys()
+            self._steps.append((transfers, here, record))
         cache.eviction.on_event(event)
 
     def play(self, clock: WallClock) -> Iterator[tuple[Mapping[int, int], bool]]:
         """Carry everything out; yield what is there for the first time, as it comes."""
         link, done = self._link, set[int]()
         while self._steps:
-            step = self._steps[0]
+            transfers, slots, record = self._steps[0]
             start_s, busy_s = clock.now, link.busy_s
-            self._move(step)
-            fresh = {key: slot for key, slot in step.slots.items() if key not in done}
+            self._move(transfers, record)
+            fresh = {key: slot for key, slot in slots.items() if key not in done}
             done.update(fresh)
             self._steps.popleft()
             if fresh:
                 yield fresh, False
-            step.record.link_busy_s += link.busy_s - busy_s
-            step.record.end_s += clock.now - start_s
+            record.link_busy_s += link.busy_s - busy_s
+            record.end_s += clock.now - start_s
 
     def catch_up(self) -> None:
         """Move what is left of a text that broke off: the cache says already that it is there."""
         while self._steps:
-            self._move(self._steps.popleft())
+            transfers, _, record = self._steps.popleft()
+            self._move(transfers, record)
 
-    def _move(self, step: _Step) -> None:
+    def _move(self, transfers: Sequence[Transfer], record: PassRecord) -> None:
         link = self._link
-        if not step.transfers:
+        if not transfers:
             return
         link.launched()
-        for transfer in step.transfers:
+        for transfer in transfers:
             link.move(transfer)
         begun_s = time.perf_counter()
-        link.wait_for({transfer.key for transfer in step.transfers}, len(step.transfers))
-        step.record.stall_s += time.perf_counter() - begun_s
-
-    def _take_in(
-        self, cache: PlacedCache, layer: int, demands: list[Fetch], pinned: set[int]
-    ) -> tuple[list[Transfer], list[Fetch]]:
-        """Give demands their slots as far as they fit; return their transfers, and the rest."""
-        transfers: list[Transfer] = []
-        for done, (key, level) in enumerate(demands):
-            if not cache.make_room(cache.size_of(key, level), pinned, layer, key):
-                return transfers, demands[done:]
-            cache.insert(key, level)
-            transfers.append(transfer_of(cache, key, level))
-            self._link.count(transfers[-1])
-        return transfers, []
+        link.wait_for({transfer.key for transfer in transfers}, len(transfers))
+        record.stall_s += time.perf_counter() - begun_s
