@@ -160,6 +160,11 @@ class DiskTier(Tier):
             weakref.finalize(self, os.close, descriptor)
 
     def fill(self, layer: int, expert: int, target: Row) -> None:
+        if hasattr(os, "posix_fadvise"):
+            # All of it at once: the disk works on the next piece while one is copied.
+            for experts in self._parameters[layer].values():
+                for file, offset, size in experts[expert]:
+                    os.posix_fadvise(self._files[file], offset, size, os.POSIX_FADV_WILLNEED)
         for name, tensor in target.items():
             if self._beside is not None and name in self._beside[layer]:
                 tensor.copy_(self._beside[layer][name][expert])
