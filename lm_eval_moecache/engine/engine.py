@@ -96,8 +96,6 @@ class Engine(ABC):
             [*pools] if len(pools) > 1 else [*pools] * geometry.num_layers
         )
         """Layer -> its pool: one object for all, or one each."""
-        if len(pools) == 1:
-            self.caches = [*pools] * geometry.num_layers
         self.ledger = Ledger()
         self.rules = rules = Rules(geometry, setting.policy, setting.seed)
         compile_midway(self.is_virtual)
