@@ -108,11 +108,21 @@ def build(
     experts, weights = _rows(layers), None
     if experts is None or not np.issubdtype(experts.dtype, np.integer) or not experts.shape[1]:
         raise _uneven(name, passes)
-    low, high = int(experts.min(initial=0)), int(experts.max(initial=0))
-    if low < 0 or high > MOST_EXPERT:
-        raise ValueError(
-            f"trace {name}: has ids from {low} to {high}, must be in 0..{MOST_EXPERT}."
-        )
+    sizes = np.asarray([len(layer) for layer in layers])
+    event = np.repeat(np.arange(len(layers)), sizes)
+    of_pass, of_layer = event // num_layers, event % num_layers
+    # Layers that serve fewer tokens serve the last ones.
+    ends = np.asarray([p.first_token + len(p.experts[0]) for p in passes])[of_pass]
+    token = ends - (np.repeat(np.cumsum(sizes), sizes) - np.arange(len(event)))
+
+    def where(row: int) -> str:
+        return f"pass {of_pass[row]}, layer {of_layer[row]}, token {token[row]}"
+
+    outside = ((experts < 0) | (experts > MOST_EXPERT)).any(axis=1)
+    if outside.any():
+        row = int(outside.argmax())
+        problem = f"is {experts[row].tolist()}, must hold ids in 0..{MOST_EXPERT}"
+        raise misfit(name, where(row), "experts", problem)
     top_k = experts.shape[1]
     if all(each.weights is not None for each in passes):
         weights = _rows([layer for each in passes for layer in each.weights or ()], np.float32)
@@ -121,34 +131,26 @@ def build(
         order = np.argsort(-weights, axis=-1, kind="stable")
         experts = np.take_along_axis(experts, order, axis=-1)
         weights = np.take_along_axis(weights, order, axis=-1)
-    sizes = np.asarray([len(layer) for layer in layers])
-    event = np.repeat(np.arange(len(layers)), sizes)
-    of_pass = event // num_layers
-    # Layers that serve fewer tokens serve the last ones.
-    ends = np.asarray([p.first_token + len(p.experts[0]) for p in passes])[of_pass]
-    places_from_end = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(event))
     columns = Columns(
         request=np.asarray([p.request for p in passes])[of_pass].astype(np.int32),
         pass_index=of_pass.astype(np.int32),
         phase=np.asarray([PHASES.index(p.phase) for p in passes])[of_pass].astype(np.int32),
-        token=(ends - places_from_end).astype(np.int32),
-        layer=(event % num_layers).astype(np.int32),
+        token=token.astype(np.int32),
+        layer=of_layer.astype(np.int32),
         experts=experts.astype(np.int32),
         weights=weights,
     )
     geometry = Geometry(
         model=model,
         num_layers=num_layers,
-        num_experts=max(high + 1, top_k) if num_experts is None else num_experts,
+        num_experts=max(int(experts.max(initial=0)) + 1, top_k)
+        if num_experts is None
+        else num_experts,
         top_k=top_k,
         expert_bytes=((options.expert_bytes or 1,),) * num_layers,
         dense_bytes=(0,) * num_layers,
         precision=("unknown",),
     )
-
-    def where(row: int) -> str:
-        place = columns.pass_index[row], columns.layer[row], columns.token[row]
-        return "pass {}, layer {}, token {}".format(*place)
 
     has_sizes = options.expert_bytes is not None
     return build_trace(name, geometry, columns, where=where, has_sizes=has_sizes)
