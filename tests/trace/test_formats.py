@@ -117,7 +117,11 @@ def response(broken: bytes = b"", **changes: Any) -> str:
         ("x.json", '{"routed_experts": "!!"}', "is no base64 of an .npy"),
         ("x.json", response(broken=b"}"), "is no base64 of an .npy: .*EOF in multi-line"),
         ("x.json", '{"hello": 1}', "as none of the formats does"),
-        ("x.jsonl", '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}', "pass 0, layer 0, token 0: experts is "),
+        (
+            "x.jsonl",
+            '{"layer_idx": 0, "token_idx": 0, "selected_ids": [-1, 2]}',
+            "token 0: experts is ",
+        ),
         ("x.txt", "0 0 0 1:0.5\n0 2 0 1:0.5\n", "line 2: row is 2, not 1"),
         ("x.txt", "0 0 0 1:0.5\n0 1 0 1:0.0.5\n", "line 2 is not `call row layer id:gate"),
         (
