@@ -158,6 +158,7 @@ class StreamFuture(Future):
             when = [i for i, keys in enumerate(self._needs) if key in keys]
             self.times.extend([*when, self.num_events])
             self.start.append(len(self.times))
+        self.ranks = self.times
 
     def keys_of(self, event: int) -> list[int]:
         return list(self._needs[event]) if event < self.num_events else []
