@@ -224,6 +224,9 @@ def changed_output(
     the valid tokens, in any order.
     """
     logits_TE, weights_TK, experts_TK = choice
+    if valid is None and _is_plain(selection):
+        # What every decode step of a changed routing asks: half the time of the general way.
+        return _of_one_token(output, choice, selection.experts, rule, own)
     weigh_as = selection.experts if selection.weigh_as is None else selection.weigh_as
     changed: BoolArray = (np.sort(selection.experts) != np.sort(own)).any(-1)
     if selection.keep is not None:
@@ -261,3 +264,27 @@ def changed_output(
         experts, weights = experts_TK.clone(), weights_TK.clone()
         experts[rows], weights[rows] = chosen, kept
     return (output[0], weights, experts, *output[3:])
+
+
+def _of_one_token(
+    output: Any, choice: Choice, experts: IntArray, rule: WeightingRule, own: IntArray
+) -> Any:
+    """Return the output with these experts [1, K] in place of the router's `own`."""
+    if sorted(experts.tolist()[0]) == sorted(own.tolist()[0]):
+        return output
+    logits_TE, weights_TK, experts_TK = choice
+    chosen = copy_to_device(experts, experts_TK.device)
+    weights = rule(logits_TE.reshape(1, -1), chosen, weights_TK.dtype)
+    chosen = chosen.to(experts_TK.dtype).reshape(experts_TK.shape)
+    return (output[0], weights.reshape(weights_TK.shape), chosen, *output[3:])
+
+
+def _is_plain(selection: Selection) -> bool:
+    """Whether it is one token's, and says nothing but which experts."""
+    return (
+        len(selection.experts) == 1
+        and selection.keep is None
+        and selection.weigh_as is None
+        and selection.weights is None
+        and not selection.renormalize
+    )

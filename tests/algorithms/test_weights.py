@@ -12,6 +12,7 @@ import torch
 
 from lm_eval_moecache.engine.engine import Setting, VirtualEngine
 from lm_eval_moecache.model.moe_layers import describe, find_moe_layers, router_digest
+from lm_eval_moecache.model.weighting import changed_output, find_rule
 from lm_eval_moecache.model.wrap import WrappedModel
 from lm_eval_moecache.records.artifact import PREDICTOR, write_artifact
 from lm_eval_moecache.records.event import Event
@@ -136,3 +137,28 @@ def test_dropped_weight_is_lost_or_shared_and_a_substitute_may_take_the_missing_
     taken = changed_by(routed, swapped, weigh_as=chosen)
     assert taken[2].tolist() == swapped.tolist()
     torch.testing.assert_close(taken[1].float(), weights, rtol=0.02, atol=0.001)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_tokens_changed_output_is_that_of_many(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(family)
+    layer = find_moe_layers(model)[-1]
+    hidden = torch.randn(1, layer.gate.hidden_size, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        output = layer.router(hidden.to(layer.gate.dtype))
+    choice, rule = layer.gate.read(output), find_rule(layer.gate)
+    assert rule is not None
+    own = choice.experts.numpy()
+    others = [e for e in range(layer.gate.num_experts) if e not in own.tolist()[0]]
+    replaced = own.astype(np.int64)
+    replaced[0, 1] = others[0]
+    for experts in (replaced, own[:, ::-1].astype(np.int64)):
+        selection = Selection(experts)
+        quick = changed_output(output, choice, selection, rule, None, own)
+        with monkeypatch.context() as patch:
+            patch.setattr("lm_eval_moecache.model.weighting._is_plain", lambda _: False)
+            slow = changed_output(output, choice, selection, rule, None, own)
+        assert all(torch.equal(a, b) for a, b in zip(quick[:3], slow[:3], strict=True))
+        assert [t.dtype for t in quick[:3]] == [t.dtype for t in slow[:3]]
