@@ -27,8 +27,8 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*
 _SLOTS = re.compile(r"\[([0-9, ]*)\]/layer|([0-9]+)/layer")
 _SIZES = "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
 CAPACITY_FORMS = (
-    "a share ('5%'), a size ('2GiB'), a number of experts ('51'), '30/layer', or one number for "
-    "each layer, as '[12,10,8]/layer' or the file of `moecache profile layer_sizes`"
+    "a share ('5%'), a size ('2GiB'), a number of experts ('51'), '30/layer', or whole numbers, "
+    "one for each layer, as '[12,10,8]/layer' or the file of `moecache profile layer_sizes`"
 )
 
 
