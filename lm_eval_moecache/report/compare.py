@@ -1,9 +1,9 @@
-"""Joins two sets of runs by configuration and judges every figure: the regression gate.
+"""The regression gate: joins two sets of runs by configuration and judges every figure.
 
-The chance of an alarm without a real change is at most `alpha` for the whole comparison: each
-score is tested over its samples, and the tests are corrected for their number (Holm, over the
-tests that could tell anything: Tarone). Runs whose identities differ (batch size, prompts, device
-...) are refused: what they differ in would pass for the change under test.
+The chance of a false alarm is at most `alpha` for the whole comparison: each score is tested over
+its samples, and the tests are corrected for multiplicity (Holm, over the tests that can reach
+significance: Tarone). Runs whose identities differ (batch size, prompts, device ...) are refused:
+that difference would pass for the change under test.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ MISSING, NEW = "missing", "new"
 REGRESSIONS = (WORSE, CHANGED, MISSING)
 EXACTLY = "exactly"
 Samples = Mapping[str, Any]
-# Guards comparisons of floats that are equal but for the order of a sum.
+# Absorbs rounding where floats differ only by the order of a sum.
 _EPSILON = 1e-9
 SPEED_METRICS = ("ttft_ms", "tpot_ms", "tok_per_s", "miss_rate")
-# Over a hundred reruns on other CPUs nobody should see more than a false alarm or two.
+# A hundred reruns on other CPUs should give no more than a false alarm or two.
 DEFAULT_ALPHA = 0.01
-# Half a point of accuracy, or half a percent of a perplexity.
+# Half a point of accuracy, or half a percent of perplexity.
 DEFAULT_FLOOR = 0.005
-# On one machine the virtual clock repeats itself to the last digit. Another CPU rounds
-# differently, and a near tie of a router falls the other way; a wall clock measures.
+# On one machine the virtual clock repeats to the last digit. Another CPU rounds differently, so a
+# router's near tie may fall the other way; a wall clock measures.
 TOLERANCE = {"virtual": 0.02, "wall": 0.1}
-# What of a record's `environment` decides how a sum is rounded. Cores do not: threads do.
+# The keys of a record's `environment` that decide how sums round: threads do, cores do not.
 _MACHINE = ("cpu", "cpu_model", "instructions", "threads", "gpu", "rounding")
 _LIBRARIES = ("torch", "transformers", "numpy")
 ALL_TASKS, WHOLE_RUN = "(all)", "(whole run)"
-# A perplexity in its other forms: one of them is enough to judge.
+# Perplexity in other forms: judging one of them is enough.
 _SAME_AS_PERPLEXITY = ("byte_perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """How much worse a figure may get. `tolerances` hold a metric's own, relative to baseline.
+    """How much worse a figure may get. `tolerances` override `tolerance` by metric.
 
-    `floor` and `tolerance` None: 0 for two runs of one machine under the virtual clock, else
-    `DEFAULT_FLOOR` and `TOLERANCE`. `same_machine` None: as the records say.
+    Tolerances are relative to the baseline. `floor` and `tolerance` None: 0 for two runs on one
+    machine under the virtual clock, else `DEFAULT_FLOOR` and `TOLERANCE`. `same_machine` None:
+    read from the records.
     """
 
     alpha: float = DEFAULT_ALPHA
@@ -72,30 +73,30 @@ class Rules:
                 raise unknown("metric", name, METRICS)
 
     def is_exact(self, old: Run, new: Run) -> bool:
-        """Whether a rerun has to repeat the figures to the digit."""
+        """Whether `new` must repeat the figures of `old` to the digit."""
         if any(run.moecache["clock"] != "virtual" for run in (old, new)):
             return False
         return same_machine(old, new) if self.same_machine is None else self.same_machine
 
 
 def same_machine(one: Run, other: Run) -> bool:
-    """Whether both records name their CPU, instruction set, threads and libraries, and agree."""
-    prints = []
+    """Whether both records name CPU, instruction set, threads and libraries, and agree on them."""
+    fingerprints = []
     for run in (one, other):
         machine, versions = (run.environment.get(key, {}) for key in ("machine", "versions"))
         libraries = [versions.get(name) for name in _LIBRARIES]
-        # Records from before the CPU was written down, and lm-eval's own files, cannot be told.
+        # Old records and lm-eval's own files do not name the CPU: assume another machine.
         if not machine.get("cpu_model") or not all(libraries):
             return False
-        prints.append([*map(machine.get, _MACHINE), *libraries])
-    return prints[0] == prints[1]
+        fingerprints.append([*map(machine.get, _MACHINE), *libraries])
+    return fingerprints[0] == fingerprints[1]
 
 
 class Test(NamedTuple):
-    """A test of one figure: its p-value, and what was tested.
+    """A test of one figure: its p-value, and `by`, the test and its samples in words.
 
     `least_p` is the smallest p that this many changed samples can give, `least_possible` the
-    smallest if every sample had changed for the worse.
+    smallest p if every sample had changed for the worse.
     """
 
     p: float
@@ -108,10 +109,10 @@ class Test(NamedTuple):
 class Row:
     """One figure of both sides, judged; a missing run has no task, a missing task no metric.
 
-    `allowed` is how much worse it may get without being tested. `corrected` is the test's p-value
-    after the correction over the whole comparison; 1 where too few samples changed to tell a loss
-    from chance. `higher_is_better` None: no end is the better one, and any change beyond `allowed`
-    counts.
+    `allowed` is how much worse the figure may get whatever the test finds. `corrected` is the
+    test's p-value after the correction over the whole comparison; 1 where too few samples changed
+    to tell a loss from chance. `higher_is_better` None: neither direction is better, and any change
+    beyond `allowed` counts.
     """
 
     run: str
@@ -128,17 +129,18 @@ class Row:
 
     @property
     def change(self) -> float | None:
-        """New less baseline."""
+        """New minus baseline; None where either is missing."""
         if self.baseline is None or self.new is None:
             return None
         return self.new - self.baseline
 
     @property
     def is_regression(self) -> bool:
+        """Whether this row alone fails the comparison."""
         return self.verdict in REGRESSIONS
 
     def judged(self, corrected: float | None, alpha: float) -> Row:
-        """Return the row with its verdict; without a test `allowed` alone decides."""
+        """Return the row with its verdict; where there is no test, `allowed` alone decides."""
         assert self.baseline is not None and self.new is not None, "a figure that a side lacks"
         slack = _EPSILON * max(abs(self.baseline), abs(self.new))
         loss = self.baseline - self.new if self.higher_is_better else self.new - self.baseline
@@ -155,11 +157,12 @@ class Row:
 
 
 def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Samples) -> Test | None:
-    """Test whether a score fell: McNemar's exact test on right and wrong, sign flips on others.
+    """Test whether a score fell: McNemar's exact test for right or wrong, else sign flips.
 
-    On the same documents where both sides have them; pairs (log-likelihood, words) are judged by
-    the log-likelihood, of which more is better. Else by the standard errors; None where lm-eval
-    gives none. ValueError where a document's words differ: it is another one.
+    Paired by document where both sides kept the same documents; pairs (log-likelihood, words) are
+    judged by the log-likelihood (higher is better). Otherwise a z-test on the standard errors; None
+    where lm-eval reports none. Raises ValueError where a document's word counts differ: it is then
+    a different document.
     """
     sign = 1 if baseline.higher_is_better else -1
     if len(old_samples) < 2 or old_samples.keys() != samples.keys():
@@ -191,27 +194,28 @@ def score_test(baseline: Score, new: Score, old_samples: Samples, samples: Sampl
 
 
 def mcnemar(won: int, lost: int, documents: int) -> Test:
-    """Test right-or-wrong answers to the same documents."""
+    """Test right-or-wrong answers to the same documents (McNemar, exact, one-sided)."""
     by = f"McNemar: {lost} lost, {won} won of {documents} documents"
     return Test(sign_test(won, lost), by, 0.5 ** (won + lost), 0.5**documents)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Every judged figure, and what the verdict means."""
+    """Every judged figure, and what the verdict rests on."""
 
     rows: tuple[Row, ...]
     alpha: float
     differing: Mapping[str, tuple[str, str]]
-    """Arguments of two single runs that were compared nonetheless: name -> (baseline, new)."""
+    """Arguments in which two single runs differ, compared nonetheless: name -> (baseline, new)."""
     exact_runs: int
-    """Runs that were made on the baseline's machine, and had to repeat it to the digit."""
+    """Runs made on the baseline's machine, which had to repeat it to the digit."""
     tests: int
     weak_tests: tuple[str, ...]
-    """Tests on too few samples: not even the loss of all would fail."""
+    """Tests with too few samples: not even losing all of them would fail."""
 
     @property
     def is_regression(self) -> bool:
+        """Whether any row fails the comparison."""
         return any(row.is_regression for row in self.rows)
 
 
@@ -221,18 +225,18 @@ Units = dict[str, dict[str, Run]]
 def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Comparison:
     """Judge every figure of BASELINE. Raises ValueError where the two have no run in common.
 
-    Two sides of one run each are compared whatever their policies; nor may their identities differ.
+    Two sides of one run each are compared whatever their policies, but their identities must agree.
     """
     old_units, new_units = _units(baseline, rules, "BASELINE"), _units(new, rules, "NEW")
     new_units, differing = _joined(old_units, new_units)
     rows: list[Row] = []
     exact_runs = 0
     for key, tasks in old_units.items():
-        found = new_units.get(key)
-        if found is None:
+        new_tasks = new_units.get(key)
+        if new_tasks is None:
             rows.append(Row(run=key, verdict=MISSING))
             continue
-        shared = {task: (run, found[task]) for task, run in tasks.items() if task in found}
+        shared = {task: (run, new_tasks[task]) for task, run in tasks.items() if task in new_tasks}
         for task, pair in shared.items():
             _check_identity(*pair, task, rules)
         exact_runs += bool(shared) and all(rules.is_exact(*pair) for pair in shared.values())
@@ -243,40 +247,42 @@ def compare(baseline: Sequence[Run], new: Sequence[Run], rules: Rules) -> Compar
             else:
                 rows.append(Row(run=key, task=task, verdict=MISSING))
         rows += _all_tasks(key, shared, rules)
-        rows += [Row(run=key, task=task, verdict=NEW) for task in found if task not in tasks]
+        rows += [Row(run=key, task=task, verdict=NEW) for task in new_tasks if task not in tasks]
     rows += [Row(run=key, verdict=NEW) for key in new_units if key not in old_units]
 
-    # The tests are corrected for their number, but for those that could tell nothing.
+    # Correct for the number of tests, leaving out those that cannot reach significance.
     tests = [row.test for row in rows if row.test is not None]
-    able = tarone([test.least_p for test in tests], rules.alpha)
-    adjusted = iter(holm([test.p for test, one in zip(tests, able, strict=True) if one]))
-    corrected = iter([next(adjusted) if one else 1.0 for one in able])
-    judged = []
+    testable = tarone([test.least_p for test in tests], rules.alpha)
+    adjusted = iter(
+        holm([test.p for test, is_testable in zip(tests, testable, strict=True) if is_testable])
+    )
+    corrected = iter([next(adjusted) if is_testable else 1.0 for is_testable in testable])
+    judged_rows = []
     for row in rows:
         p = None if row.test is None else next(corrected)
-        judged.append(row if row.verdict else row.judged(p, rules.alpha))
-    weak = [
+        judged_rows.append(row if row.verdict else row.judged(p, rules.alpha))
+    weak_tests = [
         f"{row.task} {row.metric}"
         for row in rows
         if row.test is not None and row.test.least_possible > rules.alpha
     ]
     return Comparison(
-        rows=tuple(judged),
+        rows=tuple(judged_rows),
         alpha=rules.alpha,
         differing=differing,
         exact_runs=exact_runs,
         tests=len(tests),
-        weak_tests=tuple(dict.fromkeys(weak)),
+        weak_tests=tuple(dict.fromkeys(weak_tests)),
     )
 
 
 def _units(runs: Sequence[Run], rules: Rules, side: str) -> Units:
-    """Return configuration as given -> task -> run. Tasks may be spread over several runs."""
+    """Return configuration (as given) -> task -> run. Tasks may be spread over several runs."""
     units: Units = {}
     for run in runs:
-        given = {**run.model_args, **run.options}
-        kept = {k: v for k, v in sorted(given.items()) if k not in rules.ignore}
-        key = ",".join([run.model, *(f"{k}={v}" for k, v in kept.items())])
+        arguments = {**run.model_args, **run.options}
+        compared = {k: v for k, v in sorted(arguments.items()) if k not in rules.ignore}
+        key = ",".join([run.model, *(f"{k}={v}" for k, v in compared.items())])
         tasks = units.setdefault(key, {})
         for task in run.tasks:
             if task in tasks:
@@ -289,24 +295,24 @@ def _units(runs: Sequence[Run], rules: Rules, side: str) -> Units:
 
 
 def _joined(old: Units, new: Units) -> tuple[Units, dict[str, tuple[str, str]]]:
-    """Give a single new run the key of the single old one; return the arguments that differ."""
+    """Give a lone new run the key of the lone old one; return units and the differing arguments."""
     if old.keys() & new.keys():
         return new, {}
-    (ours, theirs) = next(iter(old)), next(iter(new))
+    (old_key, new_key) = next(iter(old)), next(iter(new))
     if len(old) != 1 or len(new) != 1:
         raise ValueError(
-            f"BASELINE and NEW have no configuration in common: {ours!r} is not {theirs!r}. "
+            f"BASELINE and NEW have no configuration in common: {old_key!r} is not {new_key!r}. "
             "`--ignore KEY,...` leaves settings out of the join."
         )
-    runs = [next(iter(units.values())) for units in (old[ours], new[theirs])]
+    runs = [next(iter(units.values())) for units in (old[old_key], new[new_key])]
     before, after = ({"model": run.model, **run.model_args, **run.options} for run in runs)
-    return {ours: new[theirs]}, _apart(before, after, "(not given)")
+    return {old_key: new[new_key]}, _apart(before, after, "(not given)")
 
 
 def _apart(
     one: Mapping[str, Any], other: Mapping[str, Any], absent: str
 ) -> dict[str, tuple[str, str]]:
-    """Return what differs between two mappings, as texts: name -> (one, other)."""
+    """Return the entries in which two mappings differ, as texts: name -> (one, other)."""
     sides = {
         key: (str(one.get(key, absent)), str(other.get(key, absent))) for key in {**one, **other}
     }
@@ -314,19 +320,19 @@ def _apart(
 
 
 def _check_identity(old: Run, new: Run, task: str, rules: Rules) -> None:
-    """Raise ValueError where more differs than what is compared, naming each key."""
-    found = _apart(identity(old, [task]), identity(new, [task]), "none")
-    apart = {key: pair for key, pair in found.items() if key not in rules.ignore}
-    if apart:
-        told = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in apart.items())
+    """Raise ValueError where the identities differ, naming each key not ignored."""
+    differing = _apart(identity(old, [task]), identity(new, [task]), "none")
+    unexpected = {key: pair for key, pair in differing.items() if key not in rules.ignore}
+    if unexpected:
+        changes = ", ".join(f"{key} ({one} -> {other})" for key, (one, other) in unexpected.items())
         raise ValueError(
-            f"{old.run_id} and {new.run_id} are runs of different identity on {task}: {told}. "
-            f"`--ignore {','.join(apart)}` compares them all the same."
+            f"{old.run_id} and {new.run_id} are runs of different identity on {task}: {changes}. "
+            f"`--ignore {','.join(unexpected)}` compares them all the same."
         )
 
 
 def _tested(row: Row, test: Test | None, exact: bool, rules: Rules, unit: float = 1.0) -> Row:
-    """Return a score with what judges it; `unit` is what the floor is a share of."""
+    """Return the row of a score with its allowance and test; the floor is a share of `unit`."""
     floor = rules.floor
     if floor is None:
         floor = 0.0 if exact else DEFAULT_FLOOR
@@ -356,13 +362,13 @@ def _scores(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
         )
         sides = [run.samples.get(task, {}).get(score.key, {}) for run in (old, new)]
         test = None if exact else score_test(score, after, *sides)
-        # The smallest loss that matters: of a share in points, of others relative to it.
+        # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
         yield _tested(row, test, exact, rules, unit)
 
 
 def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) -> Iterator[Row]:
-    """Judge the answers to all tasks' documents together: many small losses are one large one."""
+    """Judge the answers of all tasks together: many small losses make a large one."""
     answers: list[tuple[float, float]] = []
     tasks, exact = 0, True
     for task, pair in shared.items():
@@ -370,11 +376,11 @@ def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) ->
         if score is None or not score.higher_is_better:
             continue
         old, new = (run.samples.get(task, {}).get(score.key, {}) for run in pair)
-        own = [(value, new[doc]) for doc, value in old.items() if doc in new]
-        right_or_wrong = all(value in (0, 1) for each in own for value in each)
+        paired = [(value, new[doc]) for doc, value in old.items() if doc in new]
+        right_or_wrong = all(value in (0, 1) for both in paired for value in both)
         if old and old.keys() == new.keys() and right_or_wrong:
             tasks += 1
-            answers += own
+            answers += paired
             exact &= rules.is_exact(*pair)
     if tasks > 1:
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
@@ -387,18 +393,18 @@ def _all_tasks(key: str, shared: Mapping[str, tuple[Run, Run]], rules: Rules) ->
 def _speeds(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[Row]:
     if task not in old.moecache["tasks"]:
         return
-    usual = 0.0 if rules.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
-    usual = usual if rules.tolerance is None else rules.tolerance
+    default = 0.0 if rules.is_exact(old, new) else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
+    default = default if rules.tolerance is None else rules.tolerance
     for name in rules.metrics:
-        metric, at, wanted = name.partition("@")
-        if at and wanted != task:
+        metric, at, wanted_task = name.partition("@")
+        if at and wanted_task != task:
             continue
         column = metric_column(f"{metric}@{task}")
         assert column is not None, metric
         before, after = (column.read(run).number for run in (old, new))
         row = Row(run=key, task=task, metric=metric, baseline=before, new=after)
         if before is not None and after is not None:
-            tolerance = rules.tolerances.get(name, usual)
+            tolerance = rules.tolerances.get(name, default)
             yield replace(
                 row,
                 higher_is_better=column.higher_is_better,
@@ -410,8 +416,8 @@ def _speeds(key: str, task: str, old: Run, new: Run, rules: Rules) -> Iterator[R
 
 
 def as_json(comparison: Comparison, *, everything: bool = True) -> str:
-    """Return `{"verdict", "alpha", "tests", "differing", "rows": [...]}`; always every row."""
-    told = {
+    """Return `{"verdict", "alpha", "tests", "differing", "rows": [...]}`, always with all rows."""
+    report = {
         "verdict": "regression" if comparison.is_regression else "pass",
         "alpha": comparison.alpha,
         "tests": comparison.tests,
@@ -428,14 +434,14 @@ def as_json(comparison: Comparison, *, everything: bool = True) -> str:
             for row in comparison.rows
         ],
     }
-    return json.dumps(told, indent=2) + "\n"
+    return json.dumps(report, indent=2) + "\n"
 
 
 _TOLD = ("run", "task", "metric", "baseline", "new", "change", "allowed", "judged_by")
 
 
 def as_text(comparison: Comparison, *, everything: bool = False) -> str:
-    """One line a figure that changed (or all), and the verdict last, where a log is read first."""
+    """Return one line per changed figure (or every figure); the verdict ends the log."""
     lines = []
     for row in _chosen(comparison, everything):
         text = f"{row.verdict:8s} {' '.join(filter(None, (row.task or WHOLE_RUN, row.metric)))}"
@@ -450,14 +456,14 @@ def as_text(comparison: Comparison, *, everything: bool = False) -> str:
 
 
 def as_markdown(comparison: Comparison, *, everything: bool = False) -> str:
-    """A pull-request comment: verdict first, then a table of what changed."""
+    """Return a pull-request comment: the verdict, then a table of the changed figures."""
     lines = [f"### moecache: {_summary(comparison)}", "", *_notes(comparison)]
-    chosen = _chosen(comparison, everything)
-    if chosen:
+    rows = _chosen(comparison, everything)
+    if rows:
         lines += [""] if lines[-1] else []
         lines += ["| | Run | Task | Metric | Baseline | New | Change | Allowed | Judged by | p |"]
         lines += ["| --- | --- | --- | --- | --: | --: | --: | --: | --- | --: |"]
-    for row in chosen:
+    for row in rows:
         verdict = f"**{row.verdict}**" if row.is_regression else row.verdict
         allowed = None if row.baseline is None else row.allowed
         cells = [verdict, f"`{row.run}`", row.task or WHOLE_RUN, row.metric or ""]
@@ -499,9 +505,9 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _summary(comparison: Comparison) -> str:
     verdicts = [row.verdict for row in comparison.rows]
-    told = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts))
+    counts = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(verdicts))
     kind = "REGRESSION" if comparison.is_regression else "pass"
-    return f"{kind}: {len(verdicts)} figures: {told}"
+    return f"{kind}: {len(verdicts)} figures: {counts}"
 
 
 def _number(value: float | None, digits: int = 6) -> str:

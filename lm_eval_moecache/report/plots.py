@@ -1,8 +1,8 @@
-"""Figures that come out the same to the byte: one style, no dates, no random ids.
+"""Figures that are reproducible byte for byte: one style, no dates, no random ids.
 
-Below: pictures of a folder of runs, the `figures` of its sweep file, or the usual trade-offs. What
-varies is drawn as series and panels; nothing is averaged, and only runs of one identity are
-joined.
+Below: plots of a folder of runs, either the `figures` of its sweep file or the usual trade-offs.
+Settings that vary become series and panels; nothing is averaged, and a line joins only runs of one
+identity.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lm_eval_moecache.report.results import (
 )
 from lm_eval_moecache.report.tables import pareto_front, sort_key
 
-# Okabe and Ito's colours, which the colour-blind tell apart, but for the yellow that paper hides.
+# Okabe and Ito's colour-blind-safe palette, without the yellow, which is invisible on paper.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 STYLE = {
     "svg.hashsalt": "moecache",
@@ -58,7 +58,7 @@ _PANELS = {"figure.constrained_layout.use": True, "font.size": 9}
 
 
 def pyplot() -> Any:
-    """Import matplotlib with a backend that needs no screen, or say how to get it."""
+    """Import pyplot with the headless Agg backend. Raises ValueError where matplotlib is absent."""
     try:
         import matplotlib
     except ImportError as error:
@@ -70,7 +70,7 @@ def pyplot() -> Any:
 
 
 def new_figure(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure and its row or column of axes."""
+    """Return a figure and the flat list of its axes, row by row."""
     plt = pyplot()
     with plt.rc_context({**STYLE, **_PANELS}):
         figure, axes = plt.subplots(
@@ -80,7 +80,7 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
 
 
 def look(index: int) -> dict[str, Any]:
-    """Seven colours times ten markers: no two of seventy series share both."""
+    """Return a series' style: 7 colours by 10 markers, so no two of 70 series look alike."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -89,7 +89,7 @@ def look(index: int) -> dict[str, Any]:
 
 
 def end_at_one(axes: Any, values: Sequence[float]) -> None:
-    """Let a vertical axis of shares end at 1, which no share exceeds."""
+    """End a y axis of shares at 1; leave an axis of anything else alone."""
     if values and min(values) >= 0 and max(values) <= 1:
         room = max(1 - min(values), 0.05)
         axes.set_ylim(max(0.0, 1 - 1.1 * room), 1)
@@ -98,14 +98,14 @@ def end_at_one(axes: Any, values: Sequence[float]) -> None:
 
 
 def plain(text: object) -> str:
-    """Return a label as it is to be read: no formula, and never hidden from the legend."""
-    told = str(text).replace("$", r"\$")
-    # matplotlib leaves out of a legend what begins with an underscore.
-    return f"\u200b{told}" if told.startswith("_") else told
+    """Return a label that matplotlib neither typesets as a formula nor hides from the legend."""
+    label = str(text).replace("$", r"\$")
+    # matplotlib leaves labels that begin with an underscore out of the legend.
+    return f"\u200b{label}" if label.startswith("_") else label
 
 
 def legend(figure: Any, series: Mapping[str, Any], title: str | None = None) -> None:
-    """Put one legend below all panels, in as many columns as its longest name leaves room for."""
+    """Put one legend below all panels, in as many columns as the longest name allows."""
     if not series:
         return
     letters = max(map(len, series)) + 6
@@ -128,24 +128,24 @@ def save_as(figure: Any, stem: Path) -> list[Path]:
 
 
 def save(figure: Any, *paths: str | Path) -> None:
-    """Write a figure as SVG, PNG or PDF, by the endings of the names, and close it."""
+    """Write a figure as SVG, PNG or PDF, by file suffix, and close it."""
     plt = pyplot()
     for target in map(Path, paths):
-        drawn = io.BytesIO()
+        image = io.BytesIO()
         with plt.rc_context(STYLE):
             kind = target.suffix.removeprefix(".")
-            figure.savefig(drawn, format=kind, dpi=150, metadata=_UNDATED[target.suffix])
-        write_whole(target, drawn.getvalue())
+            figure.savefig(image, format=kind, dpi=150, metadata=_UNDATED[target.suffix])
+        write_whole(target, image.getvalue())
     plt.close(figure)
 
 
-# --- pictures of runs ---
+# --- plots of runs ---
 
 Z_95 = 1.96
 MAX_SERIES, MAX_PANELS = 20, 6
 CURVES = ("tok_per_s", "ttft_ms", "miss_rate")
 _CAPACITY = "capacity"
-# Of these the first that varies stands for the others: an experiment's labels say what it asks.
+# Where every run has a label, the labels stand for all other settings: they name what varies.
 _INSTEAD_OF_ALL = "run"
 _LETTERS_A_PANEL = 55
 _LOG_FROM = 2.0
@@ -154,7 +154,7 @@ _LOG_FROM = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A column as an axis: its label, and what its figures are divided by."""
+    """A column as an axis: its label, and the `scale` its figures are divided by."""
 
     column: Column
     label: str
@@ -163,11 +163,11 @@ class Axis:
 
     @property
     def short(self) -> str:
-        """The words without unit and direction, for a title."""
+        """The label without unit and direction, for a title."""
         return self.label.partition("\n")[0].partition(" [")[0].partition(" (")[0]
 
     def at(self, run: Run) -> tuple[float, float] | None:
-        """Return a run's figure and half of its 95% interval, 0 where no error was kept."""
+        """Return a run's figure and the half-width of its 95% interval (0 without an error)."""
         value = self.column.read(run)
         # A figure, or the number that a setting like `8/layer` or `5%` begins with.
         kind, number, _ = sort_key(value)
@@ -178,39 +178,40 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One pair of axes: its title, and its runs by the name of their series."""
+    """One panel: its title, and its runs by series name."""
 
     title: str
     series: dict[str, list[Run]]
 
     @property
     def runs(self) -> list[Run]:
+        """The runs of all series."""
         return [run for members in self.series.values() for run in members]
 
 
 def axis_of(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
     """Return a column as an axis: bytes in MB, perplexities relative to the lowest shown."""
-    found = find_column(runs, name)
-    label = found.words or found.heading.removesuffix(" (lower is better)")
-    scale, log = (MEGABYTE if "[MB]" in found.words else 1.0), False
+    column = find_column(runs, name)
+    label = column.words or column.heading.removesuffix(" (lower is better)")
+    scale, log = (MEGABYTE if "[MB]" in column.words else 1.0), False
     if name == ACCURACY:
         label = "accuracy (mean of tasks)"
     elif name == "capacity_bytes":
         scale, label = MEGABYTE, "capacity of the cache [MB]"
     elif name == _CAPACITY:
-        # Its unit is told by how it was given.
-        given = {str(setting(run, _CAPACITY).raw) for run in shown}
+        # The form in which capacities were given is their unit.
+        capacities = {str(setting(run, _CAPACITY).raw) for run in shown}
         for ending, unit in (("/layer", "experts a layer"), ("%", "% of all expert bytes")):
-            if all(each.endswith(ending) for each in given):
+            if all(capacity.endswith(ending) for capacity in capacities):
                 label = f"capacity [{unit}]"
-    if "perplexity" in found.words:
-        numbers = [n for run in shown if (n := found.read(run).number)]
+    if "perplexity" in column.words:
+        numbers = [n for run in shown if (n := column.read(run).number)]
         if numbers and max(numbers) > 100:
-            # Words of many tokens: their perplexity says nothing by itself.
+            # Per word of many tokens, absolute perplexity means little: draw it relative.
             scale, log = min(numbers), max(numbers) > _LOG_FROM * min(numbers)
             label += f"\n[of the lowest, {scale:.0f}{'; log scale' if log else ''}]"
-    better = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
-    return Axis(found, label + better[found.higher_is_better], scale, log)
+    direction = {True: "\n(more is better)", False: "\n(less is better)", None: ""}
+    return Axis(column, label + direction[column.higher_is_better], scale, log)
 
 
 # --- the figures that a sweep file names ---
@@ -219,9 +220,9 @@ def axis_of(runs: Sequence[Run], shown: Sequence[Run], name: str) -> Axis:
 def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) -> list[Path]:
     """Write every figure of a sweep file as `<folder>/<name>.svg` and `.png`; return the files.
 
-    A figure has `panels` (each with `x` and `y`, names of columns, and perhaps a `title` and a
-    `where` of its own), `group` (the settings that give a run its colour), and perhaps `title`,
-    `where`, and `line: true`, which joins a group's points in order of x.
+    A figure has `panels` (each with columns `x` and `y`, optionally a `title` and a `where`),
+    `group` (the settings that give a run its colour), and optionally `title`, `where`, and
+    `line: true`, which joins a group's points in order of x.
     """
     return [
         path
@@ -231,14 +232,14 @@ def write_figures(runs: Sequence[Run], figures: Sequence[Figure], folder: Path) 
 
 
 def draw_figure(runs: Sequence[Run], figure: Figure) -> Any:
-    """Return one figure of a sweep file, drawn."""
+    """Draw one figure of a sweep file; return it."""
     picture, places = new_figure(columns=len(figure.panels))
     with pyplot().rc_context(STYLE):
         for place, panel in zip(places, figure.panels, strict=True):
             _draw_panel(place, runs, figure, panel)
         bars = any(c.has_xerr or c.has_yerr for place in places for c in place.containers)
         legend(picture, handles(places), "bars: 95% intervals" if bars else None)
-        # One line of a picture this wide holds about so many letters; more would be cut off.
+        # matplotlib cuts off titles wider than the figure.
         width = _LETTERS_A_PANEL * len(figure.panels)
         picture.suptitle("\n".join(wrap(plain(figure.title), width)))
     return picture
@@ -257,19 +258,19 @@ def _draw_panel(place: Any, runs: Sequence[Run], figure: Figure, panel: Panel) -
     if not series:
         raise ValueError(f"figures: {figure.name!r}: no run has where={where!r} and figures.")
     if figure.line:
-        own = {panel.x, *(RATES if panel.x in ("hardware", "bandwidth") else ())}
+        joinable = {panel.x, *(RATES if panel.x in ("hardware", "bandwidth") else ())}
         for name, members in sorted(series.items()):
-            if apart := [key for key in varying(members) if key not in own]:
+            if varied := [key for key in varying(members) if key not in joinable]:
                 raise ValueError(
                     f"figures: {figure.name!r}: the line {name!r} would join runs that differ in "
-                    f"{', '.join(apart)}. Add these to `group`, or a `where`."
+                    f"{', '.join(varied)}. Add these to `group`, or a `where`."
                 )
     title = panel.title or ("" if figure.title else f"{y.short} against {x.short}")
-    drawn = Drawn(title, dict(sorted(series.items())))
-    _draw(place, drawn, x, y, list(drawn.series), is_curve=figure.line, bars=True)
+    contents = Drawn(title, dict(sorted(series.items())))
+    _draw(place, contents, x, y, list(contents.series), is_curve=figure.line, bars=True)
 
 
-# --- the usual trade-offs, where no figures are named ---
+# --- the usual trade-offs, for sweeps that name no figures ---
 
 
 def write_plots(
@@ -278,8 +279,9 @@ def write_plots(
     """Write the trade-offs that the runs have figures for; return the files.
 
     `task` draws that task's score instead of the mean accuracy; `group` is the setting that gives
-    a run its colour and its curve (the policy). Settings that vary beside it make series of their
-    own, or panels where these are many. Raises ValueError where they are too many for a picture.
+    a run its colour and its curve (default: the policy). Other settings that vary split these into
+    further series, or panels where there are many. Raises ValueError where there are too many for
+    one plot.
     """
     if group is not None:
         _check_group(runs, group)
@@ -293,23 +295,25 @@ def write_plots(
     written: list[Path] = []
     for x, y, is_curve in pairs:
         axes = [axis_of(runs, runs, name) for name in (x, y)]
-        known = [run for run in runs if all(axis.at(run) is not None for axis in axes)]
-        if len(known) < 2:
+        complete = [run for run in runs if all(axis.at(run) is not None for axis in axes)]
+        if len(complete) < 2:
             continue
         name = f"capacity_{y}" if is_curve else f"{y}_{x.replace('capacity_bytes', 'memory')}"
-        drawn = draw_tradeoff(known, axes[0], axes[1], group or "policy", is_curve=is_curve)
-        written += save_as(drawn, folder / name.replace(":", "_").replace(",", "_"))
+        figure = draw_tradeoff(complete, axes[0], axes[1], group or "policy", is_curve=is_curve)
+        written += save_as(figure, folder / name.replace(":", "_").replace(",", "_"))
     if not written:
         raise ValueError("no plot: the runs have neither two figures to relate nor two capacities.")
     return written
 
 
 def _check_group(runs: Sequence[Run], group: str) -> None:
-    """Raise ValueError where a setting tells no runs apart: all would have one colour."""
+    """Raise ValueError where the setting does not vary: every run would have one colour."""
     values = {setting(run, group).raw for run in runs}
     if values == {None}:
-        given = {key for run in runs for key in (*run.model_args, *run.options)}
-        raise unknown("group", group, {*AXES, *given, "policy", "model", "experiment", "hardware"})
+        arguments = {key for run in runs for key in (*run.model_args, *run.options)}
+        raise unknown(
+            "group", group, {*AXES, *arguments, "policy", "model", "experiment", "hardware"}
+        )
     if len(values) == 1:
         raise ValueError(
             f"group={group!r} has no effect: all runs have {next(iter(values))!r}. What varies: "
@@ -318,7 +322,7 @@ def _check_group(runs: Sequence[Run], group: str) -> None:
 
 
 def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve: bool) -> Any:
-    """Return curves over x, or clouds with the Pareto front of each panel, drawn."""
+    """Draw curves over x, or scatter plots with each panel's Pareto front; return the figure."""
     panels = panels_of(runs, group, _CAPACITY)
     columns = min(len(panels), 3)
     figure, places = new_figure(-(-len(panels) // columns), columns)
@@ -333,7 +337,7 @@ def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve
             _draw(place, panel, x, y, names, is_curve=is_curve, bars=False)
             if not is_curve:
                 _ring_front(place, panel, x, y)
-        # Panels are compared with each other, so they have one scale.
+        # Panels are read against each other, so they share one scale.
         for get, put in (("get_xlim", "set_xlim"), ("get_ylim", "set_ylim")):
             lows, highs = zip(*(getattr(place, get)() for place in places), strict=True)
             for place in places:
@@ -344,62 +348,65 @@ def draw_tradeoff(runs: Sequence[Run], x: Axis, y: Axis, group: str, *, is_curve
 
 
 def panels_of(runs: Sequence[Run], group: str, x: str) -> list[Drawn]:
-    """Split runs into panels of at most 20 series; `x` is the setting of the abscissa.
+    """Split runs into panels of at most 20 series; `x` is the setting on the x axis.
 
-    The group gives the series their names, and whatever else varies is told beside it; where the
-    series are too many for one picture, the setting with the fewest values heads panels. Raises
-    ValueError where that is not enough, naming what varies.
+    Series are named by the group and every other setting that varies. Where one panel cannot hold
+    them, the setting that gives the fewest panels heads them. Raises ValueError, naming the
+    settings, where that is not enough.
     """
     others = _varying(runs, besides=[group, x])
     if len({_text(run, group) for run in runs}) == 1 and others:
         group, others = others[0], others[1:]
     names = [group, *others]
-    whole = _series(runs, names)
-    if len(whole) <= MAX_SERIES:
-        return [Drawn("", whole)]
-    fits = []
+    all_series = _series(runs, names)
+    if len(all_series) <= MAX_SERIES:
+        return [Drawn("", all_series)]
+    splits = []
     for head in names:
         parts: dict[str, list[Run]] = {}
         for run in runs:
             parts.setdefault(_text(run, head), []).append(run)
-        rest = [name for name in names if name != head]
-        split = [Drawn(f"{head}: {v}", _series(own, rest)) for v, own in sorted(parts.items())]
+        series_names = [name for name in names if name != head]
+        split = [
+            Drawn(f"{head}: {v}", _series(members, series_names))
+            for v, members in sorted(parts.items())
+        ]
         if len(split) <= MAX_PANELS and all(len(p.series) <= MAX_SERIES for p in split):
-            fits.append(split)
-    if fits:
-        return min(fits, key=len)
+            splits.append(split)
+    if splits:
+        return min(splits, key=len)
     raise ValueError(
-        f"no plot: {len(whole)} series ({', '.join(names)} vary) are too many for "
+        f"no plot: {len(all_series)} series ({', '.join(names)} vary) are too many for "
         f"{MAX_PANELS} panels of {MAX_SERIES}. Choose --group, or some of the runs by "
         "--where SETTING=VALUE,..., or name `figures` in the sweep's file."
     )
 
 
 def _varying(runs: Sequence[Run], *, besides: Sequence[str]) -> list[str]:
-    """Return the settings that tell the runs apart, without those of `besides`."""
-    given = {key for run in runs for key in (*run.model_args, *run.options)}
+    """Return the settings that distinguish the runs, without those of `besides`."""
+    arguments = {key for run in runs for key in (*run.model_args, *run.options)}
     if all(run.label is not None for run in runs):
         names = [_INSTEAD_OF_ALL]
     else:
-        others = sorted(given - {*AXES, "policy", "label"})
+        others = sorted(arguments - {*AXES, "policy", "label"})
         names = ["experiment", "model", "policy", *AXES, *others]
-    # An axis that follows from the policy tells nothing more, nor one parameter from another.
+    # `telling` drops settings that follow from earlier ones, as an axis from its policy.
     names = list(dict.fromkeys([*names, *varying(runs)]))
     return telling(names, lambda keys: {tuple(_text(r, n) for n in keys) for r in runs}, besides)
 
 
 def _series(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+    series: dict[str, list[Run]] = {}
     for run in runs:
-        told = [_text(run, name) for name in names]
+        texts = [_text(run, name) for name in names]
         parts = [
-            # A number alone does not say what it is the number of.
+            # A bare number needs its setting's name.
             text if i == 0 or text[:1].isalpha() else f"{names[i]}={text}"
-            for i, text in enumerate(told)
+            for i, text in enumerate(texts)
             if text
         ]
-        found.setdefault(", ".join(parts), []).append(run)
-    return dict(sorted(found.items()))
+        series.setdefault(", ".join(parts), []).append(run)
+    return dict(sorted(series.items()))
 
 
 def _text(run: Run, name: str) -> str:
@@ -408,7 +415,7 @@ def _text(run: Run, name: str) -> str:
 
 
 def _check_one_run_a_place(panel: Drawn, x: Axis) -> None:
-    """Raise ValueError where two runs of a series have one place: which would be drawn?"""
+    """Raise ValueError where two runs of a series share a point of x: the curve is ambiguous."""
     for label, runs in panel.series.items():
         places: dict[Any, list[str]] = {}
         for run in runs:
@@ -429,14 +436,14 @@ def _draw(
 ) -> None:
     for name, members in panel.series.items():
         points = sorted(_points(members, x, y))
-        across, wide, up, high = zip(*points, strict=True)
+        xs, x_errors, ys, y_errors = zip(*points, strict=True)
         place.errorbar(
-            across,
-            up,
-            xerr=wide if bars and any(wide) else None,
-            yerr=high if bars and any(high) else None,
+            xs,
+            ys,
+            xerr=x_errors if bars and any(x_errors) else None,
+            yerr=y_errors if bars and any(y_errors) else None,
             elinewidth=0.8,
-            # Two points are no course.
+            # Two points do not make a curve.
             linestyle="-" if is_curve and len(points) > 2 else "none",
             label=plain(name),
             **look(names.index(name)),
@@ -444,8 +451,17 @@ def _draw(
     task = y.column.name.partition(":")[0]
     is_score = y.column.decimals == 3 and y.column.higher_is_better is True
     if y.column.name == ACCURACY or (is_score and any(run.score(task) for run in panel.runs)):
-        heights = [(b, h if bars else 0.0) for _, _, b, h in _points(panel.runs, x, y)]
-        end_at_one(place, [end for b, h in heights for end in (max(b - h, min(b, 0.0)), b)])
+        heights = [
+            (value, error if bars else 0.0) for _, _, value, error in _points(panel.runs, x, y)
+        ]
+        end_at_one(
+            place,
+            [
+                end
+                for value, error in heights
+                for end in (max(value - error, min(value, 0.0)), value)
+            ],
+        )
     if y.log:
         place.set_yscale("log")
     place.set_title(plain(panel.title))
@@ -454,25 +470,25 @@ def _draw(
 
 
 def _points(runs: Sequence[Run], x: Axis, y: Axis) -> list[tuple[float, float, float, float]]:
-    """Return x, half of its interval, y, half of its interval."""
+    """Return (x, half of its interval, y, half of its interval) of each run that has both."""
     pairs = [(x.at(run), y.at(run)) for run in runs]
     return [(*a, *b) for a, b in pairs if a is not None and b is not None]
 
 
 def _ring_front(place: Any, panel: Drawn, x: Axis, y: Axis) -> None:
-    """Mark what no other run of its identity is known to beat."""
+    """Ring the runs that no other run of the same identity is shown to beat."""
     runs, axes = panel.runs, (x.column, y.column)
     front = [runs[i] for group in groups(runs) for i in pareto_front(runs, group, axes)]
     if front:
-        points = sorted({(a, b) for a, _, b, _ in _points(front, x, y)})
+        points = sorted({(x_value, y_value) for x_value, _, y_value, _ in _points(front, x, y)})
         ring = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "color": "0.35"}
-        across, up = zip(*points, strict=True)
-        place.plot(across, up, linestyle="none", label="Pareto front", **ring)
+        xs, ys = zip(*points, strict=True)
+        place.plot(xs, ys, linestyle="none", label="Pareto front", **ring)
 
 
 def handles(places: Sequence[Any]) -> dict[str, Any]:
-    """Return what a legend of all these axes shows: name -> what is drawn."""
-    found: dict[str, Any] = {}
+    """Return the legend entries of all these axes: label -> artist."""
+    entries: dict[str, Any] = {}
     for place in places:
-        found |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
-    return found
+        entries |= dict(zip(*place.get_legend_handles_labels()[::-1], strict=True))
+    return entries
