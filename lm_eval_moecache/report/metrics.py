@@ -1,10 +1,10 @@
-"""The registry of metrics: what each is made of, what it is called, and which way is better.
+"""The registry of metrics: each one's formula, heading, unit and better direction.
 
-A new figure of speed is a line of `METRICS`, and where it counts something new, a field of
-`records.ledger.Counters` with the line that adds to it. Tables, pages, plots and the comparison
-find it by its name. Below: the figures of passes, of requests and of tasks, made from the ledger.
-Field names are final; see results/README. Rates of nothing (no prediction made, no token decoded)
-are None, never 0.
+A new speed metric is one line of `METRICS` and, if it counts something new, one field of
+`records.ledger.Counters` with the line that increments it. Tables, pages, plots and the comparison
+find it by name. Below: metrics of passes, requests and tasks, computed from the ledger. Field names
+are final; see results/README. A rate whose denominator is 0 (no prediction made, no token decoded)
+is None, never 0.
 """
 
 from __future__ import annotations
@@ -27,52 +27,54 @@ from lm_eval_moecache.records.ledger import (
 
 Metrics = dict[str, Any]
 EARLY_STEPS = 8
-"""Passes after a prefill that count as early: what it threw out is missed, and loaded, in these."""
+"""Passes after a prefill that count as early: they miss, and reload, the experts it evicted."""
 MEGABYTE = 1e6
-"""What pictures count bytes in; links are told in GB/s."""
+"""Bytes per unit of a plot's axis; link rates are in GB/s."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals(Counters):
-    """What the passes of a run, or of one phase, add up to."""
+    """The counters of a run's passes, or of one phase's, added up."""
 
     tokens: int = 0
     duration_s: float = 0.0
 
     @property
     def missed(self) -> int:
+        """Requests that were no hits: late ones and misses."""
         return self.late + self.misses
 
     @property
     def faithful(self) -> int:
+        """Executed assignments that the unmodified router chose."""
         return self.executed - self.unfaithful
 
 
 class Metric(NamedTuple):
-    """The one description of a metric: how tables and axes name it."""
+    """A metric's formula, and how tables and axes show it."""
 
     heading: str
     decimals: int
     higher_is_better: bool | None
-    """None: neither way."""
+    """None: neither direction is better."""
     words: str
-    """Words and unit, for an axis. Bytes are drawn in MB."""
+    """Name and unit on an axis. Bytes are drawn in MB."""
     of: Callable[[Totals], float | None] | None = None
-    """What it is made of; None where single requests say it, and not the passes' counts."""
+    """Its value from the passes' totals; None for metrics computed elsewhere (per request, say)."""
     by_phase: bool = False
     """Whether `prefill_`, `decode_` and `verify_` forms exist."""
 
 
 def share(part: float, whole: float) -> float | None:
-    """Return a rate, which of nothing is None and never 0."""
+    """Return part / whole, or None where whole is 0."""
     return part / whole if whole else None
 
 
 def per(part: str, whole: str, scale: int = 1) -> Callable[[Totals], float | None]:
-    """Return what divides one of the totals by another."""
+    """Return a function that divides one field of `Totals` by another, times `scale`."""
 
-    def of(found: Totals) -> float | None:
-        rate = share(getattr(found, part), getattr(found, whole))
+    def of(sums: Totals) -> float | None:
+        rate = share(getattr(sums, part), getattr(sums, whole))
         return None if rate is None else rate * scale
 
     return of
@@ -191,22 +193,22 @@ METRICS: Mapping[str, Metric] = {
 
 
 def totals(passes: Sequence[PassRecord]) -> Totals:
-    """Add up what some passes counted."""
-    summed = total(passes)
-    counted = {name: getattr(summed, name) for name in COUNTED}
+    """Return the sum of these passes' counters, tokens and durations."""
+    counters = total(passes)
+    counts = {name: getattr(counters, name) for name in COUNTED}
     tokens, duration_s = sum(p.num_tokens for p in passes), sum(p.duration_s for p in passes)
-    return Totals(**counted, tokens=tokens, duration_s=duration_s)
+    return Totals(**counts, tokens=tokens, duration_s=duration_s)
 
 
 def rates(passes: Sequence[PassRecord], prefix: str = "", *, by_phase: bool = True) -> Metrics:
-    """The metrics that come by phase, or those that do not, of these passes."""
-    found = totals(passes)
-    chosen = {n: m.of for n, m in METRICS.items() if m.of and m.by_phase == by_phase}
-    return {prefix + name: of(found) for name, of in chosen.items()}
+    """Return these passes' metrics that have forms by phase, or those that have none."""
+    sums = totals(passes)
+    formulas = {n: m.of for n, m in METRICS.items() if m.of and m.by_phase == by_phase}
+    return {prefix + name: of(sums) for name, of in formulas.items()}
 
 
 def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
-    """Everything about a set of passes that does not need to know whose requests they served."""
+    """Return every metric of these passes that does not depend on which requests they served."""
     return {
         **rates(passes),
         **rates([p for p in passes if p.phase == PREFILL], "prefill_"),
@@ -216,10 +218,10 @@ def cache_metrics(passes: Sequence[PassRecord]) -> Metrics:
 
 
 def prefill_metrics(requests: Sequence[RequestRecord]) -> Metrics:
-    """What a prefill costs the cache: misses of the passes right after it, and of those later.
+    """Return miss rates right after a prefill and later: the prefill's cost to the cache.
 
-    Nothing where no request decodes so long after a prefill. A pass that several requests share is
-    early where it is for one of them.
+    Empty where no request decodes for more than `EARLY_STEPS` passes. A pass that several requests
+    share is early if it is early for any of them.
     """
     early: dict[int, PassRecord] = {}
     later: dict[int, PassRecord] = {}
@@ -242,14 +244,14 @@ def prefill_metrics(requests: Sequence[RequestRecord]) -> Metrics:
 
 
 def draft_metrics(passes: Sequence[PassRecord]) -> Metrics:
-    """The figures of drafting; of verifying nothing where no pass had drafts to verify."""
+    """Return the metrics of drafting; those of verifying only where a pass verified drafts."""
     verifying = [p for p in passes if p.drafted]
     drafting_s = sum(p.draft_s for p in passes)
     if not verifying and not drafting_s:
         return {}
     time_share = share(drafting_s, sum(p.duration_s for p in passes if p.phase != PREFILL))
     if not verifying:
-        # A draft that only reads along (`prefetch=draft` without speculation).
+        # A draft model that only prefetches (`prefetch=draft` without speculation).
         return {"draft_time_share": time_share}
     accepted = sum(p.accepted for p in verifying)
     return {
@@ -261,39 +263,39 @@ def draft_metrics(passes: Sequence[PassRecord]) -> Metrics:
 
 
 def host_metrics(passes: Sequence[PassRecord]) -> Metrics:
-    """The figures of host compute; nothing where the host executed nothing."""
-    found = totals(passes)
-    if not found.host_executed:
+    """Return the metrics of host compute; empty where the host executed no expert."""
+    sums = totals(passes)
+    if not sums.host_executed:
         return {}
     return {
-        "host_share": share(found.host_executed, found.executed),
-        "host_utilization": share(found.host_s, found.duration_s),
-        "host_wait_ms_per_token": per("host_wait_s", "tokens", 1000)(found),
+        "host_share": share(sums.host_executed, sums.executed),
+        "host_utilization": share(sums.host_s, sums.duration_s),
+        "host_wait_ms_per_token": per("host_wait_s", "tokens", 1000)(sums),
     }
 
 
 def inter_token_ms(request: RequestRecord) -> list[float]:
-    """Return the wait before each token after the first; what a verify pass adds has none."""
+    """Return the wait in ms before each token after the first; accepted drafts wait 0."""
     waits: list[float] = []
     for record in request.passes[1:]:
         if record.phase != PREFILL:
             waits += [record.duration_s * 1000, *[0.0] * record.accepted]
-    # The last pass may have accepted drafts that come after the request's end.
+    # The last pass may have accepted drafts beyond the request's end.
     return waits[: max((request.output_tokens or 0) - 1, len(request.passes) - 1)]
 
 
 def request_metrics(request: RequestRecord) -> dict[str, float]:
-    """The figures of one request, as they are put on its harness Instance (milliseconds).
+    """Return the metrics of one request, as put on its harness Instance (times in ms).
 
-    What averages over requests to another figure than the task's has a name of its own: the mean
-    of `request_tok_per_s` is not `tok_per_s`, which is all tokens by all time.
+    Metrics whose mean over requests differs from the task's have names of their own: the mean of
+    `request_tok_per_s` is not `tok_per_s`, which is total tokens / total time.
     """
     durations_ms = [p.duration_s * 1000 for p in request.passes]
     if not durations_ms:
         return {}
     values: dict[str, float] = {"e2el_ms": sum(durations_ms)}
     if request.kind == GENERATE:
-        # A trace may begin after the prompt: then every pass is a token after the first.
+        # A trace may begin after the prompt: then no pass yields the first token.
         first = request.passes[0].phase == PREFILL
         if first:
             values["ttft_ms"] = durations_ms[0]
@@ -304,40 +306,43 @@ def request_metrics(request: RequestRecord) -> dict[str, float]:
             waited_ms = values["e2el_ms"] - values.get("ttft_ms", 0.0)
             values["tpot_ms"] = waited_ms / (tokens - first)
     else:
-        # Scoring answers when the whole text has been read: its first token is its last.
+        # Scoring answers once the whole text is read: its first token is its last.
         values["ttft_ms"] = values["e2el_ms"]
-    found = rates(request.passes)
+    request_rates = rates(request.passes)
     for name in ("hit_rate", "miss_rate", "collision_miss_rate"):
-        if found[name] is not None:
-            values[f"request_{name}"] = found[name]
+        if request_rates[name] is not None:
+            values[f"request_{name}"] = request_rates[name]
     return values
 
 
 def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Metrics:
-    """The figures of a set of requests; a pass that several of them share is counted once.
+    """Return the metrics of a set of requests; a pass that several share is counted once.
 
-    Throughput (vLLM's names) is per second of serving: that of these passes, one after another.
+    Throughput (vLLM's names) is per second of serving: the summed duration of these passes.
     """
     passes = unique_passes(requests)
     generating = [r for r in requests if r.kind == GENERATE]
     generation_s = sum(p.duration_s for p in unique_passes(generating))
     duration_s = sum(p.duration_s for p in passes)
     prefills = [p for p in passes if p.phase == PREFILL]
-    read, prefill_s = sum(p.num_tokens for p in prefills), sum(p.duration_s for p in prefills)
-    output = sum(r.output_tokens or 0 for r in requests)
-    singles = [request_metrics(r) for r in requests]
+    prompt_tokens, prefill_s = (
+        sum(p.num_tokens for p in prefills),
+        sum(p.duration_s for p in prefills),
+    )
+    output_tokens = sum(r.output_tokens or 0 for r in requests)
+    by_request = [request_metrics(r) for r in requests]
     itl_ms = [wait for request in generating for wait in inter_token_ms(request)]
     return {
         "requests": len(requests),
-        **summary("ttft_ms", (s["ttft_ms"] for s in singles if "ttft_ms" in s)),
-        **summary("tpot_ms", (s["tpot_ms"] for s in singles if "tpot_ms" in s)),
+        **summary("ttft_ms", (m["ttft_ms"] for m in by_request if "ttft_ms" in m)),
+        **summary("tpot_ms", (m["tpot_ms"] for m in by_request if "tpot_ms" in m)),
         **summary("itl_ms", itl_ms),
-        **summary("e2el_ms", (s["e2el_ms"] for s in singles if "e2el_ms" in s)),
+        **summary("e2el_ms", (m["e2el_ms"] for m in by_request if "e2el_ms" in m)),
         "tok_per_s": share(sum(r.output_tokens or 0 for r in generating), generation_s),
-        "prompt_tok_per_s": share(read, prefill_s),
+        "prompt_tok_per_s": share(prompt_tokens, prefill_s),
         "request_throughput": share(len(requests), duration_s),
-        "output_throughput": share(output, duration_s) if generating else None,
-        "total_token_throughput": share(read + output, duration_s),
+        "output_throughput": share(output_tokens, duration_s) if generating else None,
+        "total_token_throughput": share(prompt_tokens + output_tokens, duration_s),
         **cache_metrics(passes),
         "miss_rate_stderr": miss_rate_stderr(requests),
         **prefill_metrics(requests),
@@ -349,8 +354,8 @@ def task_metrics(requests: Sequence[RequestRecord], peak_cache_bytes: int) -> Me
 
 def unique_passes(requests: Iterable[RequestRecord]) -> list[PassRecord]:
     """Return the passes of these requests, each once, in order of execution."""
-    found = {p.index: p for request in requests for p in request.passes}
-    return [found[index] for index in sorted(found)]
+    passes = {p.index: p for request in requests for p in request.passes}
+    return [passes[index] for index in sorted(passes)]
 
 
 def summary(name: str, values: Iterable[float]) -> Metrics:
@@ -359,20 +364,21 @@ def summary(name: str, values: Iterable[float]) -> Metrics:
     if not array.size:
         return {}
     percentiles = zip(("p50", "p90", "p99"), np.percentile(array, [50, 90, 99]), strict=True)
-    found: Metrics = {"mean": float(array.mean()), **{key: float(p) for key, p in percentiles}}
-    spread = float(array.std(ddof=1) / np.sqrt(array.size)) if array.size > 1 else None
-    return {name: found | {"stderr": spread}}
+    statistics: Metrics = {"mean": float(array.mean()), **{key: float(p) for key, p in percentiles}}
+    stderr = float(array.std(ddof=1) / np.sqrt(array.size)) if array.size > 1 else None
+    return {name: statistics | {"stderr": stderr}}
 
 
 def miss_rate_stderr(requests: Sequence[RequestRecord]) -> float | None:
-    """Return the standard error of the miss rate over the requests that it is pooled from.
+    """Return the standard error of the miss rate pooled over these requests.
 
-    That of a ratio estimate: misses over needs, both sums over requests. None for fewer than two.
+    A ratio estimator's: summed misses over summed needs. None for fewer than two requests, or
+    where they need no expert.
     """
     needs = np.asarray([sum(p.requests for p in r.passes) for r in requests], dtype=np.float64)
-    lost = np.asarray([sum(p.late + p.misses for p in r.passes) for r in requests])
+    misses = np.asarray([sum(p.late + p.misses for p in r.passes) for r in requests])
     if len(requests) < 2 or not needs.sum():
         return None
-    residuals = lost - lost.sum() / needs.sum() * needs
+    residuals = misses - misses.sum() / needs.sum() * needs
     count = len(requests)
     return float(np.sqrt((residuals**2).sum() * count / (count - 1)) / needs.sum())

@@ -1,4 +1,4 @@
-"""What `moecache replay` tells: its runs as JSON, as a Markdown table, as a picture.
+"""The output of `moecache replay`: its runs as JSON, a Markdown table, a plot.
 
 Below: one replay as a timeline.
 """
@@ -41,28 +41,28 @@ class Row:
     hardware: Hardware
     metrics: dict[str, Any]
     warnings: tuple[str, ...]
-    """Settings that did nothing on this trace."""
+    """Settings that had no effect on this trace."""
     regime: dict[str, Any]
-    """Of it only `capacity_cycles` means something where the trace says no sizes."""
+    """Only its `capacity_cycles` is meaningful where the trace gives no sizes."""
     emulates: str = ""
-    """The model whose sizes the layers were charged as."""
+    """The model whose sizes the layers were charged with; empty for the trace's own."""
     uncompiled: str = ""
-    """Why the replay went event by event, and so is slower; empty where a compiled loop did it."""
+    """Why the replay ran event by event (slower); empty where a compiled loop ran it."""
     warmed_by: str = ""
-    """The profile of use that the caches began with."""
+    """The use profile that filled the cache at the start; empty for a cold cache."""
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    """Phase ("" for all, `decode_`) -> on-demand LRU's miss rate, and the one that no eviction on
-    demand goes below in that phase; empty where not asked for."""
+    """Phase ("" for all, `decode_`) -> miss rate of on-demand LRU (`lru`), and the lowest that any
+    on-demand eviction can reach in that phase (`bound`); empty unless requested."""
     closeness: float | None = None
     regret: float | None = None
-    """Misses above the fewest, of all requests; below 0 where a prefetch hides them."""
+    """Misses above the fewest possible / requests; negative where prefetching hides misses."""
     victim_share: float | None = None
-    """Of the misses above the fewest of a cache that may turn experts away, too, what better
-    victims would save; the rest is what only a choice of whom to admit could."""
+    """Share of the misses above the optimum with bypassing (a cache that need not admit) that
+    better victims would save; only better admission could save the rest."""
 
     @property
     def open_loop(self) -> bool:
-        """Whether the policy changes routing, whose consequences a trace cannot show."""
+        """Whether the policy changes routing: hidden states in the trace do not follow."""
         return not self.policy.is_lossless
 
 
@@ -80,7 +80,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "capacity_bytes": row.capacity.total_bytes,
                 "hardware": row.hardware.name,
                 "link_bytes_per_s": row.hardware.link_bytes_per_s,
-                # Where the trace says no sizes, each expert counts one byte.
+                # Where the trace gives no sizes, each expert counts one byte.
                 "has_sizes": row.has_sizes,
                 "emulate": row.emulates or None,
                 "warm": row.warmed_by or None,
@@ -107,7 +107,7 @@ def _hardware(row: Row) -> str:
     return f"{row.hardware.name} at {row.hardware.link_bytes_per_s / 1e9:g} GB/s"
 
 
-# What heads a column, a row's figure, its form; `~` marks what has to know an expert's size.
+# Heading, a row's figure, format; `~` marks figures that depend on the expert size.
 _COLUMNS: tuple[tuple[str, Callable[[Row], Any], str], ...] = (
     ("Capacity", lambda row: row.capacity.text, "{}"),
     ("Cycles", lambda row: row.regime["capacity_cycles"], "{:.2f}"),
@@ -133,9 +133,9 @@ _SHORT = ("Capacity", "Miss", "Fewest", "Decode miss", "TPOT ms", "tok/s")
 
 
 def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
-    """Return a Markdown table, one row per replay; what all rows share stands above it.
+    """Return a Markdown table, one row per replay, under a title with what all rows share.
 
-    Short, it fits a terminal; in full, it has every column.
+    The short form fits a terminal; `in_full` has every column.
     """
     has_bounds, first = any(row.bounds for row in rows), rows[0]
     names: dict[str, list[str]] = {
@@ -179,7 +179,7 @@ def as_table(rows: Sequence[Row], in_full: bool = False) -> str:
 
 
 def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
-    """Write one line per trace for the policy, and one for each bound."""
+    """Plot miss rate over capacity: per trace a curve for each policy and each bound."""
     path = Path(file)
     if path.suffix not in _PICTURES:
         raise ValueError(
@@ -189,23 +189,25 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
     series: dict[tuple[str, str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.capacity.total_bytes):
         series.setdefault((row.trace, row.policy.name, _hardware(row)), []).append(row)
-    many = len({machine for *_, machine in series}) > 1
+    names_machine = len({machine for *_, machine in series}) > 1
     figure, (axes,) = new_figure()
-    drawn: set[str] = set()
+    drawn_traces: set[str] = set()
     for place in dict.fromkeys((row.trace, row.policy.name, _hardware(row)) for row in rows):
-        (trace, named, machine), own = place, series[place]
-        # Where a trace says no sizes, a byte stands for one expert.
-        unit = MEGABYTE if own[0].has_sizes else 1
-        sizes = [row.capacity.total_bytes / unit for row in own]
-        name, eviction = Path(trace).name, own[0].policy.eviction.name
-        label = f"{name}: {named} ({eviction}){f', {machine}' if many else ''}"
-        axes.plot(sizes, [row.metrics["miss_rate"] for row in own], marker="o", label=plain(label))
+        (trace, policy, machine), replays = place, series[place]
+        # Where the trace gives no sizes, a byte stands for one expert.
+        unit = MEGABYTE if replays[0].has_sizes else 1
+        sizes = [row.capacity.total_bytes / unit for row in replays]
+        name, eviction = Path(trace).name, replays[0].policy.eviction.name
+        label = f"{name}: {policy} ({eviction}){f', {machine}' if names_machine else ''}"
+        axes.plot(
+            sizes, [row.metrics["miss_rate"] for row in replays], marker="o", label=plain(label)
+        )
         for bound, style in ((LRU, ":"), (FEWEST, "--")):
-            if trace not in drawn and own[0].bounds and not bound == eviction == LRU:
-                rates = [row.bounds[""][bound] for row in own]
+            if trace not in drawn_traces and replays[0].bounds and not bound == eviction == LRU:
+                rates = [row.bounds[""][bound] for row in replays]
                 label = plain(f"{name}: {bound}, on demand")
                 axes.plot(sizes, rates, style, color="black", label=label)
-        drawn.add(trace)
+        drawn_traces.add(trace)
     axes.set_xlabel("capacity of the cache [MB]" if rows[0].has_sizes else "capacity [experts]")
     axes.set_ylabel("miss rate [of requests]")
     axes.set_ylim(0, 1)
@@ -213,13 +215,13 @@ def plot_miss_rates(rows: Sequence[Row], file: str) -> None:
     save(figure, path)
 
 
-# --- a replay as a timeline: what compute, link and host did, in the Trace Event format ---
+# --- a replay as a timeline of compute, link and host, in the Trace Event format ---
 
 PASSES, COMPUTE, LINK, HOST = TRACKS = ("passes", "compute", "link", "host")
 
 
 class Timeline:
-    """Collects what happens, as events of the Trace Event format."""
+    """Records a replay as events of the Trace Event format."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -231,25 +233,25 @@ class Timeline:
         self.events.append({"name": name, "ph": kind, "pid": 1, "tid": track, **rest})
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Add something that took time; what took none is left out."""
+        """Add a span of time to a track; spans without duration are left out."""
         if end_s > start_s:
             times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
             self._add(name, "X", TRACKS.index(track), cat=track, **times, args=args)
 
     def watch(self, engine: VirtualEngine) -> None:
-        """Let the engine's clock, link and host tell what they do, from now on.
+        """Record what the engine's clock, link and host do from now on.
 
-        They stay the objects that everybody holds: only their class changes, to one that tells.
+        Others hold references to them, so the objects stay: only their class changes.
         """
         parts: list[tuple[Any, type]] = [(engine.clock, _TellingClock)]
         parts += [(engine.link, _TellingLink), (engine._host, _TellingHost)]
-        for part, telling in parts:
+        for part, recording_class in parts:
             if part is not None:
-                part.__class__ = telling
+                part.__class__ = recording_class
                 part.timeline = self
 
     def as_dict(self, engine: Engine) -> dict[str, Any]:
-        """Return the file's content, the passes of the engine's ledger among it."""
+        """Return the file's content, including the passes of the engine's ledger."""
         for record in engine.ledger.passes:
             args = {"tokens": record.num_tokens, "misses": record.misses, "late": record.late}
             self.span(PASSES, record.phase, record.start_s, record.end_s, **args)
@@ -267,7 +269,7 @@ class _TellingClock(VirtualClock):
 
     def await_link(self, time_s: float) -> float:
         start_s = self.now
-        # Not by `wait_until` of this class: it is one span, and another kind.
+        # Not through this class's `wait_until`, which would record the stall as a wait.
         stall_s = max(time_s - start_s, 0.0)
         if stall_s:
             self.now = time_s
@@ -317,8 +319,8 @@ class _TellingHost(HostStage):
         self, event: Event, fetches: Sequence[Fetch], record: PassRecord
     ) -> tuple[Event, Sequence[Fetch]]:
         before_s = record.host_s
-        found = super().begin(event, fetches, record)
+        device_work = super().begin(event, fetches, record)
         worked_s = record.host_s - before_s
         begun_s = self.busy_until - worked_s
         self.timeline.span(HOST, "experts", begun_s, self.busy_until, layer=event.layer)
-        return found
+        return device_work

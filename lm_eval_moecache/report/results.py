@@ -1,8 +1,8 @@
-"""Reads results JSONs - a sweep's records, or lm-eval's own files - into runs and columns.
+"""Reads results JSONs (a sweep's records, or lm-eval's own files) into runs and columns.
 
-A sweep writes `runs/<run-id>.json`, one file a run, so that each appears whole or not at all;
-`moecache pack` puts them into one compressed file, `runs.jsonl.gz`, one record a line. All
-commands read both forms, and a sweep that goes on unpacks again. In pandas:
+A sweep writes `runs/<run-id>.json`, one file per run, so that each run appears whole or not at all;
+`moecache pack` puts them into one compressed file, `runs.jsonl.gz`, one record per line. All
+commands read both forms, and a resumed sweep unpacks the file. In pandas:
 `pd.read_json("runs.jsonl.gz", lines=True)`.
 """
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 PACKED = "runs.jsonl.gz"
 RUNS = "runs"
 Record = dict[str, Any]
-# Of several metrics of a task the first of these is its accuracy; else the first it reports.
+# A task's primary metric is the first of these that it reports, else its first metric.
 _PREFERRED = ("exact_match", "acc", "mc2", "f1", "word_perplexity", "rouge1_max", "bleu")
 SPEED_FILTER = "speed"
 _FACTS = ("config", "versions", "n-shot", "chat_template_sha", "system_instruction_sha")
-# Records from before the means over requests had names of their own.
+# Old records name means over requests like the pooled metrics: old name -> today's.
 _NAMED_SINCE = {
     name: f"request_{name}"
     for name in ("tok_per_s", "hit_rate", "miss_rate", "collision_miss_rate")
@@ -43,7 +43,7 @@ _COMPARED = {
     *("policy", "phases", "capacity", "precision", "link", "warm", "draft", "draft_tokens"),
     *("store", "store_dir", "encoded_dir", "trace", "trace_keep", "label", *AXES),
 }
-"""Model arguments that runs are compared in (and axes' own: `eviction.NAME`)."""
+"""Model arguments that comparisons vary (and the axes' parameters: `eviction.NAME`)."""
 RATES = (
     *("link_bytes_per_s", "link_latency_s", "peak_flops", "memory_bytes_per_s"),
     *("kernel_overhead_s", "layer_overhead_s", "host_flops", "host_memory_bytes_per_s"),
@@ -57,7 +57,7 @@ KEYS = (
     *("chat_template", "system_instruction", "gen_kwargs", *_OPTIONS, *_SEEDS, "seed", "clock"),
     *("scoring", "cache_reset", "hardware", "emulate", *RATES, "device"),
 )
-"""Every key but those that only a run's own model arguments have (`dtype`, `max_length` ...)."""
+"""The keys of `identity`, but for further model arguments (`dtype`, `max_length` ...)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +72,13 @@ class Score:
 
     @property
     def key(self) -> str:
+        """`metric,filter`, as lm-eval's results name it."""
         return f"{self.metric},{self.filter}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One results file. `model_args` are as given; `moecache` is the resolved report."""
+    """One results file. `model_args` are as given by users; `moecache` is the resolved report."""
 
     path: Path
     run_id: str
@@ -85,7 +86,7 @@ class Run:
     label: str | None
     model: str
     tasks_given: tuple[str, ...]
-    """Tasks and groups as asked for; empty for lm-eval's own files, which do not say."""
+    """Tasks and groups as requested; empty for lm-eval's own files, which do not record them."""
     model_args: Mapping[str, Any]
     options: Mapping[str, Any]
     moecache: Mapping[str, Any]
@@ -95,16 +96,16 @@ class Run:
     samples: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """Task -> `metric,filter` -> doc_id -> score; empty for lm-eval's own files."""
     speed: Mapping[str, Mapping[str, Mapping[str, float]]]
-    """Task -> metric -> doc_id -> figure of that document; empty for records that keep none."""
+    """Task -> metric -> doc_id -> that document's figure; empty for records without them."""
     environment: Mapping[str, Any]
-    """When, how long and on what machine; empty for lm-eval's own files."""
+    """Date, duration, machine and versions; empty for lm-eval's own files."""
     facts: Mapping[str, Any]
-    """What else lm-eval tells of it: `versions`, `n-shot`, `config`, `chat_template_sha` ..."""
+    """lm-eval's other entries: `versions`, `n-shot`, `config`, `chat_template_sha` ..."""
 
     def scores(self, task: str) -> list[Score]:
         """Return the accuracy metrics of a task or group, in lm-eval's order."""
         figures, directions = self.results.get(task, {}), self.higher_is_better.get(task, {})
-        found = []
+        scores = []
         for key, value in figures.items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or filter_name == SPEED_FILTER:
@@ -118,23 +119,23 @@ class Run:
                     stderr=float(error) if isinstance(error, (int, float)) else None,
                     higher_is_better=directions.get(metric) is not False,
                 )
-                found.append(score)
-        return found
+                scores.append(score)
+        return scores
 
     def score(self, task: str) -> Score | None:
         """Return a task's primary metric under its first filter."""
-        found = self.scores(task)
-        preferred = (each for metric in _PREFERRED for each in found if each.metric == metric)
-        return next(preferred, found[0] if found else None)
+        scores = self.scores(task)
+        preferred = (score for metric in _PREFERRED for score in scores if score.metric == metric)
+        return next(preferred, scores[0] if scores else None)
 
     @property
     def tasks(self) -> list[str]:
-        """The leaf tasks, without groups."""
+        """The tasks without the groups."""
         return [name for name in self.results if name not in self.subtasks]
 
     @property
     def scored(self) -> list[str]:
-        """What a table shows: groups that have a score of their own, else their tasks."""
+        """The names a table shows: groups with a score of their own, else their tasks."""
 
         def below(name: str) -> list[str]:
             if self.score(name) is not None:
@@ -146,24 +147,24 @@ class Run:
 
 
 def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
-    """Return what changes a run's figures and is not what runs are compared in, as texts by name.
+    """Return the settings that change a run's figures but are not under comparison: name -> text.
 
     Two runs are ranked, joined or drawn as one line only where their identities agree: the same
-    documents, batch size, prompts, seeds and device. What a record leaves out is missing.
-    `tasks` are those whose versions count; by default all, and then which they are counts, too.
+    documents, batch size, prompts, seeds and device. Entries that a record lacks are left out.
+    `tasks` restricts whose versions count; the default takes all tasks, and their names as well.
     """
     facts, config = run.facts, run.facts.get("config", {})
-    report, hardware, given = run.moecache, run.moecache["hardware"], run.model_args
-    of_tasks = run.tasks if tasks is None else tasks
-    found: dict[str, Any] = {
-        "pretrained": given.get("pretrained", given.get("trace", "tiny")),
+    report, hardware, arguments = run.moecache, run.moecache["hardware"], run.model_args
+    versioned = run.tasks if tasks is None else tasks
+    settings: dict[str, Any] = {
+        "pretrained": arguments.get("pretrained", arguments.get("trace", "tiny")),
         **{key: config.get(key) for key in _MODEL},
         "tasks": "+".join(sorted(run.tasks)) if tasks is None else None,
-        "task_versions": _by_task(facts.get("versions"), of_tasks),
-        "num_fewshot": _by_task(facts.get("n-shot"), of_tasks),
-        "batch_size": given.get("batch_size") or config.get("batch_size") or 1,
+        "task_versions": _by_task(facts.get("versions"), versioned),
+        "num_fewshot": _by_task(facts.get("n-shot"), versioned),
+        "batch_size": arguments.get("batch_size") or config.get("batch_size") or 1,
         **{
-            # lm-eval's files keep a digest of a prompt's text.
+            # lm-eval's files keep only a digest of a prompt's text.
             name: str(facts.get(f"{name}_sha") or "")[:12] or run.options.get(option) or "none"
             for name, option in _PROMPTS
         },
@@ -176,18 +177,18 @@ def identity(run: Run, tasks: Sequence[str] | None = None) -> dict[str, str]:
         **{key: hardware.get(key) or None for key in RATES},
     }
     if report["clock"] == "wall":
-        found["device"] = given.get("device", config.get("device"))
-    others = {k: v for k, v in given.items() if k.partition(".")[0] not in _COMPARED}
-    found |= {k: v for k, v in others.items() if k not in (*found, "bandwidth", "device")}
-    return {key: _text(value) for key, value in found.items() if value not in (None, "")}
+        settings["device"] = arguments.get("device", config.get("device"))
+    others = {k: v for k, v in arguments.items() if k.partition(".")[0] not in _COMPARED}
+    settings |= {k: v for k, v in others.items() if k not in (*settings, "bandwidth", "device")}
+    return {key: _text(value) for key, value in settings.items() if value not in (None, "")}
 
 
 def _by_task(values: Any, tasks: Sequence[str]) -> str | None:
-    """Return one value for all tasks, or `task=value` for each."""
-    told = {task: _text(values[task]) for task in tasks if task in (values or {})}
-    if len(set(told.values())) == 1:
-        return next(iter(told.values()))
-    return ", ".join(f"{task}={value}" for task, value in sorted(told.items())) or None
+    """Return the value that all tasks share, else `task=value` for each."""
+    texts = {task: _text(values[task]) for task in tasks if task in (values or {})}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{task}={value}" for task, value in sorted(texts.items())) or None
 
 
 def _text(value: Any) -> str:
@@ -196,10 +197,12 @@ def _text(value: Any) -> str:
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
-    """Return the keys that tell these runs' identities apart, each only where it tells more."""
+    """Return the keys that distinguish these runs' identities, without redundant ones."""
     identities = [identity(run) for run in runs]
-    names = dict.fromkeys(key for each in identities for key in each)
-    return telling(names, lambda keys: {tuple(each.get(n) for n in keys) for each in identities})
+    names = dict.fromkeys(key for settings in identities for key in settings)
+    return telling(
+        names, lambda keys: {tuple(settings.get(n) for n in keys) for settings in identities}
+    )
 
 
 def telling(
@@ -207,42 +210,42 @@ def telling(
     places: Callable[[Sequence[str]], set[tuple[Any, ...]]],
     besides: Sequence[str] = (),
 ) -> list[str]:
-    """Return those names, one after another, that tell more apart than `besides` and the earlier.
+    """Return the names, in order, that distinguish more than `besides` and the names before them.
 
-    `places` returns what the values of some names tell apart.
+    `places` maps names to the set of distinct tuples of their values.
     """
-    kept = list(besides)
+    chosen = list(besides)
     for name in names:
-        if len(places([*kept, name])) > len(places(kept)):
-            kept.append(name)
-    return kept[len(besides) :]
+        if len(places([*chosen, name])) > len(places(chosen)):
+            chosen.append(name)
+    return chosen[len(besides) :]
 
 
 def groups(runs: Sequence[Run]) -> list[list[int]]:
-    """Return the places of the runs of each identity."""
-    found: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    """Return the positions of the runs of each identity, one list per identity."""
+    by_identity: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for place, run in enumerate(runs):
-        found.setdefault(tuple(sorted(identity(run).items())), []).append(place)
-    return list(found.values())
+        by_identity.setdefault(tuple(sorted(identity(run).items())), []).append(place)
+    return list(by_identity.values())
 
 
 def load_runs(place: Path) -> list[Run]:
     """Load every results JSON under a folder (or one file), in order of experiment and run id.
 
-    A file of a folder that cannot be read is left out with a warning that names file and field;
-    some other JSON is no run. Raises FileNotFoundError where there is no such place, ValueError
-    where nothing is usable.
+    In a folder, an unreadable file is skipped with a warning that names file and field, other JSON
+    files silently. Raises FileNotFoundError where `place` does not exist, ValueError where it holds
+    no run.
     """
     if not exists(place):
         raise FileNotFoundError(f"{str(place)!r}: there is no such file or folder.")
-    single, runs = place.is_file(), []
-    for path in [place] if single else sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
+    is_file, runs = place.is_file(), []
+    for path in [place] if is_file else sorted([*place.rglob("*.json"), *place.rglob(PACKED)]):
         try:
             packed = path.name == PACKED
             records = read_packed(path) if packed else [read_json(path, repr(str(path)))]
-            runs += [run for each in records if (run := _run(each, path)) is not None]
+            runs += [run for record in records if (run := _run(record, path)) is not None]
         except ValueError as error:
-            if single:
+            if is_file:
                 raise
             logger.warning("left out: %s", error)
     if not runs:
@@ -258,21 +261,27 @@ def _run(data: Any, path: Path) -> Run | None:
         return None
     if "moecache" not in data["config"] or "results" not in data:
         return None
-    found = check(ResultsFile, data, repr(str(path)))
+    schema = check(ResultsFile, data, repr(str(path)))
     config, report = data["config"], data["config"]["moecache"]
-    if found.configuration is not None:
-        given = data["configuration"]
-        options = {k: v for k, v in given.items() if k not in ("model", "model_args", "tasks")}
+    if schema.configuration is not None:
+        configuration = data["configuration"]
+        options = {
+            k: v for k, v in configuration.items() if k not in ("model", "model_args", "tasks")
+        }
     else:
-        # lm-eval's own file: what a user gave it, in the form of a sweep's `configuration`.
-        given = {"model": "moecache", **config, "model_args": config.get("model_args") or {}}
+        # lm-eval's own file: put the user's arguments in the form of a sweep's `configuration`.
+        configuration = {
+            "model": "moecache",
+            **config,
+            "model_args": config.get("model_args") or {},
+        }
         options = {"limit": config["limit"]} if config.get("limit") is not None else {}
-        if isinstance(given["model_args"], str):
-            pairs = (item.partition("=") for item in given["model_args"].split(",") if item)
-            given["model_args"] = {key.strip(): value for key, _, value in pairs}
+        if isinstance(configuration["model_args"], str):
+            pairs = (item.partition("=") for item in configuration["model_args"].split(",") if item)
+            configuration["model_args"] = {key.strip(): value for key, _, value in pairs}
     scores: dict[str, dict[str, Any]] = {}
     speed: dict[str, dict[str, Any]] = {}
-    for task, metrics in found.scores.items():
+    for task, metrics in schema.scores.items():
         for key, values in metrics.items():
             name = key.removesuffix(f",{SPEED_FILTER}")
             if name != key:
@@ -281,17 +290,17 @@ def _run(data: Any, path: Path) -> Run | None:
                 scores.setdefault(task, {})[key] = values
     return Run(
         path=path,
-        run_id=found.run_id or path.stem,
-        experiment=found.experiment or path.parent.name,
-        label=found.label,
-        model=str(given["model"]),
-        tasks_given=() if found.configuration is None else tuple(found.configuration.tasks),
-        model_args=dict(given["model_args"]),
+        run_id=schema.run_id or path.stem,
+        experiment=schema.experiment or path.parent.name,
+        label=schema.label,
+        model=str(configuration["model"]),
+        tasks_given=() if schema.configuration is None else tuple(schema.configuration.tasks),
+        model_args=dict(configuration["model_args"]),
         options=options,
         moecache=report,
         results=data["results"],
-        higher_is_better={k: v or {} for k, v in found.higher_is_better.items()},
-        subtasks={k: v for k, v in found.group_subtasks.items() if v},
+        higher_is_better={k: v or {} for k, v in schema.higher_is_better.items()},
+        subtasks={k: v for k, v in schema.group_subtasks.items() if v},
         samples=scores,
         speed=speed,
         environment=data.get("environment", {}),
@@ -303,21 +312,21 @@ def read_packed(path: Path) -> list[Record]:
     """Return the records of a packed file, in order. Raises ValueError naming file and line."""
     data = read_gzip(path, repr(str(path)))
     try:
-        # Not splitlines: a text may hold what Unicode calls the end of a line.
+        # Not splitlines: a text may contain Unicode line separators.
         lines = data.decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is no text in UTF-8: {error}") from error
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         record = parse_json(line, f"{str(path)!r}: line {number}")
         if not isinstance(record, dict) or not isinstance(record.get("run_id"), str):
             raise ValueError(f"{str(path)!r}: line {number} is no run: it has no `run_id`.")
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def write_packed(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write the records in order of run id: the same records give the same bytes."""
+    """Write the records in order of run id; equal records give equal bytes."""
     ordered = sorted(records, key=lambda record: str(record["run_id"]))
     lines = (
         json.dumps(r, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in ordered
@@ -327,11 +336,11 @@ def write_packed(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def pack(folder: Path) -> int:
-    """Put every run of an experiment's folder into its packed file; return how many it holds.
+    """Pack every run of an experiment's folder into one file; return the number of runs in it.
 
-    A run that is in both forms is taken from its own file, which is the newer. The files go only
-    when the packed one has been read back and holds the same. Raises ValueError where a file of
-    `runs/` is not readable or two packed runs have one id, and then changes nothing.
+    A run in both forms is taken from its own file, the newer one. The files are removed only after
+    the packed one was read back and compared equal. Raises ValueError, and changes nothing, where a
+    file of `runs/` is unreadable or two packed runs share an id.
     """
     target = folder / PACKED
     files = sorted((folder / RUNS).glob("*.json"))
@@ -350,26 +359,26 @@ def pack(folder: Path) -> int:
 
 
 def unpack(folder: Path) -> int:
-    """Write every packed run to its own file, and remove the packed one; return how many.
+    """Write every packed run to its own file and remove the packed one; return the number of runs.
 
-    A run that has a file already was run later, and that file is kept. Raises ValueError, and
-    changes nothing, where a run would be lost: two of one id, or a file of that name that is not
-    the run; and where an id would lead out of the folder.
+    An existing file is kept: it holds a later run. Raises ValueError, and changes nothing, where a
+    run would be lost (two of one id, or a file of that name that is not the run) or an id would
+    lead out of the folder.
     """
     source = folder / PACKED
     if not source.is_file():
         return 0
-    records, waiting = _by_id(source), {}
+    records, targets = _by_id(source), {}
     for name in records:
-        # It becomes a file's name: what somebody else packed writes nowhere else.
+        # The id becomes a file name: an untrusted archive must not write elsewhere.
         if set(name) & {"/", "\\", "\0"}:
             raise ValueError(f"{str(source)!r}: run_id={shown(name)} is no name of a file.")
         path = folder / RUNS / f"{name}.json"
         if path.exists():
             _own_record(path)
         else:
-            waiting[name] = path
-    for name, path in waiting.items():
+            targets[name] = path
+    for name, path in targets.items():
         text = json.dumps(records[name], indent=1, ensure_ascii=False, allow_nan=False)
         write_whole(path, f"{text}\n")
         if _own_record(path) != records[name]:
@@ -381,16 +390,16 @@ def unpack(folder: Path) -> int:
 def _by_id(packed: Path) -> dict[str, Record]:
     records = read_packed(packed)
     counts = Counter(record["run_id"] for record in records)
-    if twice := [name for name, count in counts.items() if count > 1]:
+    if duplicates := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             f"{str(packed)!r} has several runs of one run_id, of which only one could be kept: "
-            f"{', '.join(map(shown, twice))}."
+            f"{', '.join(map(shown, duplicates))}."
         )
     return {record["run_id"]: record for record in records}
 
 
 def _own_record(path: Path) -> Record:
-    """Read `runs/<run-id>.json`. Raises ValueError where it is no file, broken, or another run."""
+    """Read `runs/<run-id>.json`. Raises ValueError unless it is a file that holds that run."""
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is no file, where the run of its name should be.")
     record = read_json(path, repr(str(path)))
@@ -399,7 +408,7 @@ def _own_record(path: Path) -> Record:
     return record
 
 
-# --- what a column is called, how it is read from a run, and which way is better ---
+# --- columns: name, heading, how they are read from a run, and which direction is better ---
 
 PARETO, ACCURACY = "pareto", "accuracy"
 _PHASES = {"prefill_": "prefill ", "decode_": "decode ", "verify_": "verify "}
@@ -409,7 +418,7 @@ SETTINGS = (
 )
 REPORTED = ("link", "warm", "store")
 PERCENTILES = ("mean", "p50", "p90", "p99")
-# Of these the means over documents have names of their own.
+# Metrics whose per-document figures have another name: metric -> (name, sign).
 _BY_DOCUMENT = {"hit_rate": ("request_miss_rate", -1.0)} | {
     name: (f"request_{name}", 1.0) for name in ("tok_per_s", "miss_rate", "collision_miss_rate")
 }
@@ -422,20 +431,22 @@ class Value:
     raw: float | str | None
     stderr: float | None = None
     asked: str | None = None
-    """By what name a view asks for it, where that is not what is shown: a policy's composition."""
+    """The name a view selects it by, where it is not the one shown: a policy's composition."""
 
     @property
     def identity(self) -> str:
+        """The text that views select and join by."""
         return str(self.raw) if self.asked is None else self.asked
 
     @property
     def number(self) -> float | None:
+        """The raw value where it is a number, else None."""
         return self.raw if isinstance(self.raw, (int, float)) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column and how it is read; settings, and some metrics, have no better end."""
+    """One column and how to read it; settings, and some metrics, have no better direction."""
 
     name: str
     heading: str
@@ -443,13 +454,13 @@ class Column:
     higher_is_better: bool | None = None
     is_number: bool = False
     words: str = ""
-    """What an axis calls it, with its unit; the heading unless given."""
+    """Name and unit on an axis; empty for the heading."""
     read: Callable[[Run], Value] = lambda run: Value(None)
     samples: Callable[[Run], Mapping[str, float]] = lambda run: {}
-    """A run's figures by document, where they were kept."""
+    """Returns a run's figures by document; empty where the record keeps none."""
 
     def text(self, value: Value) -> str:
-        """Return a cell as text: figures rounded to these decimals, `±` one standard error."""
+        """Return a cell as text: figures rounded to `decimals`, `±` one standard error."""
         if value.raw is None:
             return ""
         if value.number is None:
@@ -463,55 +474,58 @@ def find_column(runs: Sequence[Run], name: str) -> Column:
     """Return a column by name. Raises ValueError where no run has it."""
     if name == PARETO:
         return Column(PARETO, "Pareto")
-    found = figure_column(runs, name)
-    if found is not None:
-        return found
+    column = figure_column(runs, name)
+    if column is not None:
+        return column
     if is_setting(name, ()) or any(setting(run, name).raw is not None for run in runs):
-        # An algorithm's parameter is headed as one types it: routing.M is no other key's name.
+        # Parameters keep their spelling as heading: capitalising `routing.M` would change the key.
         heading = name if "." in name else name.replace("_", " ").capitalize()
         is_number = name == "capacity_bytes"
         return Column(name, heading, is_number=is_number, read=lambda run: setting(run, name))
     tasks = [task for run in runs for task in run.results]
-    given = [key for run in runs for key in (*run.model_args, *KEYS)]
-    known = dict.fromkeys([*SETTINGS, *given, ACCURACY, *METRICS, *tasks, PARETO])
+    arguments = [key for run in runs for key in (*run.model_args, *KEYS)]
+    known = dict.fromkeys([*SETTINGS, *arguments, ACCURACY, *METRICS, *tasks, PARETO])
     raise unknown_column(name, list(known))
 
 
 def figure_column(runs: Sequence[Run], name: str) -> Column | None:
-    """Describe the mean accuracy, a metric or a score; None for what is none of these."""
+    """Return the column of the mean accuracy, a metric or a score; None for any other name."""
     if name == ACCURACY:
         return Column(name, "Accuracy", 3, True, True, "", accuracy, _answers)
     return metric_column(name) or score_column(runs, name)
 
 
 def metric_column(name: str) -> Column | None:
-    """Describe `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`."""
+    """Return the column `miss_rate`, `decode_miss_rate`, `ttft_ms.p99` or `tok_per_s@task`.
+
+    None where no metric has that name.
+    """
     metric, at, task = name.partition("@")
     base, dot, percentile = metric.partition(".")
     phase = next((p for p in _PHASES if base.startswith(p)), "")
-    found = METRICS.get(base.removeprefix(phase))
-    if found is None or (dot and percentile not in PERCENTILES):
+    entry = METRICS.get(base.removeprefix(phase))
+    if entry is None or (dot and percentile not in PERCENTILES):
         return None
-    # Of a percentile there are no samples by document.
+    # A percentile has no samples by document.
     mean = metric.removesuffix(".mean")
-    kept, sign = _BY_DOCUMENT.get(mean, (mean, 1.0))
+    by_document, sign = _BY_DOCUMENT.get(mean, (mean, 1.0))
 
     def samples(run: Run) -> dict[str, float]:
         return {
             f"{of} {doc}": sign * value
             for of, metrics in run.speed.items()
             if task in ("", of)
-            for doc, value in metrics.get(kept, {}).items()
+            for doc, value in metrics.get(by_document, {}).items()
         }
 
-    heading = f"{phase[:-1].capitalize()} {found.heading.lower()}" if phase else found.heading
-    after = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
-    words = _PHASES.get(phase, "") + found.words + after
+    heading = f"{phase[:-1].capitalize()} {entry.heading.lower()}" if phase else entry.heading
+    suffix = (f" {percentile}" if dot else "") + (f" ({task})" if at else "")
+    words = _PHASES.get(phase, "") + entry.words + suffix
     return Column(
         name,
-        heading + after,
-        found.decimals,
-        found.higher_is_better,
+        heading + suffix,
+        entry.decimals,
+        entry.higher_is_better,
         True,
         words,
         lambda run: metric_value(run, name),
@@ -520,25 +534,28 @@ def metric_column(name: str) -> Column | None:
 
 
 def metric_value(run: Run, name: str) -> Value:
-    """Read a metric; means of requests and miss rates have a standard error where it was kept."""
+    """Read a metric; means over requests and miss rates carry a standard error where recorded."""
     metric, at, task = name.partition("@")
     base, _, percentile = metric.partition(".")
     figures = run.moecache["tasks"].get(task, {}) if at else run.moecache["totals"]
-    found, stderr = figures.get(base), figures.get(f"{base}_stderr")
-    if isinstance(found, Mapping):
-        stderr = found.get("stderr") if percentile in ("", "mean") else None
-        found = found.get(percentile or "mean")
-    return Value(found, stderr) if isinstance(found, (int, float)) else Value(None)
+    figure, stderr = figures.get(base), figures.get(f"{base}_stderr")
+    if isinstance(figure, Mapping):
+        stderr = figure.get("stderr") if percentile in ("", "mean") else None
+        figure = figure.get(percentile or "mean")
+    return Value(figure, stderr) if isinstance(figure, (int, float)) else Value(None)
 
 
 def score_column(runs: Sequence[Run], name: str) -> Column | None:
-    """Describe a task (its primary metric) or `task:metric` (or `task:metric,filter`)."""
-    first = next((score for run in runs if (score := find_score(run, name))), None)
-    if first is None:
+    """Return the column of `task` (primary metric), `task:metric` or `task:metric,filter`.
+
+    None where no run has that score.
+    """
+    first_score = next((score for run in runs if (score := find_score(run, name))), None)
+    if first_score is None:
         return None
-    task, higher = name.partition(":")[0], first.higher_is_better
-    heading = f"{task} {first.metric}{'' if higher else ' (lower is better)'}"
-    words = f"{task} {first.metric.replace('_', ' ')}"
+    task, higher = name.partition(":")[0], first_score.higher_is_better
+    heading = f"{task} {first_score.metric}{'' if higher else ' (lower is better)'}"
+    words = f"{task} {first_score.metric.replace('_', ' ')}"
 
     def read(run: Run) -> Value:
         score = find_score(run, name)
@@ -551,7 +568,7 @@ def score_column(runs: Sequence[Run], name: str) -> Column | None:
 
 
 def find_score(run: Run, name: str) -> Score | None:
-    """Return a task's primary score, or that of `task:metric` (or `task:metric,filter`)."""
+    """Return the score of `task` (primary metric), `task:metric` or `task:metric,filter`."""
     task, colon, wanted = name.partition(":")
     if not colon:
         return run.score(task)
@@ -559,7 +576,7 @@ def find_score(run: Run, name: str) -> Score | None:
 
 
 def accuracy(run: Run) -> Value:
-    """Mean of the primary scores for which higher is better; the errors are independent."""
+    """Return the mean of the primary scores where higher is better; errors count as independent."""
     scores = [score for _, score in _primary(run)]
     if not scores:
         return Value(None)
@@ -570,18 +587,18 @@ def accuracy(run: Run) -> Value:
 
 
 def _primary(run: Run) -> list[tuple[str, Score]]:
-    found = [(task, score) for task in run.scored if (score := run.score(task))]
-    return [(task, score) for task, score in found if score.higher_is_better]
+    scores = [(task, score) for task in run.scored if (score := run.score(task))]
+    return [(task, score) for task, score in scores if score.higher_is_better]
 
 
 def _answers(run: Run) -> dict[str, float]:
-    """Return the answers to all documents whose primary score `accuracy` is the mean of."""
+    """Return the scores by document of all tasks that `accuracy` averages."""
     parts = [_documents(run, task, score) for task, score in _primary(run)]
     return {doc: value for part in parts for doc, value in part.items()}
 
 
 def _documents(run: Run, task: str, score: Score | None) -> dict[str, float]:
-    """Return the scores of a task's documents; of texts their log-likelihoods, less is worse."""
+    """Return a task's scores by document, more being better (of texts the log-likelihood)."""
     if score is None:
         return {}
     sign = 1.0 if score.higher_is_better else -1.0
@@ -592,9 +609,9 @@ def _documents(run: Run, task: str, score: Score | None) -> dict[str, float]:
 
 
 def setting(run: Run, name: str) -> Value:
-    """Return a setting as text: as given, or else as resolved in the run's report.
+    """Return a setting as text: as given, else as resolved in the run's report.
 
-    What nobody gave and changes figures all the same (`batch_size`) is told by the run's identity.
+    Defaults that change figures (`batch_size`) are read from the run's identity.
     """
     report = run.moecache
     if name == "run":
@@ -604,8 +621,10 @@ def setting(run: Run, name: str) -> Value:
     if name == "tasks":
         return Value("+".join(run.tasks_given or run.scored))
     if name == "parameters":
-        given = [f"{k}={v}" for k, v in run.model_args.items() if k.partition(".")[0] in AXES]
-        return Value(", ".join(text for text in given if "." in text.partition("=")[0]) or None)
+        parameters = [f"{k}={v}" for k, v in run.model_args.items() if k.partition(".")[0] in AXES]
+        return Value(
+            ", ".join(text for text in parameters if "." in text.partition("=")[0]) or None
+        )
     if name in AXES:
         return Value(choice_name(report["policy"][name]))
     if name == "policy":
@@ -614,24 +633,25 @@ def setting(run: Run, name: str) -> Value:
     if name == "hardware":
         return Value(str(report["hardware"]["name"]))
     for source in (run.model_args, run.options, report):
-        found = source.get(name)
-        if found is not None and not isinstance(found, (Mapping, list)):
-            return Value(found if name == "capacity_bytes" else str(found))
-    # A prompt's template by whether there is one, which more settings may have changed.
+        value = source.get(name)
+        if value is not None and not isinstance(value, (Mapping, list)):
+            return Value(value if name == "capacity_bytes" else str(value))
+    # Else as the run's identity has it: defaults, and chat templates by their digest.
     return Value(identity(run).get(name))
 
 
 def choice_name(choice: Mapping[str, Any]) -> str:
-    """Return an algorithm's name, or the path of its class."""
+    """Return an algorithm's name, or its class path."""
     return str(choice.get("name", choice.get("class_path")))
 
 
 def is_setting(name: str, given: Iterable[str]) -> bool:
-    """Whether every run has this setting, or one that was given these arguments."""
+    """Whether `name` is a setting of every run, or one of the arguments `given`."""
     return name in (*SETTINGS, *REPORTED, *KEYS, *given)
 
 
 def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
+    """Return the error for a column that no run has; it names the nearest and all allowed ones."""
     return ValueError(
         f"column {name!r} is not known.{nearest(name, allowed)} Allowed: "
         f"{', '.join(allowed)}; with `prefill_`, `decode_` or `verify_` before a rate, `.p50`, "
@@ -641,10 +661,10 @@ def unknown_column(name: str, allowed: Sequence[str]) -> ValueError:
 
 
 def selected(run: Run, where: Mapping[str, Any]) -> bool:
-    """Whether a run has these settings; a list allows several values."""
+    """Whether a run has these settings; a list allows any of its values."""
 
     def has(name: str, wanted: Any) -> bool:
-        found, values = setting(run, name), wanted if isinstance(wanted, list) else [wanted]
-        return not {str(found.raw), found.identity}.isdisjoint(map(str, values))
+        value, values = setting(run, name), wanted if isinstance(wanted, list) else [wanted]
+        return not {str(value.raw), value.identity}.isdisjoint(map(str, values))
 
     return all(has(name, wanted) for name, wanted in where.items())

@@ -1,8 +1,8 @@
-"""Leaderboards and views from runs, as Markdown, CSV, JSON and HTML: the same runs, the same bytes.
+"""Leaderboards and views of runs as Markdown, CSV, JSON and HTML: same runs, same bytes.
 
-What is best and what lies on the Pareto front is marked among runs of one identity only, and by
-what a test tells apart: three documents of forty are no difference. The HTML page needs nothing
-else: sortable, filterable, from a file.
+The best of a column and the Pareto front are marked only among runs of one identity, and only
+where a test separates them: three documents of forty are no difference. The HTML page is
+self-contained: sortable and filterable, straight from a file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 ALPHA = 0.05
-"""Chance at which a figure counts as worse than the best of its column."""
+"""Significance level at which a figure counts as worse than the best of its column."""
 _SPEED = ("ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate")
 _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
@@ -58,16 +58,16 @@ _MOST_LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A finished table: `best` holds (row, column) positions of what is best in a column."""
+    """A finished table: `best` holds the (row, column) positions of each column's best cells."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
     best: frozenset[tuple[int, int]] = frozenset()
     about: tuple[tuple[str, str], ...] = ()
-    """What the runs have in common: when they were made, on what, with which versions."""
+    """(name, text) pairs on the runs: when they were made, on what machine, with which versions."""
     apart: tuple[str, ...] = ()
-    """Keys of identity in which rows differ: those rows are not ranked against each other."""
+    """Identity keys in which rows differ; such rows are not ranked against each other."""
 
 
 def leaderboard(
@@ -78,12 +78,12 @@ def leaderboard(
     sort: Sequence[str] | None = None,
     by: Sequence[str] = (),
 ) -> Table:
-    """Build the table; rows that differ in a setting of `by` are not ranked against each other.
+    """Build the leaderboard; rows that differ in a setting of `by` are ranked apart.
 
     Raises ValueError naming a column that no run has.
     """
     names = expanded(columns) if columns else default_columns(runs)
-    found = [find_column(runs, name) for name in names]
+    table_columns = [find_column(runs, name) for name in names]
     if not sort:
         has_scores = any(accuracy(run).raw is not None for run in runs)
         sort = [ACCURACY, "tok_per_s"] if has_scores else ["policy"]
@@ -94,25 +94,25 @@ def leaderboard(
         for i in group:
             parts[_place(ordered[i], by)].append(i)
         ranked += parts.values()
-    rows = [[each.read(run) for each in found] for run in ordered]
+    rows = [[column.read(run) for column in table_columns] for run in ordered]
     if PARETO in names:
         axes = [find_column(runs, name) for name in (ACCURACY, "tok_per_s")]
-        front = {place for group in ranked for place in pareto_front(ordered, group, axes)}
+        pareto_rows = {place for group in ranked for place in pareto_front(ordered, group, axes)}
         for i, row in enumerate(rows):
-            row[names.index(PARETO)] = Value("*" if i in front else "")
+            row[names.index(PARETO)] = Value("*" if i in pareto_rows else "")
     best = {
         (i, j)
-        for j, each in enumerate(found)
+        for j, column in enumerate(table_columns)
         for group in ranked
-        for i in _best(ordered, group, each)
+        for i in _best(ordered, group, column)
     }
     apart = tuple(dict.fromkeys([*varying(runs), *by]))
-    shown_rows = tuple(map(tuple, rows))
-    return Table(title, tuple(found), shown_rows, frozenset(best), about(runs), apart)
+    table_rows = tuple(map(tuple, rows))
+    return Table(title, tuple(table_columns), table_rows, frozenset(best), about(runs), apart)
 
 
 def expanded(columns: Sequence[str]) -> list[str]:
-    """Write `ttft_ms.*` (or `ttft_ms.*@task`) out: the mean and its percentiles."""
+    """Expand `ttft_ms.*` (or `ttft_ms.*@task`) to the mean and its percentiles."""
     names = []
     for name in columns:
         base, star, rest = name.partition(".*")
@@ -121,17 +121,17 @@ def expanded(columns: Sequence[str]) -> list[str]:
 
 
 def default_columns(runs: Sequence[Run]) -> list[str]:
-    """Policy, capacity and what else varies; the scores; the main figures of speed."""
+    """Return policy, capacity and all that varies; the scores; the main speed metrics."""
 
     def varies(name: str) -> bool:
         return len({setting(run, name).raw for run in runs}) > 1
 
     def varies_within_policy(axis: str) -> bool:
-        """An axis is worth a column only where the policy's name does not tell it."""
-        seen = defaultdict(set)
+        """Whether an axis needs a column: the policy's name does not determine it."""
+        algorithms = defaultdict(set)
         for run in runs:
-            seen[setting(run, "policy").identity].add(setting(run, axis).raw)
-        return any(len(values) > 1 for values in seen.values())
+            algorithms[setting(run, "policy").identity].add(setting(run, axis).raw)
+        return any(len(values) > 1 for values in algorithms.values())
 
     def has(metric: str) -> bool:
         return any(metric_value(run, metric).raw is not None for run in runs)
@@ -139,16 +139,18 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
     names = [] if all(run.label is None for run in runs) else ["run"]
     names += ["experiment"] if varies("experiment") else []
     names += ["policy", *filter(varies_within_policy, AXES), "capacity"]
-    given = {key for run in runs for key in (*run.model_args, *run.options)}
-    names += filter(varies, sorted(given - {*names, *AXES, "label"}))
-    # What of the identity is untold by these; other tasks have columns of their own.
-    untold = [name for name in varying(runs) if name != "tasks"]
+    arguments = {key for run in runs for key in (*run.model_args, *run.options)}
+    names += filter(varies, sorted(arguments - {*names, *AXES, "label"}))
+    # Identity keys that these do not determine; tasks have columns of their own.
+    identity_keys = [name for name in varying(runs) if name != "tasks"]
     names += telling(
-        untold, lambda keys: {tuple(str(setting(r, n).raw) for n in keys) for r in runs}, names
+        identity_keys,
+        lambda keys: {tuple(str(setting(r, n).raw) for n in keys) for r in runs},
+        names,
     )
     scored = list(dict.fromkeys(name for run in runs for name in run.scored))
     columns = [score_column(runs, name) for name in scored]
-    if sum(each is not None and each.higher_is_better is True for each in columns) > 1:
+    if sum(column is not None and column.higher_is_better is True for column in columns) > 1:
         names.append(ACCURACY)
     names += [*scored, *filter(has, _SPEED)]
     if any(metric_value(run, "collision_miss_rate").number for run in runs):
@@ -157,9 +159,9 @@ def default_columns(runs: Sequence[Run]) -> list[str]:
 
 
 class _Sampled(NamedTuple):
-    """A run's figure in a column, with its error (0 for none), and the samples it is made of.
+    """A run's figure in a column, its standard error (0 for none), and its samples.
 
-    More is better: where less is, or no end is the better one, the sign is turned.
+    More is better: the sign is flipped where less is better, or neither direction is.
     """
 
     figure: float
@@ -167,80 +169,82 @@ class _Sampled(NamedTuple):
     samples: Mapping[str, float]
 
     def is_worse(self, best: _Sampled) -> float:
-        """Return the chance of being as much worse than another if they were alike (one-sided).
+        """Return the one-sided p-value of being worse than `best`.
 
-        By the exact sign test over the documents of both (McNemar's, of right and wrong answers),
-        else by the standard errors. Figures that have neither are counts: any difference is one.
+        From the exact sign test over the documents of both (McNemar's for right and wrong answers),
+        else from the standard errors. Figures with neither are counts: any difference is real.
         """
-        own, other = self.samples, best.samples
-        if len(own) > 1 and own.keys() == other.keys():
-            losses = [other[doc] - own[doc] for doc in own]
+        samples, best_samples = self.samples, best.samples
+        if len(samples) > 1 and samples.keys() == best_samples.keys():
+            losses = [best_samples[doc] - samples[doc] for doc in samples]
             return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
         return z_test(best.figure - self.figure, math.hypot(self.stderr, best.stderr))
 
 
 def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[int, _Sampled]:
-    """Return what a group's runs have in a column, without those that have nothing."""
+    """Return row -> figure and samples, for the runs of a group that have a figure."""
     sign = 1 if column.higher_is_better else -1
-    found = {}
+    by_row = {}
     for i in group:
         value = column.read(runs[i])
         if value.number is not None:
-            samples = {doc: sign * each for doc, each in column.samples(runs[i]).items()}
-            found[i] = _Sampled(sign * value.number, value.stderr or 0.0, samples)
-    return found
+            samples = {doc: sign * figure for doc, figure in column.samples(runs[i]).items()}
+            by_row[i] = _Sampled(sign * value.number, value.stderr or 0.0, samples)
+    return by_row
 
 
 def _best(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[int]:
-    """Return the places of the best figure of a group and of those that no test tells from it.
+    """Return the rows of a group's best figure and of those no test separates from it.
 
-    Only where the test tells each of these from every other of the group: else nobody is best.
+    Empty unless the test separates each of these from every other row of the group.
     """
-    found = {} if column.higher_is_better is None else _sampled(runs, group, column)
-    if len({each.figure for each in found.values()}) < 2:
+    sampled = {} if column.higher_is_better is None else _sampled(runs, group, column)
+    if len({row.figure for row in sampled.values()}) < 2:
         return set()
-    best = max(found.values(), key=lambda each: each.figure)
-    chances = holm([each.is_worse(best) for each in found.values()])
-    marked = {
+    best = max(sampled.values(), key=lambda row: row.figure)
+    chances = holm([row.is_worse(best) for row in sampled.values()])
+    best_rows = {
         i
-        for (i, each), chance in zip(found.items(), chances, strict=True)
-        if each.figure == best.figure or chance > ALPHA
+        for (i, row), chance in zip(sampled.items(), chances, strict=True)
+        if row.figure == best.figure or chance > ALPHA
     }
-    others = found.keys() - marked
-    apart = all(found[i].is_worse(found[j]) <= ALPHA for i in others for j in marked)
-    return marked if others and apart else set()
+    others = sampled.keys() - best_rows
+    are_separated = all(sampled[i].is_worse(sampled[j]) <= ALPHA for i in others for j in best_rows)
+    return best_rows if others and are_separated else set()
 
 
 def pareto_front(runs: Sequence[Run], group: Sequence[int], axes: Sequence[Column]) -> set[int]:
-    """Return the places of the runs that no other run of the group is known to beat.
+    """Return the rows of the runs that no other run of the group is shown to beat.
 
-    One beats another where the test finds it better in one axis, and not worse in the other. Of an
-    axis without a better end (the capacity) less is better.
+    A run beats another where the test finds it better on one axis and not worse on the other. On an
+    axis without a better direction (the capacity), less is better.
     """
     sides = [_sampled(runs, group, axis) for axis in axes]
-    known = [i for i in group if all(i in side for side in sides)]
-    if len(known) < 2:
+    complete = [i for i in group if all(i in side for side in sides)]
+    if len(complete) < 2:
         return set()
 
     def is_worse(one: int, other: int) -> bool:
         return any(side[one].is_worse(side[other]) <= ALPHA for side in sides)
 
     return {
-        i for i in known if not any(is_worse(i, j) and not is_worse(j, i) for j in known if j != i)
+        i
+        for i in complete
+        if not any(is_worse(i, j) and not is_worse(j, i) for j in complete if j != i)
     }
 
 
 def sorted_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
     """Sort by the columns, best first or text ascending; `:asc` or `:desc` forces an order.
 
-    Runs come in order of experiment and id, and every sort is stable, so ties have one order.
+    The sort is stable and runs arrive in order of experiment and id, so ties are deterministic.
     """
     ordered = list(runs)
     for text in reversed(names):
         name, forced = split_order(text)
-        found = find_column(runs, name)
-        descending = forced == "desc" or (not forced and found.higher_is_better is True)
-        read = found.read
+        column = find_column(runs, name)
+        descending = forced == "desc" or (not forced and column.higher_is_better is True)
+        read = column.read
         present = [run for run in ordered if read(run).raw is not None]
         absent = [run for run in ordered if read(run).raw is None]
         present = sorted(present, key=lambda run: sort_key(read(run)), reverse=descending)
@@ -255,7 +259,7 @@ def split_order(text: str) -> tuple[str, str]:
 
 
 def sort_key(value: Value) -> tuple[int, float, str]:
-    """Numbers before texts; a text that begins with a number (`5%`, `30/layer`) goes by it."""
+    """Return a key that sorts numbers first, then texts by a leading number (`5%`, `30/layer`)."""
     if value.number is not None:
         return (0, value.number, "")
     text = str(value.raw)
@@ -266,23 +270,25 @@ def sort_key(value: Value) -> tuple[int, float, str]:
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs, of those with one setting the first.
+    """Return the runs without duplicates: the first of each resolved configuration.
 
-    A setting is what ran, not what a policy is called or a file is named.
+    Configurations compare by what ran, not by the policy's or the file's name.
     """
-    found: dict[str, Run] = {}
+    first_runs: dict[str, Run] = {}
     for run in runs:
         report = run.moecache
-        told: dict[str, Any] = {key: report.get(key) for key in _RESOLVED}
-        told |= {key: value for key, value in report["policy"].items() if key not in _CALLED}
-        told |= {"model": run.model}
-        told |= {key: run.model_args.get(key) for key in ("precision", "warm")}
-        found.setdefault(json.dumps([told, identity(run)], sort_keys=True, default=str), run)
-    return list(found.values())
+        resolved: dict[str, Any] = {key: report.get(key) for key in _RESOLVED}
+        resolved |= {key: value for key, value in report["policy"].items() if key not in _CALLED}
+        resolved |= {"model": run.model}
+        resolved |= {key: run.model_args.get(key) for key in ("precision", "warm")}
+        first_runs.setdefault(
+            json.dumps([resolved, identity(run)], sort_keys=True, default=str), run
+        )
+    return list(first_runs.values())
 
 
 def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
-    """Return (name, text) pairs: when, on what and with which versions; what is unknown is left."""
+    """Return (name, text) pairs on date, machine and versions; unknown ones are left out."""
 
     def listed(texts: Iterable[object]) -> str:
         names = sorted({str(text) for text in texts if text})
@@ -292,19 +298,19 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     dates = sorted(str(date)[:10] for run in runs if (date := run.environment.get("date")))
     machines = [run.environment.get("machine", {}) for run in runs]
     versions = [run.environment.get("versions", {}) for run in runs]
-    found = {
+    facts = {
         "Runs": str(len(runs)),
         "Date": " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
         "Model": listed(run.moecache.get("model", {}).get("model") for run in runs),
         "Hardware": listed(setting(run, "hardware").raw for run in runs),
         "Clock": listed(run.moecache["clock"] for run in runs),
         "Run on": listed(m.get("gpu") or m.get("cpu_model") or m.get("cpu") for m in machines),
-        **{name: listed(each.get(name) for each in versions) for name in _VERSIONS},
+        **{name: listed(libraries.get(name) for libraries in versions) for name in _VERSIONS},
     }
-    return tuple((name, text) for name, text in found.items() if text)
+    return tuple((name, text) for name, text in facts.items() if text)
 
 
-# --- views: one setting across, changes against a baseline, the best within a budget ---
+# --- views: pivots, changes against a baseline, the best within a budget ---
 
 
 def view_table(runs: Sequence[Run], view: View) -> Table:
@@ -313,8 +319,8 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     `where` selects runs by settings (a value or a list of them). Without `columns`, `values` are
     the columns of a plain table. With `columns`, that setting's values head the columns, `rows`
     (one setting or several) name the rows, and each cell holds its run's `values`. `relative_to`
-    adds changes in percent against the run with those settings; `pick` keeps of several runs in
-    one place the best within a budget (`with_changes` and `pick`).
+    adds changes in percent against the run with those settings (`with_changes`); `pick` keeps the
+    best run within a budget where several share a cell (`pick`).
     """
     chosen = [run for run in runs if selected(run, view.where)]
     if not chosen:
@@ -332,17 +338,17 @@ def view_table(runs: Sequence[Run], view: View) -> Table:
     if across:
         heads = [str(setting(run, across).raw) for run in sorted_runs(chosen, [across])]
         flat = _pivot(flat, len(rows), list(dict.fromkeys(heads)))
-    kept = [j for j in range(len(flat.columns)) if any(r[j].raw is not None for r in flat.rows)]
+    filled = [j for j in range(len(flat.columns)) if any(r[j].raw is not None for r in flat.rows)]
     return replace(
         flat,
-        columns=tuple(flat.columns[j] for j in kept),
-        rows=tuple(tuple(row[j] for j in kept) for row in flat.rows),
-        best=frozenset((i, kept.index(j)) for i, j in flat.best if j in kept),
+        columns=tuple(flat.columns[j] for j in filled),
+        rows=tuple(tuple(row[j] for j in filled) for row in flat.rows),
+        best=frozenset((i, filled.index(j)) for i, j in flat.best if j in filled),
     )
 
 
 def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
-    """Put the cells of a flat table elsewhere: its column after the rows' heads the columns."""
+    """Pivot a flat table: the column after the first `width` becomes the column heads."""
     across, figures = flat.columns[width].name, flat.columns[width + 1 :]
     cells: dict[tuple[tuple[str, ...], str], Sequence[Value]] = {}
     for row in flat.rows:
@@ -358,10 +364,10 @@ def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
     single = len(figures) == 1
     columns = []
     for label in labels:
-        for each in figures:
-            heading = f"{across} {label}" if single else f"{each.heading} at {label}"
-            name = f"{each.name}[{across}={label}]"
-            columns.append(replace(each, name=name, heading=heading, words=""))
+        for figure in figures:
+            heading = f"{across} {label}" if single else f"{figure.heading} at {label}"
+            name = f"{figure.name}[{across}={label}]"
+            columns.append(replace(figure, name=name, heading=heading, words=""))
     empty = [Value(None)] * len(figures)
     body = tuple(
         (*map(Value, names), *(v for label in labels for v in cells.get((names, label), empty)))
@@ -372,9 +378,9 @@ def _pivot(flat: Table, width: int, labels: Sequence[str]) -> Table:
 
 
 def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]) -> Table:
-    """Put behind each figure its change in percent against the baseline's.
+    """Add after each figure its change in percent against the baseline.
 
-    A row's baseline has the settings of `relative_to` and the row's own others; both are among
+    A row's baseline has the settings of `relative_to` and otherwise the row's own; all are among
     the first `num_settings` columns. The baselines themselves have no change.
     """
     names = [column.name for column in table.columns[:num_settings]]
@@ -382,17 +388,19 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
         if name not in names:
             raise unknown("views: relative_to", name, names)
     others = [i for i, name in enumerate(names) if name not in relative_to]
-    wanted = {names.index(name): str(value) for name, value in relative_to.items()}
+    base_values = {names.index(name): str(value) for name, value in relative_to.items()}
     places = [tuple(row[i].identity for i in others) for row in table.rows]
-    is_base = [all(row[i].identity == value for i, value in wanted.items()) for row in table.rows]
+    is_base = [
+        all(row[i].identity == value for i, value in base_values.items()) for row in table.rows
+    ]
     bases = dict(compress(zip(places, table.rows, strict=True), is_base))
     columns = [*table.columns[:num_settings]]
-    for each in table.columns[num_settings:]:
-        change = Column(f"{each.name}_change", f"{each.heading} change %", 1, None, True)
-        columns += [each, change]
+    for figure in table.columns[num_settings:]:
+        change = Column(f"{figure.name}_change", f"{figure.heading} change %", 1, None, True)
+        columns += [figure, change]
     rows = []
-    for row, place, is_own in zip(table.rows, places, is_base, strict=True):
-        base = None if is_own else bases.get(place)
+    for row, place, is_baseline in zip(table.rows, places, is_base, strict=True):
+        base = None if is_baseline else bases.get(place)
         cells = [*row[:num_settings]]
         for j in range(num_settings, len(row)):
             new, old = row[j].number, None if base is None else base[j].number
@@ -404,11 +412,11 @@ def with_changes(table: Table, num_settings: int, relative_to: Mapping[str, Any]
 def pick(
     chosen: Sequence[Run], runs: Sequence[Run], settings: Sequence[str], rule: Pick
 ) -> list[Run]:
-    """Keep of the runs that agree in `settings` the one with the `best` metric within the budget.
+    """Among runs that agree in `settings`, keep the one with the `best` metric within the budget.
 
-    Within the budget is a run whose `score` (a task) is at most `loss` (0.01: one percent) worse
-    than that of the baseline, the run of `runs` that has the settings of `relative_to` and agrees
-    in the others. Groups without a run within the budget are left out.
+    A run is within the budget if its `score` (a task) is at most `loss` (0.01: one percent) worse
+    than its baseline's: the run of `runs` with the settings of `relative_to` that agrees in the
+    others. Groups without a run within the budget are left out.
     """
     figures = metric_column(rule.best)
     if figures is None or figures.higher_is_better is None:
@@ -423,7 +431,7 @@ def pick(
         base, figure = bases.get(_place(run, others)), figures.read(run).number
         if base is None or figure is None:
             continue
-        new, old = (find_score(each, rule.score) for each in (run, base))
+        new, old = (find_score(compared, rule.score) for compared in (run, base))
         if new is None or old is None or not old.value:
             raise ValueError(
                 f"views: pick: {run.run_id} or its baseline has no score of {rule.score!r}."
@@ -440,7 +448,7 @@ def _place(run: Run, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(setting(run, name).identity for name in names)
 
 
-# --- the forms that a table is written in ---
+# --- output formats ---
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _TEST = "a test over the documents (p ≤ 0.05)"
@@ -449,7 +457,7 @@ _FRONT = "`*`: not dominated by any other row in accuracy and tok/s, by"
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
-    """Return the tables below each other; what their marks mean stands below each."""
+    """Return the tables one below the other, each followed by a legend of its marks."""
     texts = []
     for table in tables:
         lines = [f"## {_in_markdown(table.title)}", ""] if table.title else []
@@ -461,40 +469,40 @@ def as_markdown(tables: Sequence[Table]) -> str:
             cells = [_in_markdown(c.text(v)) for c, v in zip(table.columns, row, strict=True)]
             best = [f"**{text}**" if (i, j) in table.best else text for j, text in enumerate(cells)]
             lines.append(line(best))
-        told = "; ".join(notes(table))
-        texts.append("\n".join([*lines, "", *([f"{told}.", ""] if told else [])]))
+        legend = "; ".join(notes(table))
+        texts.append("\n".join([*lines, "", *([f"{legend}.", ""] if legend else [])]))
     return "\n".join(texts)
 
 
 def line(cells: Sequence[str]) -> str:
-    """Return one line of a table in Markdown; the cells are in it already."""
+    """Return one line of a Markdown table; the cells must be escaped already."""
     return f"| {' | '.join(cells)} |"
 
 
 def notes(table: Table) -> list[str]:
-    """Say what the marks of a table mean, and which of its rows are not ranked together."""
-    found = [_LEGEND] if table.best else []
+    """Return what a table's marks mean, and which of its rows are not ranked together."""
+    texts = [_LEGEND] if table.best else []
     if any(c.name == PARETO for c in table.columns):
-        found.append(f"{_FRONT} {'that test' if table.best else _TEST}")
-    found += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
+        texts.append(f"{_FRONT} {'that test' if table.best else _TEST}")
+    texts += ["±: standard error"] if any(v.stderr for row in table.rows for v in row) else []
     if table.apart:
-        found.append(f"rows of different {', '.join(table.apart)} are not compared")
-    return found
+        texts.append(f"rows of different {', '.join(table.apart)} are not compared")
+    return texts
 
 
 def _in_markdown(text: str) -> str:
-    """Keep a cell one cell, and what it says text: names may come from anybody's files."""
+    """Escape a text so that it stays one plain cell: names may come from untrusted files."""
     escaped = harmless(text.replace("\\", "\\\\").replace("|", "\\|"))
     return " ".join(escaped.splitlines())
 
 
 def harmless(text: str) -> str:
-    """Return a text of Markdown without HTML and without links, which may run what they like."""
+    """Escape HTML and links in a Markdown text, which could run scripts."""
     return text.replace("<", "&lt;").replace("[", "\\[")
 
 
 def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows of one shape as a table; figures get four decimals, None is left empty."""
+    """Return rows with the same keys as a table; floats get four decimals, None stays empty."""
 
     def cell(value: Any) -> Any:
         if isinstance(value, str):
@@ -506,24 +514,24 @@ def rows_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def padded(heads: Sequence[str], cells: Sequence[Sequence[Any]]) -> str:
-    """Return a Markdown table whose columns line up in a terminal."""
+    """Return a Markdown table with columns aligned for a terminal."""
     from pytablewriter import MarkdownTableWriter
 
     return str(MarkdownTableWriter(headers=heads, value_matrix=cells).dumps())
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """Write the first table: full precision, one header line, `<column>_stderr` beside a score."""
+    """Return the first table: full precision, one header line, `<column>_stderr` beside a score."""
     records = _records(tables[0])
-    told = {name for record in records for name in record}
+    recorded = {name for record in records for name in record}
     names = []
     for column in tables[0].columns:
-        names += [column.name, *({f"{column.name}_stderr"} & told)]
+        names += [column.name, *({f"{column.name}_stderr"} & recorded)]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for record in records:
-        # A spreadsheet would run a text like `=1+1` as a formula; numbers stay as they are.
+        # A spreadsheet would evaluate a text like `=1+1`: quote texts, not numbers.
         writer.writerow(
             {
                 name: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
@@ -536,8 +544,8 @@ def as_csv(tables: Sequence[Table]) -> str:
 def as_json(tables: Sequence[Table]) -> str:
     """Return `{"title", "columns", "rows", "views": [{"title", "columns", "rows"}]}`."""
     first, *views = [
-        {"title": each.title, "columns": [c.name for c in each.columns], "rows": _records(each)}
-        for each in tables
+        {"title": table.title, "columns": [c.name for c in table.columns], "rows": _records(table)}
+        for table in tables
     ]
     return json.dumps({**first, "views": views}, indent=1, ensure_ascii=False) + "\n"
 
@@ -556,27 +564,27 @@ def _records(table: Table) -> list[dict[str, Any]]:
 
 
 _PAGE = Path(__file__).with_name("page.html")
-# What a reader asks first; other figures follow in the table's order.
+# The figures shown first; others follow in the table's order.
 _FIRST = (ACCURACY, "tok_per_s", "ttft_ms", "tpot_ms", "miss_rate")
-# Of the settings these name a run; all of them open below the name.
+# The settings that name a run; all settings unfold below the name.
 _NAMING = ("run", "policy", "capacity")
 _PLACES = ("experiment", "tasks", "model")
 _IDLE = ("standard", "none", "fetch")
 
 
 def as_html(tables: Sequence[Table]) -> str:
-    """Return the page: the leaderboard with its settings folded, the other tables below it.
+    """Return the page: the leaderboard with settings folded, the other tables below it.
 
-    Rows on the Pareto front come first, then the others, each in the table's order.
+    Rows on the Pareto front come first, then the others, both in the table's order.
     """
-    # Its import takes as long as the rest of `moecache table`.
+    # Importing jinja2 takes as long as the rest of `moecache table`.
     from jinja2 import Environment
 
     first, *views = tables
     has_mean = any(column.name == ACCURACY for column in first.columns)
 
     def rank(place: int) -> int:
-        """The mark, accuracy (without a mean of several: the scores), speed, the rest."""
+        """Order columns: Pareto mark, accuracy (or the scores, without a mean), speed, others."""
         name = first.columns[place].name
         if name == PARETO:
             return -1
@@ -614,23 +622,23 @@ def as_html(tables: Sequence[Table]) -> str:
 
 
 def _row(table: Table, i: int, settings: Sequence[int], figures: Sequence[int]) -> dict[str, Any]:
-    """Return a row of the leaderboard: a short name, and one click away what tells it apart."""
+    """Return a row of the leaderboard: a short name, and its distinguishing settings to unfold."""
     row = list(zip(table.columns, table.rows[i], strict=True))
-    told = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
-    given = [(column, text) for column, text in told if text]
+    texts = [(row[j][0], str(row[j][1].raw or "")) for j in settings]
+    filled = [(column, text) for column, text in texts if text]
     others = []
-    for column, text in given:
+    for column, text in filled:
         if column.name in AXES or column.name == "parameters":
-            # An algorithm by its name, none where it does nothing.
+            # An algorithm by its name; idle ones are left out.
             others.append("" if column.name in AXES and text in _IDLE else text)
         elif column.name not in (*_NAMING, *_PLACES):
             others.append(f"{column.heading.lower()} {text}")
-    others += [text for column, text in given if column.name in _PLACES]
+    others += [text for column, text in filled if column.name in _PLACES]
     return {
-        "name": " ".join(text for column, text in given if column.name in _NAMING) or "run",
+        "name": " ".join(text for column, text in filled if column.name in _NAMING) or "run",
         "more": ", ".join(filter(None, others)),
-        "settings": [(column.heading, text) for column, text in given],
-        "keys": [text for _, text in told],
+        "settings": [(column.heading, text) for column, text in filled],
+        "keys": [text for _, text in texts],
         "cells": _cells(table, i, figures),
         "is_front": any(c.name == PARETO and value.raw == "*" for c, value in row),
     }
@@ -641,7 +649,7 @@ def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
     for j in places:
         column, value = table.columns[j], table.rows[i][j]
         text, _, error = brief(column, value).partition(" ±")
-        # By its key the page sorts; a text that begins with a number is told apart there.
+        # The page sorts by `key`, where texts with a leading number are recognised.
         cell = {"key": "" if value.raw is None else str(value.raw), "label": column.heading}
         cell |= {"kind": _kind(column), "text": text, "error": error}
         cells.append({**cell, "is_best": (i, j) in table.best})
@@ -649,7 +657,7 @@ def _cells(table: Table, i: int, places: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def brief(column: Column, value: Value) -> str:
-    """Return a figure with four digits (a score as tables show it), bytes in MB."""
+    """Return a figure with four digits (a score as in the tables), bytes in MB."""
     number = value.number
     if number is None or not column.words or column.name == ACCURACY or value.stderr is not None:
         return column.text(value)
