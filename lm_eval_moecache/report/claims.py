@@ -1,7 +1,7 @@
-"""Answers what papers claim from the files of runs: figures, intervals, tests, verdicts, a page.
+"""Tests papers' claims on the files of runs: figures, intervals, tests, verdicts, a page.
 
-A figure is a ratio of means, a difference of means, or a mean. Its samples are documents (of
-right-or-wrong answers, of texts, of times), or whatever an analysis has a row for.
+A figure is a ratio of means, a difference of means, or a mean. Its samples are documents
+(right-or-wrong answers, texts, times) or the rows of an analysis.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ from lm_eval_moecache.report.tables import line
 HOLDS, FAILS, OPEN = VERDICTS = ("holds", "does not hold", "not testable here")
 IN_PART = "in part"
 _MOST = 1e150
-"""Ratios and squares of more overflow."""
+"""Ratios and squares of larger values overflow."""
 Kind = Literal["figures", "answers", "texts", "traces"]
 Form = Literal["ratio", "difference", "value"]
 Chances = list[tuple[float, float]]
-"""By part: does it lie where the claim says, or surely outside?"""
+"""By part: p-values of lying inside the claimed bounds, and of lying outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
     """Paired samples. `answers`: right or wrong; `texts`: log-likelihoods with token counts.
 
-    `traces` are single replays or whole runs, too few for a test. `old` is empty for the mean of
-    one run.
+    `traces`: single replays or whole runs, too few for a test. `old` is empty for one run's mean.
     """
 
     kind: Kind
@@ -66,11 +65,11 @@ class Samples:
 
     @property
     def changes(self) -> tuple[int, int]:
-        """Answers won and lost."""
+        """Number of answers won and lost."""
         return int(np.sum(self.new > self.old)), int(np.sum(self.new < self.old))
 
     def beyond(self, bound: float, form: Form) -> Floats:
-        """Return per sample how far it lies beyond the bound; their mean is 0 at the bound."""
+        """Return by how much each sample exceeds the bound; a figure at the bound gives mean 0."""
         if self.kind == "texts":
             assert self.tokens is not None, "texts without tokens"
             return self.old - self.new - math.log(bound) * self.tokens
@@ -81,9 +80,9 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A figure with its 95% interval, and the chances of it if the truth were a bound.
+    """A figure with its 95% interval, and its p-values against a bound.
 
-    Of traces: the range over them, and chances of 0 or 1, which say whether all lie beyond it.
+    For traces the interval is their range, and p is 0 where all lie beyond the bound, else 1.
     """
 
     figure: float
@@ -103,12 +102,14 @@ class Estimate:
         return sign_flip_test(sign * data.beyond(bound, self.form))
 
     def p_below(self, bound: float) -> float:
+        """Return the chance of a figure as low as this if the truth were `bound`."""
         return self.p_above(bound, -1.0)
 
     def least_p(self, bound: float) -> float:
-        """Return the smallest chance that samples like these can give beside `bound`.
+        """Return the smallest p-value that samples like these can give against `bound`.
 
-        Of answers at a bound of 0 as many as changed count, elsewhere as if all were as claimed.
+        For answers at bound 0, as if all changed answers had changed alike; at other bounds, as if
+        every answer were as claimed.
         """
         data = self.samples
         if data.kind == "answers":
@@ -118,13 +119,13 @@ class Estimate:
 
     @property
     def nothing_changed(self) -> bool:
-        """Whether two measured sides are equal in every sample: there is nothing to test."""
+        """Whether both sides' figures are equal in every sample, so that no test applies."""
         data = self.samples
         return data.kind == "figures" and bool(data.old.size) and np.array_equal(data.new, data.old)
 
     @property
     def by(self) -> str:
-        """Say by which test, over which samples."""
+        """The test and its samples, in words."""
         data = self.samples
         if self.nothing_changed:
             return f"equal in all {data.new.size} {data.unit}"
@@ -140,7 +141,7 @@ class Estimate:
 def estimate(data: Samples, form: Form) -> Estimate:
     """Return the figure of these samples with its interval.
 
-    ValueError for fewer than two samples, and for a ratio to nothing.
+    Raises ValueError for fewer than two samples (one for traces) and for a ratio to 0.
     """
     new, old = data.new, data.old
     if new.size < (1 if data.kind == "traces" else 2):
@@ -160,11 +161,11 @@ def estimate(data: Samples, form: Form) -> Estimate:
         figure, form = float(np.mean(new) - np.mean(old)), "difference"
         low, high = answers_interval(*data.changes, new.size)
     elif data.kind == "traces":
-        each = new / old if form == "ratio" else new - (old if form == "difference" else 0.0)
-        figure, low, high = float(each.mean()), float(each.min()), float(each.max())
+        figures = new / old if form == "ratio" else new - (old if form == "difference" else 0.0)
+        figure, low, high = float(figures.mean()), float(figures.min()), float(figures.max())
     elif data.kind == "figures" and form != "ratio":
-        each = new - (old if form == "difference" else 0.0)
-        figure, (low, high) = float(each.mean()), mean_interval(each)
+        figures = new - (old if form == "difference" else 0.0)
+        figure, (low, high) = float(figures.mean()), mean_interval(figures)
     else:
         sides = [new, old, *([] if data.tokens is None else [data.tokens])]
         statistic = _perplexity_ratio if data.kind == "texts" else _ratio_of_means
@@ -184,11 +185,11 @@ def _perplexity_ratio(*sides: Floats, axis: int = -1) -> Floats:
     return np.asarray(np.exp((old - new).sum(axis=axis) / tokens.sum(axis=axis)))
 
 
-# --- what a part compares: documents of two runs, rows of an analysis, cells of traces ---
+# --- the samples of a part: documents of two runs, rows of an analysis, cells of traces ---
 
 
 def measure(part: Part, root: Path) -> Estimate:
-    """Return what one comparison shows."""
+    """Return the estimate of one part's comparison."""
     if part.rows is not None:
         return estimate(_of_rows(part, root), part.form)
     if part.cells is not None:
@@ -200,10 +201,10 @@ def measure(part: Part, root: Path) -> Estimate:
         return estimate(_of_whole(new, old, part.metric), part.form)
     data = _of_documents(new, old, part.metric, part.task)
     if part.documents is not None:
-        kept = slice(0 if part.documents == "even" else 1, None, 2)
-        tokens = None if data.tokens is None else data.tokens[kept]
+        chosen = slice(0 if part.documents == "even" else 1, None, 2)
+        tokens = None if data.tokens is None else data.tokens[chosen]
         unit = f"{part.documents} {data.unit}"
-        data = replace(data, new=data.new[kept], old=data.old[kept], tokens=tokens, unit=unit)
+        data = replace(data, new=data.new[chosen], old=data.old[chosen], tokens=tokens, unit=unit)
     if data.kind == "answers" and part.form == "ratio":
         raise ValueError("answers are compared by their difference.")
     if data.kind == "texts" and part.form != "ratio":
@@ -217,18 +218,18 @@ def _runs(folder: str) -> list[Run]:
 
 
 def _one(runs: Sequence[Run], where: Mapping[str, Any]) -> Run:
-    found = [run for run in runs if selected(run, where)]
-    if len(found) != 1:
-        names = ", ".join(run.run_id for run in found[:3]) or "none"
-        raise ValueError(f"{dict(where)} picks {len(found)} runs: {names}.")
-    return found[0]
+    matches = [run for run in runs if selected(run, where)]
+    if len(matches) != 1:
+        names = ", ".join(run.run_id for run in matches[:3]) or "none"
+        raise ValueError(f"{dict(where)} picks {len(matches)} runs: {names}.")
+    return matches[0]
 
 
 def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> Samples:
     """Return the samples of a metric over the documents that both runs have.
 
-    A metric of speed, else a task (or `task:metric`) whose answers or texts are compared. Raises
-    ValueError where the records do not hold it.
+    `metric` is a speed metric, else a task (or `task:metric`) whose answers or texts are compared.
+    Raises ValueError where the records lack it.
     """
     if task is None and len(new.tasks) != 1:
         raise ValueError(f"{new.run_id} has several tasks: the part has to name its `task`.")
@@ -262,7 +263,10 @@ def _of_documents(new: Run, old: Run | None, metric: str, task: str | None) -> S
 
 
 def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
-    """Papers tell perplexity by token; the records count words, and bytes by token read."""
+    """Return tokens per word: papers report perplexity per token, the records count words.
+
+    The token count comes from bytes moved / bytes per token.
+    """
     figures = run.moecache["tasks"][task]
     per_token = figures.get("bytes_per_token")
     if not per_token:
@@ -272,14 +276,16 @@ def _tokens_per_word(run: Run, task: str, texts: Mapping[str, Any]) -> float:
 
 
 def _of_whole(new: Run, old: Run | None, metric: str) -> Samples:
-    """Return a metric of two whole runs: one sample, as of a trace."""
-    found = []
+    """Return a metric of two whole runs, as one sample of kind `traces`."""
+    values = []
     for run in (new, *([] if old is None else [old])):
         value = metric_value(run, metric).number
         if value is None:
             raise unknown("metric", metric, [*run.moecache["totals"]])
-        found.append(value)
-    return Samples(kind="traces", new=np.asarray(found[:1]), old=np.asarray(found[1:]), unit="runs")
+        values.append(value)
+    return Samples(
+        kind="traces", new=np.asarray(values[:1]), old=np.asarray(values[1:]), unit="runs"
+    )
 
 
 def _of_rows(part: Part, root: Path) -> Samples:
@@ -290,16 +296,18 @@ def _of_rows(part: Part, root: Path) -> Samples:
     for name in names:
         if name not in rows[0]:
             raise unknown(f"{file}: the column", name, rows[0])
-    kept = [[row[name] for name in names] for row in rows]
-    kept = [each for each in kept if all(isinstance(value, int | float) for value in each)]
-    columns = np.asarray(kept, dtype=np.float64).reshape(-1, len(names)).T
+    complete = [[row[name] for name in names] for row in rows]
+    complete = [
+        cells for cells in complete if all(isinstance(value, int | float) for value in cells)
+    ]
+    columns = np.asarray(complete, dtype=np.float64).reshape(-1, len(names)).T
     old = columns[1] if part.rows.old else np.empty(0)
     return Samples(kind="figures", new=columns[0], old=old, unit=part.rows.unit)
 
 
 def _of_cells(part: Part, root: Path) -> Samples:
-    """Return a metric by trace: cells of real routing have no documents."""
-    found = []
+    """Return a metric's samples by trace: replays of real routing have no documents."""
+    sides = []
     for where in (part.where, {**part.where, **(part.versus or {})}):
         side: dict[str, float] = {}
         for cell in _cells(str(root / str(part.cells))):
@@ -309,21 +317,21 @@ def _of_cells(part: Part, root: Path) -> Samples:
             if "trace" not in setting:
                 raise ValueError(f"cell={shown(setting)} does not say its `trace`.")
             if isinstance(value, bool) or not isinstance(value, int | float):
-                known = [name for name, each in cell.items() if isinstance(each, int | float)]
+                known = [name for name, field in cell.items() if isinstance(field, int | float)]
                 raise unknown("metric", part.metric, known)
             side[str(setting["trace"])] = float(value)
-        found.append(side)
-    traces = [name for name in found[0] if name in found[1]]
-    new, old = (np.asarray([side[name] for name in traces]) for side in found)
+        sides.append(side)
+    traces = [name for name in sides[0] if name in sides[1]]
+    new, old = (np.asarray([side[name] for name in traces]) for side in sides)
     old = np.empty(0) if part.versus is None else old
     return Samples(kind="traces", new=new, old=old, unit="traces")
 
 
 @lru_cache(maxsize=4)
 def _cells(path: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = parse_json(read_gzip(path, path), path)
-    check_as(list[TraceCell], found, path)
-    return found
+    cells: list[dict[str, Any]] = parse_json(read_gzip(path, path), path)
+    check_as(list[TraceCell], cells, path)
+    return cells
 
 
 # --- verdicts ---
@@ -331,21 +339,21 @@ def _cells(path: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A part with what it shows. `p` is that of the verdict, corrected over the claim's parts."""
+    """A part with its estimate. `p` is the verdict's, corrected over the claim's parts."""
 
     part: Part
     estimate: Estimate
     p: float
     verdict: str
     least_p: float | None = None
-    """The smallest chance that the sample could give, uncorrected; None where nothing is tested."""
+    """The smallest p-value the sample could give, uncorrected; None where nothing is tested."""
     p_of_all: float | None = None
-    """The verdict's chance corrected over all parts of all claims; None where it does not count."""
+    """`p` corrected over all parts of all claims; None for parts that do not count, or are open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a claim's counted answers say together."""
+    """A claim's verdict over its counted answers."""
 
     claim: Claim
     answers: tuple[Answer, ...]
@@ -355,11 +363,12 @@ class Verdict:
 
 
 def read_claims(path: Path) -> Claims:
+    """Read a claims file. Raises ValueError naming the field that does not fit."""
     return check(Claims, read_yaml(path, f"claims file {path.name}"), f"claims file {path.name}")
 
 
 def answer(claims: Claims, root: Path) -> list[Verdict]:
-    """Answer every claim from the runs under `root`. ValueError where a part finds no runs."""
+    """Return every claim's verdict from the runs under `root`. Raises ValueError without runs."""
     parts = [part for claim in claims.claims for part in claim.parts]
     estimates = []
     for claim in claims.claims:
@@ -368,24 +377,24 @@ def answer(claims: Claims, root: Path) -> list[Verdict]:
                 estimates.append(measure(part, root))
             except (ValueError, OSError) as error:
                 raise ValueError(f"claim {claim.id}, {part.what!r}: {error}") from None
-    raw = [_chances(each, part.expect) for each, part in zip(estimates, parts, strict=True)]
-    of_all = _corrected(raw, [at for at, part in enumerate(parts) if _counts(part)])
+    uncorrected = [_chances(each, part.expect) for each, part in zip(estimates, parts, strict=True)]
+    of_all = _corrected(uncorrected, [at for at, part in enumerate(parts) if _counts(part)])
     verdicts, start = [], 0
     for claim in claims.claims:
-        own = slice(start, start + len(claim.parts))
-        start = own.stop
-        chances = raw[own]
-        # What is told beside the verdict is a family of its own, and traces are not tested.
+        span = slice(start, start + len(claim.parts))
+        start = span.stop
+        chances = uncorrected[span]
+        # Parts beside the verdict are a family of their own; traces are not tested.
         for aside in (False, True):
             tested = [(at, part) for at, part in enumerate(claim.parts) if part.cells is None]
             chances = _corrected(chances, [at for at, part in tested if part.aside == aside])
-        each = zip(claim.parts, estimates[own], chances, of_all[own], strict=True)
+        each = zip(claim.parts, estimates[span], chances, of_all[span], strict=True)
         verdicts.append(_verdict(claim, [_answer(*of_part, claims.alpha) for of_part in each]))
     return verdicts
 
 
 def _counts(part: Part) -> bool:
-    """Whether a part is tested for its claim's verdict: what is told beside it is not."""
+    """Whether a part is tested and counts towards its claim's verdict."""
     return _is_tested(part) and not part.aside
 
 
@@ -394,7 +403,7 @@ def _is_tested(part: Part) -> bool:
 
 
 def _chances(found: Estimate, expect: Bounds) -> tuple[float, float]:
-    """Return the chances of this figure if the truth lay outside the bounds, and inside."""
+    """Return the chances of this figure if the truth lay outside the bounds, and inside them."""
     inside, outside = [], []
     if expect.above is not None:
         inside.append(found.p_above(expect.above))
@@ -406,12 +415,12 @@ def _chances(found: Estimate, expect: Bounds) -> tuple[float, float]:
 
 
 def _corrected(chances: Chances, places: Sequence[int]) -> Chances:
-    """Return the chances with Holm's correction over those of these places."""
-    fixed = list(chances)
+    """Return the chances, those at `places` with Holm's correction."""
+    corrected = list(chances)
     sides = [holm([chances[at][side] for at in places]) for side in (0, 1)]
     for at, inside, outside in zip(places, *sides, strict=True):
-        fixed[at] = inside, outside
-    return fixed
+        corrected[at] = inside, outside
+    return corrected
 
 
 def _answer(
@@ -443,12 +452,12 @@ def _answer(
 
 
 def _verdict(claim: Claim, answers: Sequence[Answer]) -> Verdict:
-    whats: dict[str, list[str]] = {word: [] for word in VERDICTS}
-    for each in answers:
-        if not each.part.aside:
-            whats[each.verdict].append(each.part.what)
-    present = [word for word in VERDICTS if whats[word]]
-    verdict, told = IN_PART, "; ".join(f"{word}: {', '.join(whats[word])}" for word in present)
+    by_verdict: dict[str, list[str]] = {word: [] for word in VERDICTS}
+    for answer in answers:
+        if not answer.part.aside:
+            by_verdict[answer.verdict].append(answer.part.what)
+    present = [word for word in VERDICTS if by_verdict[word]]
+    verdict, told = IN_PART, "; ".join(f"{word}: {', '.join(by_verdict[word])}" for word in present)
     if claim.untestable is not None:
         verdict, told = OPEN, claim.untestable
     elif len(present) == 1:
@@ -476,17 +485,17 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
     """Return the Markdown, with a newline at its end."""
 
     def standing(answers: Sequence[Answer]) -> tuple[int, int]:
-        """How many of these answers stand over all claims, of how many that could."""
-        found = [each.p_of_all for each in answers if each.p_of_all is not None]
-        return sum(p <= claims.alpha for p in found), len(found)
+        """Return how many of these answers survive correction over all claims, and how many are."""
+        p_values = [each.p_of_all for each in answers if each.p_of_all is not None]
+        return sum(p <= claims.alpha for p in p_values), len(p_values)
 
     headlines, reasons, figures = [], [], []
     for each in verdicts:
-        claim, (kept, answered) = each.claim, standing(each.answers)
-        stand = f"all {kept}" if kept == answered else f"{kept} of {answered}"
-        link, said = f"[{claim.id}](#{claim.id.lower()})", f"{claim.claim} ({claim.where})"
-        cells = [link, said, claim.paper, _ours(each), f"**{each.verdict}**"]
-        headlines.append(line([cell.strip() for cell in [*cells, stand if answered else ""]]))
+        claim, (surviving, answered) = each.claim, standing(each.answers)
+        survival = f"all {surviving}" if surviving == answered else f"{surviving} of {answered}"
+        link, statement = f"[{claim.id}](#{claim.id.lower()})", f"{claim.claim} ({claim.where})"
+        cells = [link, statement, claim.paper, _ours(each), f"**{each.verdict}**"]
+        headlines.append(line([cell.strip() for cell in [*cells, survival if answered else ""]]))
         verdict = f"**{each.verdict}**" + (f" ({each.told})" if each.told else "")
         cells = [claim.id, claim.regime, verdict, claim.why]
         reasons.append(line([cell.strip() for cell in cells]))
@@ -499,14 +508,14 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
 
     counts = Counter(each.verdict for each in verdicts).most_common()
     tested = [a for each in verdicts for a in each.answers if _counts(a.part)]
-    kept, answered = standing(tested)
+    surviving, answered = standing(tested)
     lines = [
         f"# {claims.title}",
         "",
         claims.about.strip(),
         "",
         f"{len(verdicts)} claims: {', '.join(f'{count} {word}' for word, count in counts)}. "
-        f"Tests answer {answered} of {len(tested)} parts; {kept} of these answers survive "
+        f"Tests answer {answered} of {len(tested)} parts; {surviving} of these answers survive "
         "correction over all parts of all claims (last column).",
         "",
         "| id | claim | the paper | here (95% interval) | verdict "
@@ -529,15 +538,15 @@ def page(claims: Claims, verdicts: Sequence[Verdict]) -> str:
 
 
 class _Told:
-    """A figure with its interval, as `Claim.ours` asks for it."""
+    """Formats a figure with its interval for the templates of `Claim.ours`."""
 
     def __init__(self, found: Estimate) -> None:
         self._found = found
 
     def __format__(self, spec: str) -> str:
-        found = self._found
-        values = [found.figure, found.low, found.high]
-        one = float(found.form == "ratio")
+        estimate = self._found
+        values = [estimate.figure, estimate.low, estimate.high]
+        one = float(estimate.form == "ratio")
         if spec == "inverse":
             values = [1 / value if value else math.inf for value in values]
         elif spec in ("gain", "loss"):
@@ -551,7 +560,7 @@ class _Told:
 
 
 def _rough(value: float) -> str:
-    """Three digits, as a first screen needs them."""
+    """Return three significant digits, for the first screen."""
     return f"{value:.3g}" if 0.001 <= abs(value) < 1000 else f"{value:.0f}"
 
 
