@@ -31,7 +31,7 @@ ANALYSES: Mapping[str, Mapping[str, Any]] = {
     _PREDICTED: {"tasks": None, "limit": 100, "profile": None},
     "sensitivity": {**_OF_A_TEXT, "seeds": 3},
 }
-"""Each is a module of `analysis/` with `run(model, options)`; here its options with defaults."""
+"""Analysis -> options with defaults; each is a module of `analysis/` with `run(model, options)`."""
 _OPTIONS: Mapping[str, tuple[type, str]] = {
     "text": (
         str,
@@ -67,27 +67,27 @@ def run(arguments: Namespace) -> int:
     if name not in ANALYSES:
         raise unknown("analysis", name, ANALYSES)
     options = _settled(name, arguments)
-    found = _analyzed(name, model, options)
+    analysis = _analyzed(name, model, options)
     if arguments.json:
-        tables = {"rows": found.tables[name]} if name in found.tables else found.tables
+        tables = {"rows": analysis.tables[name]} if name in analysis.tables else analysis.tables
         sys.stdout.write(json.dumps({"model": model, **tables}, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(map(rows_as_markdown, found.tables.values())))
+        sys.stdout.write("\n".join(map(rows_as_markdown, analysis.tables.values())))
     if arguments.out:
         from lm_eval_moecache.report.plots import save_as
 
         folder = Path(arguments.out)
-        for table, rows in found.tables.items():
+        for table, rows in analysis.tables.items():
             text = json.dumps({"model": model, "rows": rows}, indent=2) + "\n"
             write_whole(folder / f"{table}.json", text)
             write_whole(folder / f"{table}.md", rows_as_markdown(rows))
-        save_as(found.draw(found.title), folder / name)
+        save_as(analysis.draw(analysis.title), folder / name)
     return 0
 
 
 def _analyzed(name: str, model: str, options: Mapping[str, Any]) -> Any:
-    """Return the `Analysis`; all that can be wrong is said before weights are loaded."""
-    # Imported late: they bring torch, and a misspelt analysis should not wait for it.
+    """Return the `Analysis`; errors in the options are raised before weights are loaded."""
+    # Imported late: a misspelt analysis should not wait for torch.
     module = importlib.import_module(f"lm_eval_moecache.analysis.{name}")
     if name == _PREDICTED:
         return module.run(model, options)
@@ -100,12 +100,12 @@ def _analyzed(name: str, model: str, options: Mapping[str, Any]) -> Any:
 
 
 def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:
-    """Return this analysis' options; refuse those that only others look at."""
+    """Return this analysis' options. Raises ValueError for options that only others read."""
     options = dict(ANALYSES[analysis])
     for key in sorted(_OPTIONS):
         value = arguments[key]
         if value is not None and key not in options:
-            owners = " and ".join(name for name, own in ANALYSES.items() if key in own)
+            owners = " and ".join(name for name, defaults in ANALYSES.items() if key in defaults)
             raise ValueError(
                 f"{key}={value!r} has no effect on analyze {analysis}: it belongs to analyze "
                 f"{owners}. Leave it out."
@@ -128,7 +128,7 @@ def _settled(analysis: str, arguments: Namespace) -> dict[str, Any]:
 
 
 def _check_sizes(options: Mapping[str, Any], geometry: Geometry) -> None:
-    """Refuse what this model is too small for."""
+    """Raise ValueError for a layer, rank or capacity that this model does not have."""
     if "layer" in options and not 0 <= options["layer"] < geometry.num_layers:
         last = geometry.num_layers - 1
         raise ValueError(f"layer={options['layer']} must lie between 0 and {last}.")

@@ -28,8 +28,8 @@ def run(arguments: Namespace) -> int:
     claims = read_claims(path)
     verdicts = answer(claims, path.parent)
     if arguments.json:
-        told = finite({"claims": [_told(each) for each in verdicts]})
-        return print_result(True, told, "")
+        report = finite({"claims": [_told(verdict) for verdict in verdicts]})
+        return print_result(True, report, "")
     text = page(claims, verdicts)
     if arguments.write:
         write_whole(path.parent / PAGE, text)
@@ -40,11 +40,11 @@ def run(arguments: Namespace) -> int:
 def _told(found: Verdict) -> dict[str, object]:
     parts = [
         {
-            "what": each.part.what,
-            **{key: getattr(each.estimate, key) for key in ("figure", "low", "high")},
-            "p": None if each.part.cells or each.part.whole else each.p,
-            **{key: getattr(each, key) for key in ("least_p", "p_of_all", "verdict")},
+            "what": answer.part.what,
+            **{key: getattr(answer.estimate, key) for key in ("figure", "low", "high")},
+            "p": None if answer.part.cells or answer.part.whole else answer.p,
+            **{key: getattr(answer, key) for key in ("least_p", "p_of_all", "verdict")},
         }
-        for each in found.answers
+        for answer in found.answers
     ]
     return {"id": found.claim.id, "verdict": found.verdict, "told": found.told, "parts": parts}

@@ -41,20 +41,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    whole, single = _tolerances(arguments.tolerance)
+    tolerance, tolerances = _tolerances(arguments.tolerance)
     rules = Rules(
         alpha=_share("--alpha", arguments.alpha),
         floor=None if arguments.floor is None else _share("--floor", arguments.floor),
-        tolerance=whole,
-        tolerances=single,
+        tolerance=tolerance,
+        tolerances=tolerances,
         metrics=_names(arguments.metrics),
         ignore=_names(arguments.ignore),
         same_machine=_SAME_MACHINE[arguments.same_machine],
     )
-    found = compare(load_runs(Path(arguments.baseline)), load_runs(Path(arguments.new)), rules)
+    comparison = compare(load_runs(Path(arguments.baseline)), load_runs(Path(arguments.new)), rules)
     form = FORMS["json" if arguments.json else arguments.format]
-    sys.stdout.write(form(found, everything=arguments.all))
-    return 1 if found.is_regression else 0
+    sys.stdout.write(form(comparison, everything=arguments.all))
+    return 1 if comparison.is_regression else 0
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -71,9 +71,9 @@ def _share(option: str, text: str) -> float:
 
 
 def _tolerances(text: str | None) -> tuple[float | None, dict[str, float]]:
-    """Return the tolerance of all metrics, and those of single ones: `5%,miss_rate=1%`."""
-    found: dict[str, float] = {}
+    """Parse `5%,miss_rate=1%` into the general tolerance and tolerances by metric."""
+    by_metric: dict[str, float] = {}
     for item in _names(text or ""):
         metric, _, number = item.rpartition("=")
-        found[metric] = _share("--tolerance", number)
-    return found.pop("", None), found
+        by_metric[metric] = _share("--tolerance", number)
+    return by_metric.pop("", None), by_metric

@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    # Imported late, as all the commands are: only who asks for a script waits for them.
+    # Imported late, like all the commands: only `completion` itself waits for them.
     import shtab
 
     sys.stdout.write(shtab.complete(whole_parser(), shell=arguments.shell) + "\n")
@@ -26,14 +26,14 @@ def run(arguments: Namespace) -> int:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return one plain parser with every command below it, and all of their options."""
+    """Return one argparse parser with every command as a subparser, with all its options."""
     whole = argparse.ArgumentParser(prog="moecache")
     whole.add_argument("--version", action="store_true", help="print the version")
     below = whole.add_subparsers()
     for name in command_names():
         plain = below.add_parser(name, help=summary_of(name).replace("%", "%%"), add_help=False)
         for action in _parser_of(name)._actions:
-            # What argparse would fill in is left out, and so is the type: a shell has text alone.
+            # Escaped, so that argparse fills in no default or type: a shell shows plain text.
             action.help = (action.help or "").replace("%%", "%").replace("%", "%%")
             plain._add_action(action)
     return whole
@@ -51,7 +51,7 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
         return replay
     if hasattr(module, "add_arguments"):
         return parser_of(name)
-    # A command with actions of its own: of those of `profile` the names.
+    # A command that parses by itself: only the actions of `profile` are listed.
     plain = argparse.ArgumentParser(add_help=False)
     if name == "profile":
         plain.add_argument("artifact", choices=module.action_names())

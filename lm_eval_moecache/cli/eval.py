@@ -13,7 +13,7 @@ from lm_eval_moecache.records.files import task_configs_dir
 
 
 def run_raw(argv: list[str]) -> int:
-    """Hand everything to lm-eval; our model and task folder are added unless the user names one."""
+    """Pass everything to lm-eval; add our model and task folder unless the user names others."""
     from lm_eval.__main__ import cli_evaluate
 
     asks_help = bool({"-h", "--help"} & set(argv))
@@ -26,15 +26,15 @@ def run_raw(argv: list[str]) -> int:
         cli_evaluate()
     finally:
         if asks_help:
-            # lm-eval has printed its own help, and ends the process.
+            # lm-eval has printed its own help, and is about to end the process.
             width = shutil.get_terminal_size((80, 24)).columns
             sys.stdout.write(f"\n{help_text(width - 2)}")
     return 0
 
 
 def completed(argv: Sequence[str]) -> list[str]:
-    """Add `--include_path` and `--model` where neither the arguments nor their file name them."""
-    given = options_of(["run", *argv])
+    """Add `--include_path` and `--model` unless the arguments or their config file set them."""
+    options = options_of(["run", *argv])
     defaults = {"include_path": str(task_configs_dir()), "model": "moecache"}
-    added = [(f"--{key}", value) for key, value in defaults.items() if given.get(key) is None]
+    added = [(f"--{key}", value) for key, value in defaults.items() if options.get(key) is None]
     return [*argv, *(word for pair in added for word in pair)]

@@ -1,9 +1,9 @@
-"""Entry point of `moecache`: finds the subcommand's module and hands it its arguments.
+"""Entry point of `moecache`: finds the subcommand's module and passes it the arguments.
 
 A subcommand is a module of this folder with a docstring (its help), `add_arguments(parser)` and
-`run(arguments)`, which returns the exit code. A module with `run_raw(argv)` parses for itself.
-Only the chosen module is imported, so that `moecache replay` starts without torch. Below: what
-commands parse and print with.
+`run(arguments)`, which returns the exit code. A module with `run_raw(argv)` parses by itself.
+Only the chosen module is imported, so that `moecache replay` starts without torch. Below: helpers
+with which commands parse and print.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RESUMING = {
     "sweep": "Finished runs are kept: the same command goes on with the others.",
     "tune": "The study and its runs are kept: the same command goes on with the search.",
 }
-"""What an interrupt leaves of a command, and how to go on."""
+"""What an interrupted command has kept, and how to resume it."""
 WRITTEN = ("out", "output", "plot", "work")
-"""Options that name what a command writes."""
+"""Options that name a file or folder the command writes."""
 _HINTS = (
     "`moecache COMMAND --help` shows a command's options, `moecache --version` the\n"
     "version, `moecache completion bash` (zsh, tcsh) a script that completes both."
@@ -46,37 +46,38 @@ NOTHING_KEPT = "The same command begins anew."
 
 
 def command_names() -> list[str]:
+    """Return the names of all subcommands, sorted."""
     folder = importlib.import_module("lm_eval_moecache.cli").__path__
     return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name != "main")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; what a user got wrong is said in one line, with exit code 2."""
+    """Run one subcommand; return its exit code, 2 with a one-line message for a user's error."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = _run(name, rest)
         sys.stdout.flush()
         return code
     except ValueError as error:
-        said, code = str(error), 2
+        message, code = str(error), 2
     except BrokenPipeError:
-        # Who read has enough, as in `| head`. What waits to be written would fail again at the end.
+        # The reader closed the pipe (`| head`). Flushing at exit would fail again, so discard it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141  # as of a process that SIGPIPE has ended
+        return 141  # the code of a process that SIGPIPE ended
     except OSError as error:
-        # What the machine does not let us do: a full disk, a folder that may not be written.
+        # The machine refused: a full disk, a folder without write permission.
         reason = error.strerror or str(error)
         place = f"{error.filename}: " if error.filename is not None and error.strerror else ""
-        said, code = f"{place}{reason}", 2
+        message, code = f"{place}{reason}", 2
     except KeyboardInterrupt:
-        said, code = f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130
-    sys.stderr.write(f"moecache {name}: {said}\n")
+        message, code = f"interrupted. {RESUMING.get(name, NOTHING_KEPT)}", 130
+    sys.stderr.write(f"moecache {name}: {message}\n")
     return code
 
 
 def _run(name: str, argv: list[str]) -> int:
     if name in ("-h", "--help"):
-        rows = [(each, summary_of(each)) for each in command_names()]
+        rows = [(command, summary_of(command)) for command in command_names()]
         lines = ["usage: moecache COMMAND [options]", "", *listed(rows, 13), "", _HINTS, ""]
         sys.stdout.write("\n".join(lines))
         return 0
@@ -92,7 +93,7 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def parser_of(name: str) -> ArgumentParser:
-    """Return the parser of a command that does not parse for itself."""
+    """Return the parser of a command that has no `run_raw`."""
     module = importlib.import_module(f"lm_eval_moecache.cli.{name}")
     parser = make_parser(f"moecache {name}", module.__doc__)
     module.add_arguments(parser)
@@ -100,18 +101,20 @@ def parser_of(name: str) -> ArgumentParser:
 
 
 def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse the options of a command. ValueError names a number or a file that none can be.
+    """Parse a command's options. Raises ValueError for a number or file that cannot be valid.
 
-    OSError says where nothing can be written, before the work whose result would go there.
+    Raises OSError where an output cannot be written, before any work is done.
     """
-    for word, after in zip(argv, [*argv[1:], ""], strict=False):
-        # Looked at before jsonargparse reads it, to whom a file with exploding aliases is a file.
-        file = after if word == "--config" else word.partition("--config=")[2]
+    for word, next_word in zip(argv, [*argv[1:], ""], strict=False):
+        # Checked before jsonargparse reads it, which would expand a bomb of YAML aliases.
+        file = next_word if word == "--config" else word.partition("--config=")[2]
         if file and not file.startswith("-"):
             what = f"config={file!r}"
-            found = read_yaml(file, what)
-            if not isinstance(found, dict):
-                raise ValueError(f"{what} must hold a mapping of options; it holds {shown(found)}.")
+            options = read_yaml(file, what)
+            if not isinstance(options, dict):
+                raise ValueError(
+                    f"{what} must hold a mapping of options; it holds {shown(options)}."
+                )
     arguments = parser.parse_args(list(argv))
     if getattr(arguments, "pretrained", None) is not None:
         check_place("pretrained", arguments.pretrained)
@@ -126,19 +129,20 @@ def parsed(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def summary_of(name: str) -> str:
-    # Read, not imported: some commands bring torch and lm-eval, seconds for a line of text.
+    """Return the first line of the docstring of a command, or of a module of the package."""
+    # Read, not imported: some commands import torch and lm-eval, seconds for a line of text.
     module = name if "." in name else f"cli.{name}"
-    found = find_spec(f"lm_eval_moecache.{module}")
-    assert found is not None and found.origin is not None, f"no module for {name!r}"
-    source = Path(found.origin).read_text(encoding="utf-8")
+    spec = find_spec(f"lm_eval_moecache.{module}")
+    assert spec is not None and spec.origin is not None, f"no module for {name!r}"
+    source = Path(spec.origin).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
 
 
-# --- jsonargparse with help pages that fit a terminal ---
+# --- jsonargparse, with help pages that fit a terminal ---
 
 
 class PlainHelp(DefaultHelpFormatter):
-    """Says of an option what it does and its default, once; a type where the help names none."""
+    """Shows an option's help with its default, unless the text names it already."""
 
     def _expand_help(self, action: Action) -> str:
         text = (action.help or "").replace("%%", "%")
@@ -149,7 +153,7 @@ class PlainHelp(DefaultHelpFormatter):
 
 
 def make_parser(prog: str, description: str | None, epilog: str | None = None) -> ArgumentParser:
-    """Return the parser of a command, with the options that all of them have."""
+    """Return a command's parser with the options that all commands share."""
     parser = ArgumentParser(
         prog=prog,
         description=description,
@@ -163,13 +167,13 @@ def make_parser(prog: str, description: str | None, epilog: str | None = None) -
 
 
 def print_result(as_json: bool, found: Any, text: str) -> int:
-    """Print what a command has found in the form asked for; return its exit code."""
+    """Print a command's result as JSON or as text; return exit code 0."""
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else text)
     return 0
 
 
 def terminal_width() -> int:
-    """Return how many columns a line may have: COLUMNS, the terminal's, or 80."""
+    """Return the columns of a line: COLUMNS, the terminal's, or 80, but 40 at least."""
     return max(shutil.get_terminal_size((80, 24)).columns, 40)
 
 
@@ -186,7 +190,7 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def listed(rows: Iterable[tuple[str, str]], lead: int) -> list[str]:
-    """Return lines of names and what they are, wrapped to the terminal beside `lead` columns."""
+    """Return lines of names with their texts, wrapped to the terminal after `lead` columns."""
     lines: list[str] = []
     for name, text in rows:
         first, *others = wrapped(text, lead)

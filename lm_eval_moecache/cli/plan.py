@@ -39,7 +39,7 @@ from lm_eval_moecache.trace.trace import Trace
 STORES = ("ram", "disk")
 MOST_CONTEXT = 2**24
 RECALL = 0.85
-"""Of a prefetcher as good as the next layer's gate is on real models (80.7 to 88.6%)."""
+"""Recall, and precision, of a prefetcher as good as real models' next-layer gates (80.7-88.6%)."""
 GATE = {"prefetch": "oracle", "prefetch.recall": RECALL, "prefetch.precision": RECALL}
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "lru": {"eviction": "lru"},
@@ -49,7 +49,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "bound": {"eviction": "belady"},
 }
 ONLY_WHERE_IT_FITS = ("hazard", "prefetch")
-"""Policies that are replayed at the largest capacity alone: they take seconds."""
+"""Policies replayed at the largest capacity alone: each replay takes seconds."""
 SHARES = (0.05, 0.1, 0.25, 0.5)
 _SMALLER = 2
 _WINDOW = 64
@@ -102,9 +102,9 @@ def run(arguments: Namespace) -> int:
         hardware = on_disk(hardware)
     if arguments.bandwidth is not None:
         hardware = hardware.with_bandwidth(arguments.bandwidth)
-    found = _find(model, hardware, context, prompt, arguments.trace)
+    report = _find(model, hardware, context, prompt, arguments.trace)
     width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60)
-    return print_result(arguments.json, found, _text(model, hardware, found, width))
+    return print_result(arguments.json, report, _text(model, hardware, report, width))
 
 
 def _find(
@@ -113,9 +113,9 @@ def _find(
     room = fit(model, hardware, context)
     trace = load_trace(path or str(stand_in(model)))
     rows = list(speeds(model, hardware, room, trace, context))
-    needed = touched_share(trace, prompt)
-    compute_s, link_s = first_token_s(model, hardware, room, prompt, needed)
-    found = {
+    prompt_share = touched_share(trace, prompt)
+    compute_s, link_s = first_token_s(model, hardware, room, prompt, prompt_share)
+    report = {
         "model": model.name,
         "precision": model.stored.name,
         "hardware": hardware.name,
@@ -129,40 +129,42 @@ def _find(
         "fits_at": None if room.is_whole else fitting_precision(model, hardware, context),
         "rows": rows,
     }
-    return {**found, "verdict": _verdict(found, hardware)}
+    return {**report, "verdict": _verdict(report, hardware)}
 
 
-# --- what fits, and how fast it is ---
+# --- what fits, and how fast it runs ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """What of a device's memory is taken, in bytes, and what is left for experts."""
+    """How a device's memory is divided, in bytes."""
 
     memory: int
     dense: int
     kv_cache: int
     experts: int
-    """Bytes left for experts, at most all of them."""
+    """Bytes left for experts, at most `all_experts`."""
     all_experts: int
 
     @property
     def share(self) -> float:
+        """Share of all expert bytes that fits."""
         return self.experts / self.all_experts
 
     @property
     def is_whole(self) -> bool:
+        """Whether all experts fit."""
         return self.experts == self.all_experts
 
 
 def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
     """Return what fits beside the dense weights and a KV cache of `context` tokens.
 
-    Activations and what an allocator loses are left out. ValueError where not one expert fits.
+    Activations and allocator losses are not counted. Raises ValueError where not one expert fits.
     """
     kv_cache = model.kv_bytes(context)
-    left = int(hardware.memory_bytes) - model.dense_bytes - kv_cache
-    if left < model.expert_bytes:
+    room = int(hardware.memory_bytes) - model.dense_bytes - kv_cache
+    if room < model.expert_bytes:
         raise ValueError(
             f"{model.name} does not run on {hardware.name}: of "
             f"{hardware.memory_bytes / 1e9:.1f} GB the dense weights take "
@@ -170,13 +172,13 @@ def fit(model: RealModel, hardware: Hardware, context: int) -> Fit:
             f"tokens {kv_cache / 1e9:.1f}, and one expert needs {model.expert_bytes / 1e9:.2f}. "
             "Allowed: a shorter --context, fewer bits (--precision), or a device with more memory."
         )
-    every = _all_experts(model)
+    all_experts = _all_experts(model)
     return Fit(
         memory=int(hardware.memory_bytes),
         dense=model.dense_bytes,
         kv_cache=kv_cache,
-        experts=min(left, every),
-        all_experts=every,
+        experts=min(room, all_experts),
+        all_experts=all_experts,
     )
 
 
@@ -185,7 +187,7 @@ def _all_experts(model: RealModel) -> int:
 
 
 def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str | None:
-    """Return the stored precision of most bits below the model's at which all of it fits."""
+    """Return the highest precision below the model's at which all of it fits, or None."""
     fewer = [p for p in PRECISIONS.values() if p.expert_bits < model.stored.expert_bits]
     room = hardware.memory_bytes - model.kv_bytes(context)
     for stored in sorted(fewer, key=lambda each: -each.expert_bits):
@@ -196,22 +198,31 @@ def fitting_precision(model: RealModel, hardware: Hardware, context: int) -> str
 
 
 def stand_in(model: RealModel) -> Path:
-    """Return the shipped trace that routes most like the model: the nearest share of experts."""
-    wanted = model.top_k / model.num_experts
+    """Return the shipped trace whose routing is most like the model's.
+
+    That of a model with equal layers and experts, else the nearest top-k / experts.
+    """
+    target = model.top_k / model.num_experts
 
     def distance(path: Path) -> tuple[float, str]:
-        # The header says it: reading all the rows of all traces takes a second.
-        found = read_header(path.name, read_schema(path).metadata).geometry
-        own = (found.num_layers, found.num_experts) == (model.num_layers, model.num_experts)
-        return (0.0 if own else 1.0 + abs(found.top_k / found.num_experts - wanted), path.name)
+        # From the header: reading the rows of all traces takes a second.
+        traced = read_header(path.name, read_schema(path).metadata).geometry
+        is_twin = (traced.num_layers, traced.num_experts) == (
+            model.num_layers,
+            model.num_experts,
+        )
+        return (
+            0.0 if is_twin else 1.0 + abs(traced.top_k / traced.num_experts - target),
+            path.name,
+        )
 
     return min(sorted(traces_dir().glob("*.parquet")), key=distance)
 
 
 def touched_share(trace: Trace, num_tokens: int) -> float:
-    """Return the share of a layer's experts that a prompt of so many tokens needs.
+    """Return the share of a layer's experts that a prompt of `num_tokens` needs.
 
-    Counted over windows of a routing's tokens; longer prompts as if windows were independent.
+    Counted over windows of the trace's tokens; longer prompts as if windows were independent.
     """
     geometry, experts = trace.geometry, trace.columns.experts
     layers = np.repeat(
@@ -229,26 +240,26 @@ def touched_share(trace: Trace, num_tokens: int) -> float:
 def first_token_s(
     model: RealModel, hardware: Hardware, room: Fit, prompt: int, share: float
 ) -> tuple[float, float]:
-    """Return the seconds of a prompt's pass: its compute, and the loads that it waits for.
+    """Return (compute, link): the seconds a prompt's pass computes and waits for loads.
 
-    From a cold cache every expert that the prompt needs is loaded once, and none of that hides
-    behind compute; where all experts fit they are there.
+    From a cold cache every expert that the prompt needs is loaded once, without overlap with
+    compute; nothing is loaded where all experts fit.
     """
     weights = model.num_layers * (model.layer_weights + model.top_k * model.expert_weights)
     flops = 2.0 * prompt * (weights + model.read_once - model.output) + 2.0 * model.output
     flops += prompt * model.attention_flops(prompt) / 2
-    needed = share * room.all_experts
+    needed_bytes = share * room.all_experts
     dense_bytes = model.num_layers * model.layer_dense_bytes
-    read_s = (needed + dense_bytes) / hardware.memory_bytes_per_s
+    read_s = (needed_bytes + dense_bytes) / hardware.memory_bytes_per_s
     launches_s = regime_of(model.geometry(), room.experts, hardware).launches_s
     compute_s = max(flops / hardware.peak_flops, read_s) + model.num_layers * launches_s
     loads = model.num_layers * model.num_experts * share
-    link_s = needed / hardware.link_rate + loads * hardware.link_latency_s
+    link_s = needed_bytes / hardware.link_rate + loads * hardware.link_latency_s
     return compute_s, 0.0 if room.is_whole else link_s
 
 
 def attention_s(model: RealModel, hardware: Hardware, context: int) -> float:
-    """Return the seconds in which one token attends to its context: its KV cache is read once."""
+    """Return the seconds one token takes to attend to its context, reading the KV cache once."""
     read_s = model.kv_bytes(context) / hardware.memory_bytes_per_s
     return max(read_s, model.attention_flops(context) / hardware.peak_flops)
 
@@ -256,14 +267,14 @@ def attention_s(model: RealModel, hardware: Hardware, context: int) -> float:
 def speeds(
     model: RealModel, hardware: Hardware, room: Fit, trace: Trace, context: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row for each capacity up to what fits, and each policy; one row where all fits.
+    """Yield one row for each capacity and policy; one row where all experts fit.
 
     The trace's layers are charged as the model's. Capacities are shares of all experts: what fits,
-    and up to two round shares below. A layer waits for the link (or the host) as its traced twin
-    does, in proportion to top-k; a token takes the model's number of such layers, and attends to
+    and up to two round shares below. A layer waits for the link (or the host) as the traced layers
+    do, in proportion to top-k; a token takes the model's number of such layers, and attends to
     `context` tokens.
     """
-    # What is wrong with the options has been said by now: the engine takes half a second to import.
+    # Imported once the options are checked: importing the engine takes half a second.
     from lm_eval_moecache.engine.replay import replay
 
     context_s = attention_s(model, hardware, context)
@@ -286,11 +297,11 @@ def speeds(
         yield row(1.0, regime, "resident", 0.0, Waits(0.0))
         return
     future = Future(trace)
-    charged = model.emulated_by(trace.geometry)
-    more = model.top_k / trace.geometry.top_k
-    below = [share for share in SHARES if share < 0.95 * room.share]
-    for share in [*below[-_SMALLER:], room.share]:
-        size = max(int(charged.total_expert_bytes * share), model.expert_bytes)
+    emulated = model.emulated_by(trace.geometry)
+    top_k_ratio = model.top_k / trace.geometry.top_k
+    smaller = [share for share in SHARES if share < 0.95 * room.share]
+    for share in [*smaller[-_SMALLER:], room.share]:
+        size = max(int(emulated.total_expert_bytes * share), model.expert_bytes)
         regime = regime_of(model.geometry(), int(room.all_experts * share), hardware)
         for name, overrides in POLICIES.items():
             if name == "host" and not hardware.host_flops:
@@ -309,12 +320,18 @@ def speeds(
             passes = [p for p in ledger.passes if p.phase == DECODE]
             missed = sum(p.misses + p.late for p in passes) / sum(p.requests for p in passes)
             waits = decode_waits(ledger.requests, trace.geometry.num_layers) or Waits(0.0)
-            yield row(share, regime, name, missed, Waits(waits.link_s * more, waits.host_s * more))
+            yield row(
+                share,
+                regime,
+                name,
+                missed,
+                Waits(waits.link_s * top_k_ratio, waits.host_s * top_k_ratio),
+            )
     _say("")
 
 
 def _say(step: str) -> None:
-    """Say what is being replayed, where somebody looks."""
+    """Show what is being replayed, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{step:40s}\r")
         sys.stderr.flush()
@@ -324,7 +341,7 @@ def _say(step: str) -> None:
 
 
 def two_digits(number: float) -> str:
-    """Return a number at two significant digits, without an exponent."""
+    """Return a number to two significant digits, without an exponent."""
     if number == 0:
         return "0"
     rounded = float(f"{number:.2g}")
@@ -390,22 +407,25 @@ def _text(model: RealModel, hardware: Hardware, found: dict[str, Any], width: in
             "Current engines use less of the link than batched copies do: by published figures a "
             "third to a half of such speeds (docs/how_true.md). --bandwidth 8GB/s shows that end."
         )
-    head = [*textwrap.wrap(found["verdict"], width), "", *textwrap.wrap(memory, width), ""]
-    told = [line for note in notes for line in textwrap.wrap(note, width)]
-    return "\n".join([*head, *table, *told, ""])
+    intro = [*textwrap.wrap(found["verdict"], width), "", *textwrap.wrap(memory, width), ""]
+    note_lines = [line for note in notes for line in textwrap.wrap(note, width)]
+    return "\n".join([*intro, *table, *note_lines, ""])
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lay out one line a capacity: its misses under LRU, and each policy's tokens a second."""
+    """Return one line per capacity: the miss rate under LRU, and each policy's tok/s."""
     lines = [["experts", "GB", "cycles", "miss", *POLICIES, "waits for"]]
     for capacity in dict.fromkeys(row["capacity"] for row in rows):
-        of = {row["policy"]: row for row in rows if row["capacity"] == capacity}
-        lru = of["lru"]
+        by_policy = {row["policy"]: row for row in rows if row["capacity"] == capacity}
+        lru = by_policy["lru"]
         cells = [f"{float(capacity[:-1]):.0f}%", _gb(lru["capacity_bytes"])]
         cells += [two_digits(lru["capacity_cycles"]), f"{100 * lru['decode_miss_rate']:.0f}%"]
-        cells += [two_digits(of[name]["tok_per_s"]) if name in of else "-" for name in POLICIES]
+        cells += [
+            two_digits(by_policy[name]["tok_per_s"]) if name in by_policy else "-"
+            for name in POLICIES
+        ]
         lines.append([*cells, lru["bound"]])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    over = " " * (sum(widths[:4]) + 8) + "tok/s under each policy"
+    title = " " * (sum(widths[:4]) + 8) + "tok/s under each policy"
     padded = ([c.rjust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
-    return [over, *("  ".join(cells).rstrip() for cells in padded)]
+    return [title, *("  ".join(cells).rstrip() for cells in padded)]

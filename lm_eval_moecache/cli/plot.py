@@ -32,15 +32,15 @@ def run(arguments: Namespace) -> int:
         raise ValueError(
             f"--where={arguments.where!r}: no run has these settings. Form: SETTING=VALUE,..."
         )
-    own = sweep_fields(path, SweepFields).figures if path.is_file() else []
-    # A sweep that names its figures is told by those, unless another picture is asked for.
-    if own and arguments.task is None:
+    figures = sweep_fields(path, SweepFields).figures if path.is_file() else []
+    # A sweep that names its figures gets those, unless `--task` asks for the usual plots.
+    if figures and arguments.task is None:
         if arguments.group is not None:
             raise ValueError(
                 f"--group={arguments.group!r} has no effect on the `figures` of {path}, which have "
                 "a `group` of their own. With --task the usual plots are drawn instead."
             )
-        written = write_figures(runs, own, target)
+        written = write_figures(runs, figures, target)
     else:
         written = write_plots(runs, target, task=arguments.task, group=arguments.group)
     files = [str(file) for file in written]

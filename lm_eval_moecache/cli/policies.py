@@ -35,26 +35,28 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     axes = AXES if arguments.axis is None else (arguments.axis,)
     if arguments.name is not None:
-        found = explain(arguments.name, axes)
-        return print_result(arguments.json, found, _explained(found, terminal_width() - 1))
+        explanation = explain(arguments.name, axes)
+        return print_result(
+            arguments.json, explanation, _explained(explanation, terminal_width() - 1)
+        )
     listing, in_full = collect(axes), arguments.all or arguments.axis
     text = _in_full(listing, with_sources=arguments.all) if in_full else _in_short(listing)
     return print_result(arguments.json, listing, text)
 
 
-# --- what there is ---
+# --- listing ---
 
 
 def collect(axes: Sequence[str] = AXES) -> dict[str, Any]:
-    """Return what the folders hold (algorithms of these axes only), in the form `--json` prints."""
+    """Return all compositions and the algorithms of these axes, as `--json` prints them."""
     algorithms: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
-    for axis, found in algorithms.items():
+    for axis, entries in algorithms.items():
         for name in algorithm_names(axis):
             algorithm = find_algorithm(axis, name)
             parameters = {p["name"]: p["default"] for p in _parameters(algorithm)}
             summary = (inspect.getdoc(algorithm) or "").split("\n")[0]
             about = {"source": algorithm.source, "summary": summary}
-            found.append({"name": name, "parameters": parameters, **about})
+            entries.append({"name": name, "parameters": parameters, **about})
     return {
         "task_configs": str(task_configs_dir()),
         "hardware": profile_names(),
@@ -64,7 +66,7 @@ def collect(axes: Sequence[str] = AXES) -> dict[str, Any]:
 
 
 def _parameters(algorithm: Any) -> list[dict[str, Any]]:
-    """Return each parameter's name, its default (None where it has none) and its annotation."""
+    """Return each parameter's name, default (None where it has none) and annotation."""
     return [
         {
             "name": unmangle(key),
@@ -76,9 +78,12 @@ def _parameters(algorithm: Any) -> list[dict[str, Any]]:
 
 
 def _in_short(listing: Mapping[str, Any]) -> str:
-    """Return the names alone: what each is, `moecache policies NAME` says."""
+    """Return the names alone, with a pointer to `moecache policies NAME`."""
     rows = [("policy", [policy["name"] for policy in listing["compositions"]])]
-    rows += [(axis, [a["name"] for a in found]) for axis, found in listing["algorithms"].items()]
+    rows += [
+        (axis, [a["name"] for a in algorithms])
+        for axis, algorithms in listing["algorithms"].items()
+    ]
     lines = []
     for key, names in [*rows, ("hardware", listing["hardware"])]:
         lines += [f"{key}=", *wrapped(", ".join(names), 2), ""]
@@ -97,27 +102,27 @@ def _in_full(listing: Mapping[str, Any], with_sources: bool) -> str:
         lines.append("")
     for axis, algorithms in listing["algorithms"].items():
         lines += [f"Algorithms: {axis} ({axis}=NAME, {axis}.PARAMETER=VALUE)", ""]
-        for found in algorithms:
-            text = found["summary"]
+        for algorithm in algorithms:
+            text = algorithm["summary"]
             if with_sources:
-                defaults = ", ".join(f"{k}={v}" for k, v in found["parameters"].items())
-                text += f" {defaults or 'No parameters'}. {found['source']}"
-            lines += listed([(found["name"], text)], _LEAD)
+                defaults = ", ".join(f"{k}={v}" for k, v in algorithm["parameters"].items())
+                text += f" {defaults or 'No parameters'}. {algorithm['source']}"
+            lines += listed([(algorithm["name"], text)], _LEAD)
         lines.append("")
     return "\n".join(lines)
 
 
 def _choice(choice: Mapping[str, Any]) -> str:
     name = choice.get("name", choice.get("class_path"))
-    given = [f"{k}={v}" for k, v in choice.items() if k not in ("name", "class_path")]
-    return f"{name}({', '.join(given)})" if given else str(name)
+    parameters = [f"{k}={v}" for k, v in choice.items() if k not in ("name", "class_path")]
+    return f"{name}({', '.join(parameters)})" if parameters else str(name)
 
 
-# --- what one is ---
+# --- explaining one name ---
 
 
 def explain(name: str, axes: Sequence[str] = AXES) -> dict[str, Any]:
-    """Return the algorithms of this name on these axes, and the composition with its own."""
+    """Return the algorithms of this name on these axes, and the composition with its algorithms."""
     algorithms = [_explain(axis, name, {}) for axis in axes if name in algorithm_names(axis)]
     composition = None
     if name in policy_names():
@@ -136,29 +141,29 @@ def _explain(axis: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     doc = inspect.getdoc(algorithm) or ""
     parameters = [
         {
-            "name": each["name"],
-            "default": each["default"],
-            "value": given.get(each["name"]),
-            "type": each["type"],
-            "meaning": meaning_of(each["name"], doc),
+            "name": parameter["name"],
+            "default": parameter["default"],
+            "value": given.get(parameter["name"]),
+            "type": parameter["type"],
+            "meaning": meaning_of(parameter["name"], doc),
         }
-        for each in _parameters(algorithm)
+        for parameter in _parameters(algorithm)
     ]
     about = {"source": algorithm.source, "description": doc}
     return {"axis": axis, "name": name, **about, "parameters": parameters}
 
 
 def meaning_of(parameter: str, doc: str) -> str:
-    """Return the sentences of a docstring that speak of a parameter: by `name` where they can."""
+    """Return the sentences of a docstring on a parameter: those that quote `name`, else any."""
     text = " ".join(doc.split())
-    # Not inside brackets, nor after an abbreviation: "HOBBIT et al." goes on.
+    # Do not split inside brackets or after an abbreviation such as "et al.".
     sentences = re.split(r"(?<=[.;])(?<!et al\.)(?<!e\.g\.)(?<!eq\.)(?<!sec\.) (?![^(]*\))", text)
     quoted = re.compile(rf"`(?:\w+\.)?{re.escape(parameter)}\b[^`]*`")
     plain = re.compile(rf"(?<![\w`]){re.escape(parameter)}(?![\w`])")
     for form in (quoted, plain):
-        found = [sentence for sentence in sentences if form.search(sentence)]
-        if found:
-            return " ".join(found).replace("Parameters: ", "")
+        mentions = [sentence for sentence in sentences if form.search(sentence)]
+        if mentions:
+            return " ".join(mentions).replace("Parameters: ", "")
     return ""
 
 
@@ -179,9 +184,9 @@ def _explained(found: Mapping[str, Any], width: int) -> str:
         lines += [textwrap.fill(head, width, subsequent_indent="  "), ""]
         for paragraph in algorithm["description"].split("\n\n"):
             lines += filled(" ".join(paragraph.split()), 2)
-        for each in algorithm["parameters"]:
-            value, default = each["value"], each["default"]
-            here = "" if value is None or value == default else f", here {value}"
-            lines.append(f"  {axis}.{each['name']}={default}{here}   {each['type']}")
-            lines += filled(each["meaning"], 6)
+        for parameter in algorithm["parameters"]:
+            value, default = parameter["value"], parameter["default"]
+            current = "" if value is None or value == default else f", here {value}"
+            lines.append(f"  {axis}.{parameter['name']}={default}{current}   {parameter['type']}")
+            lines += filled(parameter["meaning"], 6)
     return "\n".join(lines).rstrip() + "\n"

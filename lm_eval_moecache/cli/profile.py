@@ -11,7 +11,7 @@ from lm_eval_moecache.records.numbers import unknown
 
 
 def run_raw(argv: list[str]) -> int:
-    """Hand the arguments to the action's module: `add_arguments(parser)`, `run(arguments)`."""
+    """Pass the arguments to the action's module: `add_arguments(parser)`, `run(arguments)`."""
     names = action_names()
     if not argv or argv[0] in ("-h", "--help"):
         head = ["usage: moecache profile WHAT [options]", "", *wrapped(str(__doc__)), ""]
@@ -28,5 +28,6 @@ def run_raw(argv: list[str]) -> int:
 
 
 def action_names() -> list[str]:
+    """Return the names of all actions of `moecache profile`, sorted."""
     folder = importlib.import_module("lm_eval_moecache.profiling").__path__
     return sorted(m.name for m in pkgutil.iter_modules(folder) if not m.name.startswith("_"))

@@ -2,9 +2,9 @@
 
 Policies, axes, capacities, hardware and bandwidth may be lists (a,b,c): every combination is run.
 
-The policy is `on_demand` unless another is chosen, and not `specmd` as in a live run: any trace can
-be replayed with it, while specmd's prefetcher needs predictions, which only .parquet traces hold;
-and LRU and the bound on misses are of it.
+The default policy is `on_demand`, not `specmd` as in a live run: it replays any trace, while
+specmd's prefetcher needs predictions, which only .parquet traces hold. LRU and the bound on misses
+are computed with `on_demand`, too.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from lm_eval_moecache.sweep.pool import local_pool, submit
 from lm_eval_moecache.sweep.replays import Replays, run_cells
 from lm_eval_moecache.trace.use import load_use
 
-# Keys of a live run, by which a replay may go as well.
+# Keys of a live run that a replay accepts as well.
 _SETTINGS = (
     *("policy", "capacity", "hardware", *AXES, "phases", "bandwidth", "link", "execute"),
     *("reads_per_expert", "attention", "emulate", "warm", "seed", "cache_reset"),
 )
 _LISTS = ("policy", "capacity", "hardware", *AXES, "bandwidth")
-"""Of these every combination is run."""
+"""Keys that take lists: every combination is run."""
 _MEANING = {
     "policy": "a name that moecache policies lists, or a YAML file",
     "seed": "seed of randomised algorithms (default: the recorded run's)",
 }
-"""Of keys that mean something else here."""
+"""Help of the keys that mean something else here than in a live run."""
 
 
 def run_raw(argv: list[str]) -> int:
-    """Replay; `--AXIS.PARAMETER=VALUE` is taken out first, as no parser knows all parameters."""
+    """Replay; `--AXIS.PARAMETER=VALUE` is taken out first: no parser lists all parameters."""
     arguments, parameters = _read_options(argv)
-    how: dict[str, Any] = {"expert_bytes": None, "bound": arguments.bound}
+    options: dict[str, Any] = {"expert_bytes": None, "bound": arguments.bound}
     if arguments.expert_bytes is not None:
-        how["expert_bytes"] = parse_bytes(arguments.expert_bytes, "expert_bytes")
-        if how["expert_bytes"] < 1:
+        options["expert_bytes"] = parse_bytes(arguments.expert_bytes, "expert_bytes")
+        if options["expert_bytes"] < 1:
             raise ValueError(f"expert_bytes={arguments.expert_bytes!r} must be above 0.")
     configs = _configs(arguments, parameters)
     if arguments.timeline is not None:
-        _write_timeline(arguments.traces, configs, how, arguments.timeline)
-    rows = _rows(arguments.traces, configs, how, read_jobs(arguments.jobs))
+        _write_timeline(arguments.traces, configs, options, arguments.timeline)
+    rows = _rows(arguments.traces, configs, options, read_jobs(arguments.jobs))
     if arguments.plot is not None:
         plot_miss_rates(rows, arguments.plot)
     text = as_table(rows, in_full=arguments.all) + "\n"
@@ -67,62 +67,62 @@ def run_raw(argv: list[str]) -> int:
 
 
 def _configs(arguments: Namespace, parameters: Mapping[str, Any]) -> list[Config]:
-    """Return every combination of the options' values, those alike once."""
-    given = {key: arguments[key] for key in _SETTINGS if arguments[key] is not None}
-    given |= parameters
+    """Return every combination of the options' values, without duplicates."""
+    settings = {key: arguments[key] for key in _SETTINGS if arguments[key] is not None}
+    settings |= parameters
     for key, least, most in (("seed", 0, MOST_COUNT), ("reads_per_expert", 1, MOST_READS)):
-        if key in given:
-            given[key] = read_count(key, given[key], least=least, most=most)
-    # Read once for all of them: a trace may be large.
-    changes = {"warm": load_use(given.pop("warm")) if "warm" in given else None}
-    changes |= {} if "seed" in given else {"seed": None}
-    # In the order of a table's rows: its capacities under each policy on each machine.
+        if key in settings:
+            settings[key] = read_count(key, settings[key], least=least, most=most)
+    # Read once for all configurations: a trace may be large.
+    changes = {"warm": load_use(settings.pop("warm")) if "warm" in settings else None}
+    changes |= {} if "seed" in settings else {"seed": None}
+    # The order of the table's rows: capacities within machines within policies.
     order = ("policy", *AXES, "hardware", "bandwidth", "capacity")
-    lists = {key: _split(given.pop(key)) for key in order if key in given}
-    found: dict[str, Config] = {}
+    lists = {key: _split(settings.pop(key)) for key in order if key in settings}
+    configs: dict[str, Config] = {}
     for values in itertools.product(*lists.values()):
-        config = read_config({**given, **dict(zip(lists, values, strict=True))}, replayed=True)
-        place = config.policy.as_dict(), config.hardware, config.capacity
-        found.setdefault(repr(place), config.with_changes(**changes))
-    return list(found.values())
+        config = read_config({**settings, **dict(zip(lists, values, strict=True))}, replayed=True)
+        identity = config.policy.as_dict(), config.hardware, config.capacity
+        configs.setdefault(repr(identity), config.with_changes(**changes))
+    return list(configs.values())
 
 
 def _rows(
     files: Sequence[str], configs: Sequence[Config], how: Mapping[str, Any], jobs: int
 ) -> list[Row]:
-    """Replay here, or in processes that each read a trace once for all its configurations there."""
-    number, is_quiet = range(len(configs)), not sys.stderr.isatty()
+    """Replay here, or in worker processes that read a trace once for each part of its configs."""
+    indices, is_quiet = range(len(configs)), not sys.stderr.isatty()
     jobs = min(jobs, len(files) * len(configs))
     if jobs == 1:
         show = {"show_progress": not is_quiet}
         return [row for file in files for row in run_cells(file, configs, **how, **show)]
-    # Those of one capacity share their bounds, and so go together while there are others.
+    # Configurations of one capacity share their bounds: keep them together where jobs allow it.
     sizes = dict.fromkeys(config.capacity for config in configs)
     slices = -(-jobs // (len(files) * len(sizes)))
-    alike = [[i for i in number if configs[i].capacity == size] for size in sizes]
-    chosen = [own[turn::slices] for own in alike for turn in range(slices)]
-    parts = [(file, own) for file in files for own in chosen if own]
-    found: dict[tuple[str, int], Row] = {}
+    by_capacity = [[i for i in indices if configs[i].capacity == size] for size in sizes]
+    config_slices = [part[turn::slices] for part in by_capacity for turn in range(slices)]
+    work = [(file, part) for file in files for part in config_slices if part]
+    rows: dict[tuple[str, int], Row] = {}
     with local_pool(jobs) as pool:
-        futures = submit(pool, _run_part, parts, configs, how)
-        done = tqdm(as_completed(futures), total=len(parts), unit="part", disable=is_quiet)
+        futures = submit(pool, _run_part, work, configs, how)
+        done = tqdm(as_completed(futures), total=len(work), unit="part", disable=is_quiet)
         for future in done:
-            file, own = futures[future]
-            found |= {(file, i): row for i, row in zip(own, future.result(), strict=True)}
-    return [found[file, i] for file in files for i in number]
+            file, part = futures[future]
+            rows |= {(file, i): row for i, row in zip(part, future.result(), strict=True)}
+    return [rows[file, i] for file in files for i in indices]
 
 
 def _run_part(
     part: tuple[str, Sequence[int]], configs: Sequence[Config], how: Mapping[str, Any]
 ) -> list[Row]:
-    file, own = part
-    return run_cells(file, [configs[i] for i in own], **how)
+    file, indices = part
+    return run_cells(file, [configs[i] for i in indices], **how)
 
 
 def _write_timeline(
     files: Sequence[str], configs: Sequence[Config], how: Mapping[str, Any], path: str
 ) -> None:
-    """Write the timeline of the one replay. Raises ValueError where there are several."""
+    """Write the timeline of a single replay. Raises ValueError where there are several."""
     if len(files) != 1 or len(configs) != 1:
         raise ValueError(
             "timeline: a timeline is of one replay. Give one trace, policy, capacity and hardware."
@@ -133,11 +133,11 @@ def _write_timeline(
 
 
 def parser(needs_traces: bool = True) -> ArgumentParser:
-    """Return the parser of what is no parameter of an algorithm."""
+    """Return the parser of all options but the algorithms' parameters."""
     epilog = "Parameters of an axis: --eviction.order=fifo; see `moecache policies NAME`."
-    made = make_parser("moecache replay", __doc__, epilog)
+    replay_parser = make_parser("moecache replay", __doc__, epilog)
     traces = "trace files: .parquet, .csv, .jsonl, .npz"
-    made.add_argument("traces", nargs="+" if needs_traces else "*", type=str, help=traces)
+    replay_parser.add_argument("traces", nargs="+" if needs_traces else "*", type=str, help=traces)
     for key in _SETTINGS:
         field = ModelArguments.model_fields[key]
         text = _MEANING.get(key, str(field.description)).replace("`", "")
@@ -145,35 +145,42 @@ def parser(needs_traces: bool = True) -> ArgumentParser:
         default = {"policy": "on_demand", "seed": None}.get(key, field.default)
         kind = {"choices": list(CHOICES[key])} if key in CHOICES else {"type": str | None}
         default = None if default is None else str(default)
-        made.add_argument(f"--{key}", default=default, help=text, **kind)
+        replay_parser.add_argument(f"--{key}", default=default, help=text, **kind)
     size = "size of one expert, for .jsonl and .npz traces: 12MiB"
-    made.add_argument("--expert_bytes", type=str | None, help=size)
-    made.add_argument("--plot", type=str | None, help="draw miss rate over capacity: .svg, .png")
+    replay_parser.add_argument("--expert_bytes", type=str | None, help=size)
+    replay_parser.add_argument(
+        "--plot", type=str | None, help="draw miss rate over capacity: .svg, .png"
+    )
     what = "write what compute, link and host did, for Perfetto: .json"
-    made.add_argument("--timeline", type=str | None, help=what)
+    replay_parser.add_argument("--timeline", type=str | None, help=what)
     bounds = "also what LRU on demand misses, and the fewest misses that there can be"
-    made.add_argument("--bound", type=bool, default=True, help=bounds)
-    made.add_argument("--jobs", type=int, default=1, help="parallel replays, one process each")
-    made.add_argument("--all", action="store_true", help="all columns of the table")
-    return made
+    replay_parser.add_argument("--bound", type=bool, default=True, help=bounds)
+    replay_parser.add_argument(
+        "--jobs", type=int, default=1, help="parallel replays, one process each"
+    )
+    replay_parser.add_argument("--all", action="store_true", help="all columns of the table")
+    return replay_parser
 
 
 def _read_options(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Return the options, and the parameters of algorithms.
 
-    The options of `--config` files come before those of the command line; who names an algorithm
-    drops the parameters that were given to it before.
+    The command line overrides `--config` files; naming an algorithm drops the parameters given
+    before for its axis.
     """
-    files, plain, own = _split_words(argv)
+    files, plain, parameters = _split_words(argv)
     options: dict[str, Any] = {}
     named = {word[2:].partition("=")[0] for word in plain if word.startswith("--")}
-    for new, names in [*((found, found) for found in map(_of_file, files)), (own, named)]:
+    for new, names in [
+        *((config, config) for config in map(_of_file, files)),
+        (parameters, named),
+    ]:
         dropped = [key for key in options if "." in key and key.partition(".")[0] in names]
         options = {key: value for key, value in options.items() if key not in dropped} | new
     traces = options.pop("traces", [])
     words = []
     for key, value in options.items():
-        # As it would stand on the command line.
+        # As the option would be written on the command line.
         if key in ("json", "all"):
             words += [f"--{key}"] if value else []
         elif "." not in key:
@@ -211,12 +218,12 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, A
 
 def _of_file(file: str) -> dict[str, Any]:
     """Read a `--config` file; an axis may be a mapping, as in a policy's file."""
-    found = read_yaml(file, f"config={file!r}")
-    if not isinstance(found, dict):
+    entries = read_yaml(file, f"config={file!r}")
+    if not isinstance(entries, dict):
         raise ValueError(f"config={file!r} must hold a mapping of options.")
     known = set(vars(parser(needs_traces=False).get_defaults())) - {"config"}
     options: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in entries.items():
         if key not in known and not _is_parameter(key):
             raise unknown(f"config file {Path(file).name}: option", key, known)
         if key in AXES and isinstance(value, dict):
@@ -227,5 +234,5 @@ def _of_file(file: str) -> dict[str, Any]:
 
 
 def _split(text: Any) -> list[str]:
-    """Divide a list at its commas, those within brackets (`[12,10]/layer`) left out."""
+    """Split a list at its commas, but not at those in brackets (`[12,10]/layer`)."""
     return [part.strip() for part in re.split(r",(?![^\[]*\])", str(text))]

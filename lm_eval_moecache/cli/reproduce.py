@@ -52,8 +52,8 @@ def run(arguments: Namespace) -> int:
     folder = Path(arguments.out or Path("reproduced") / name)
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.analyze:
-        given = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
-        code = moecache(["analyze", recipe.analyze.analysis, *given, f"--out={folder}"])
+        settings = [f"--{key}={value}" for key, value in recipe.analyze.options.items()]
+        code = moecache(["analyze", recipe.analyze.analysis, *settings, f"--out={folder}"])
     else:
         path = folder / "sweep.yaml"
         write_whole(path, yaml.safe_dump(recipe.sweep, sort_keys=False, allow_unicode=True))
@@ -74,8 +74,8 @@ def run(arguments: Namespace) -> int:
 def _list(as_json: bool) -> int:
     recipes = {name: load_recipe(name) for name in recipe_names()}
     shown = {"where", "title", "claims"}
-    rows = [{"name": name, **each.model_dump(include=shown)} for name, each in recipes.items()]
-    text = "".join(f"{name:34s} {each.title}\n" for name, each in recipes.items())
+    rows = [{"name": name, **recipe.model_dump(include=shown)} for name, recipe in recipes.items()]
+    text = "".join(f"{name:34s} {recipe.title}\n" for name, recipe in recipes.items())
     text += (
         f"{len(recipes)} tables and figures. `moecache reproduce NAME` remakes one on the shipped "
         "model, `--pretrained MODEL` on another.\n"
@@ -84,7 +84,7 @@ def _list(as_json: bool) -> int:
 
 
 def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
-    """Return the page of the paper's numbers beside ours, and where ours are read from."""
+    """Return the page of the paper's numbers beside ours, and the source of ours."""
     head = [f"# {name}: {recipe.title}", "", f"{recipe.paper}, {recipe.where}."]
     if recipe.claims:
         head.append(f"Claims: {', '.join(recipe.claims)}.")
@@ -92,14 +92,14 @@ def paper_page(name: str, recipe: Recipe, runs: list[Run]) -> str:
         head += ["", recipe.notes.strip()]
     heads = {"what": "What", "paper": "Paper", "ours": "Ours", "from": "Ours is"}
     rows = []
-    for each in recipe.said:
-        paper, ours, source = each.paper, SEE, ""
+    for entry in recipe.said:
+        paper, ours, source = entry.paper, SEE, ""
         if isinstance(paper, list):
             paper = f"{paper[0]:g} to {paper[1]:g}"
-        if each.ours is not None:
-            value, source = our_value(each.ours, runs), _source(each.ours)
+        if entry.ours is not None:
+            value, source = our_value(entry.ours, runs), _source(entry.ours)
             ours = "none" if value is None else f"{value:.4g}"
-        texts = (each.what, paper if isinstance(paper, str) else f"{paper:g}", ours, source)
+        texts = (entry.what, paper if isinstance(paper, str) else f"{paper:g}", ours, source)
         rows.append(tuple(map(Value, texts)))
     columns = tuple(Column(*pair) for pair in heads.items())
     table = Table("The paper's numbers beside ours", columns, tuple(rows))
@@ -111,32 +111,32 @@ def _source(ours: ReproducedValue) -> str:
         ", ".join(f"{key}={value}" for key, value in (where or {}).items())
         for where in (ours.where, ours.versus)
     )
-    told = f"{ours.metric} at {place}" if place else ours.metric
-    return told if ours.form == "value" else f"{ours.form} of {told} against {other}"
+    metric = f"{ours.metric} at {place}" if place else ours.metric
+    return metric if ours.form == "value" else f"{ours.form} of {metric} against {other}"
 
 
 def our_value(ours: ReproducedValue, runs: Sequence[Run]) -> float | None:
-    """Return our figure, or None where a run is missing or has none.
+    """Return our figure, or None where a run or its figure is missing.
 
-    Raises ValueError where the settings pick several runs: the recipe is at fault.
+    Raises ValueError where the settings pick several runs, a fault of the recipe.
     """
-    own = _value(ours.metric, ours.where, runs)
+    value = _value(ours.metric, ours.where, runs)
     if ours.form == "value":
-        return own
-    other = _value(ours.metric, {**ours.where, **(ours.versus or {})}, runs)
-    if own is None or other is None:
+        return value
+    reference = _value(ours.metric, {**ours.where, **(ours.versus or {})}, runs)
+    if value is None or reference is None:
         return None
     if ours.form == "difference":
-        return own - other
-    if not other:
+        return value - reference
+    if not reference:
         return None
-    return own / other if ours.form == "ratio" else 1 - own / other
+    return value / reference if ours.form == "ratio" else 1 - value / reference
 
 
 def _value(metric: str, where: Mapping[str, Any], runs: Sequence[Run]) -> float | None:
-    found = [run for run in runs if selected(run, where)]
-    if len(found) > 1:
-        names = ", ".join(run.run_id for run in found[:3])
-        raise ValueError(f"said: where={dict(where)!r} picks {len(found)} runs: {names} ...")
-    column = figure_column(found, metric)
-    return column.read(found[0]).number if found and column is not None else None
+    matches = [run for run in runs if selected(run, where)]
+    if len(matches) > 1:
+        names = ", ".join(run.run_id for run in matches[:3])
+        raise ValueError(f"said: where={dict(where)!r} picks {len(matches)} runs: {names} ...")
+    column = figure_column(matches, metric)
+    return column.read(matches[0]).number if matches and column is not None else None

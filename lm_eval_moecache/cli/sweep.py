@@ -32,14 +32,17 @@ def run(arguments: Namespace) -> int:
         changes = {"executor": arguments.executor, "executor_options": {}}
         sweep = sweep.model_copy(update=changes)
     folder = path.parent
-    # Imported late: it brings torch and lm-eval, and a file that is wrong should not wait for them.
+    # Imported late: a wrong file should not wait for torch and lm-eval.
     from lm_eval_moecache.sweep.run import as_text, estimate, run_sweep
 
     if arguments.dry_run:
-        found = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
-        lines = [*(f"{row['state']:9s} {row['run_id']}" for row in found["runs"]), as_text(found)]
-        told = {"experiment": sweep.name, **found}
-        return print_result(arguments.json, told, "\n".join([*lines, ""]))
+        estimated = estimate(sweep, folder, rerun=arguments.rerun, live=arguments.live)
+        lines = [
+            *(f"{row['state']:9s} {row['run_id']}" for row in estimated["runs"]),
+            as_text(estimated),
+        ]
+        dry_run = {"experiment": sweep.name, **estimated}
+        return print_result(arguments.json, dry_run, "\n".join([*lines, ""]))
     report = run_sweep(sweep, folder, rerun=arguments.rerun, live=arguments.live)
     failed, by_replay, saved_s = (report[k] for k in ("failed", "by_replay", "saved_seconds"))
     lines = [
@@ -51,7 +54,7 @@ def run(arguments: Namespace) -> int:
     if by_replay:
         saved = f"; saved about {saved_s:.0f} s" if saved_s > 0 else ""
         lines.append(f"{report['by_model']} ran the model, {by_replay} were replayed{saved}")
-    lines += [f"  failed: {each['run_id']}: {each['error']}" for each in failed]
+    lines += [f"  failed: {failure['run_id']}: {failure['error']}" for failure in failed]
     if failed:
         lines.append(f"tracebacks: {folder / 'failed'}; the same command retries failed runs")
     else:

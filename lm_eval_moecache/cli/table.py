@@ -46,24 +46,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     folder = Path(arguments.dir)
-    chosen = "json" if arguments.json else arguments.format
-    given = _split(arguments.columns), _split(arguments.sort), arguments.title
+    form = "json" if arguments.json else arguments.format
+    choices = _split(arguments.columns), _split(arguments.sort), arguments.title
     if arguments.each:
-        if not arguments.write or any(given):
+        if not arguments.write or any(choices):
             raise ValueError("--each goes with --write, and with no --columns, --sort or --title.")
-        for each in board_folders(folder):
-            _write(each, collect(each), chosen)
+        for board_folder in board_folders(folder):
+            _write(board_folder, collect(board_folder), form)
         for path, text in other_tables(folder).items():
             write_whole(path, text)
             sys.stdout.write(f"{path}\n")
     elif arguments.write:
-        _write(folder, collect(folder, *given), chosen)
+        _write(folder, collect(folder, *choices), form)
     else:
-        tables = collect(folder, *given)
-        for place, column in enumerate(tables[0].columns if given[0] else ()):
+        tables = collect(folder, *choices)
+        for place, column in enumerate(tables[0].columns if choices[0] else ()):
             if all(row[place].raw is None for row in tables[0].rows):
                 sys.stderr.write(f"moecache: no run here has {column.name}: its column is empty.\n")
-        sys.stdout.write(FORMS[chosen or "md"](tables))
+        sys.stdout.write(FORMS[form or "md"](tables))
     return 0
 
 
@@ -80,23 +80,23 @@ def _write(folder: Path, tables: Sequence[Table], chosen: str | None) -> None:
 
 
 def board_folders(folder: Path) -> list[Path]:
-    """Return the folders that have a table of their own: sweeps, and those with a `table.yaml`."""
+    """Return the folders with a table of their own: finished sweeps, and any `table.yaml`'s."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r}: there is no such folder.")
     sweeps = {path.parent for path in folder.rglob("sweep.yaml")}
     finished = {f for f in sweeps if (f / PACKED).is_file() or any((f / RUNS).glob("*.json"))}
-    found = sorted(finished | {path.parent for path in folder.rglob(BOARD)})
-    if not found:
+    folders = sorted(finished | {path.parent for path in folder.rglob(BOARD)})
+    if not folders:
         raise ValueError(f"{str(folder)!r} has neither finished sweeps nor a {BOARD} below it.")
-    return found
+    return folders
 
 
 def other_tables(folder: Path) -> dict[Path, str]:
-    """Return the Markdown of analyses and searches, remade from the JSON beside it.
+    """Return path -> Markdown of analyses and searches, remade from the JSON beside each.
 
     A file that does not fit is left out with a warning that names file and field.
     """
-    found = {}
+    tables = {}
     for path in sorted(folder.rglob("*.json")):
         target = path.with_suffix(".md")
         if path.name == "table.json" or not target.is_file():
@@ -107,8 +107,8 @@ def other_tables(folder: Path) -> dict[Path, str]:
             logger.warning("left out: %s", error)
             continue
         if text is not None:
-            found[target] = text
-    return found
+            tables[target] = text
+    return tables
 
 
 def other_table(path: Path) -> str | None:
@@ -139,7 +139,7 @@ def collect(
     if path.is_file():
         board = check(Board, read_yaml(path, str(path)), str(path))
     elif (folder / "sweep.yaml").is_file():
-        # A sweep says only its title and its views.
+        # Of a sweep file only title and views apply.
         sweep = sweep_fields(folder / "sweep.yaml", SweepFields)
         board = Board(title=sweep.title or sweep.name, views=sweep.views)
     else:

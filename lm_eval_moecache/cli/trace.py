@@ -46,8 +46,8 @@ def run_raw(argv: list[str]) -> int:
         parser.add_argument("--expert_bytes", type=str | None, help=size)
         parser.add_argument("--request", type=int | None, help="export only this request (from 0)")
     arguments = parsed(parser, argv[1:])
-    found, text = {"formats": _formats, "show": _show, "convert": _convert}[action](arguments)
-    return print_result(arguments.json, found, text)
+    report, text = {"formats": _formats, "show": _show, "convert": _convert}[action](arguments)
+    return print_result(arguments.json, report, text)
 
 
 def _formats(arguments: Namespace) -> tuple[dict[str, Any], str]:
@@ -70,7 +70,7 @@ def _formats(arguments: Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
-    """Say what a trace holds, and why it cannot answer a question (None where it can)."""
+    """Return what a trace holds, and why it cannot answer a question (None where it can)."""
     file = arguments.file
     trace = load_trace(file, logits=True, predicted=True, top_k=arguments.top_k)
     geometry, columns = trace.geometry, trace.columns
@@ -86,7 +86,7 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
     size = geometry.max_expert_bytes if trace.has_sizes else None
     only_steps, sizes = counts[DECODE] == len(phases), "give --expert_bytes or --emulate"
     weights, logits, gates = columns.weights, trace.logits, trace.predicted
-    lacking = (
+    questions = (
         ("hits and misses of lossless policies, Belady's bound", False, ""),
         ("what a prompt costs the cache", only_steps, "every token is a decode step"),
         ("times, and capacities in bytes", size is None, f"it has no sizes: {sizes}"),
@@ -94,7 +94,7 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         ("routing that looks at scores (open loop)", logits is None, _NO_LOGITS),
         ("prefetch by the next layer's gate", gates is None, "it has no predictions of the gates"),
     )
-    found = {
+    facts = {
         "file": file,
         "format": find_format(file),
         "model": "" if geometry.model == Path(file).stem else geometry.model,
@@ -108,21 +108,21 @@ def _show(arguments: Namespace) -> tuple[dict[str, Any], str]:
         "cycle_share": cycle / (geometry.num_layers * geometry.num_experts),
         "columns": names,
         "expert_bytes": size,
-        "answers": {what: why if lacks else None for what, lacks, why in lacking},
+        "answers": {what: why if lacks else None for what, lacks, why in questions},
     }
-    passes = ", ".join(f"{count} {phase}" for phase, count in found["passes"].items())
+    passes = ", ".join(f"{count} {phase}" for phase, count in facts["passes"].items())
     lines = [
-        f"{file}: {found['format']}, of {found['model'] or 'a model it does not name'}",
-        f"  {found['requests']} requests, {found['tokens']} tokens, passes: {passes}",
-        f"  {found['layers']} layers x {found['experts']} experts, top-{found['top_k']}: one token "
-        f"needs {cycle} of {found['layers'] * found['experts']} (a cycle, "
-        f"{found['cycle_share']:.1%})",
+        f"{file}: {facts['format']}, of {facts['model'] or 'a model it does not name'}",
+        f"  {facts['requests']} requests, {facts['tokens']} tokens, passes: {passes}",
+        f"  {facts['layers']} layers x {facts['experts']} experts, top-{facts['top_k']}: one token "
+        f"needs {cycle} of {facts['layers'] * facts['experts']} (a cycle, "
+        f"{facts['cycle_share']:.1%})",
         f"  columns: {', '.join(names)}",
         f"  one expert: {size} bytes" if size else "  no sizes of experts",
     ]
-    for what, why in found["answers"].items():
+    for what, why in facts["answers"].items():
         lines.append(f"  yes  {what}" if why is None else f"  no   {what}: {why}")
-    return found, "\n".join([*lines, ""])
+    return facts, "\n".join([*lines, ""])
 
 
 def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:
@@ -134,8 +134,8 @@ def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:
             f"{', '.join(written)}."
         )
     model = None if arguments.model is None else load_real_model(arguments.model, "model")
-    given = arguments.expert_bytes
-    size = None if given is None else parse_bytes(given, "expert_bytes")
+    expert_bytes = arguments.expert_bytes
+    size = None if expert_bytes is None else parse_bytes(expert_bytes, "expert_bytes")
     top_k = arguments.top_k or (None if model is None else model.top_k)
     trace = load_trace(arguments.file, expert_bytes=size, top_k=top_k)
     if model is not None:
@@ -143,24 +143,29 @@ def _convert(arguments: Namespace) -> tuple[dict[str, Any], str]:
     if arguments.request is not None:
         trace = only_request(trace, arguments.request)
     written[out.suffix].write(trace, out)
-    again = load_trace(str(out))
-    np.testing.assert_array_equal(again.keys, trace.keys)
-    told = {"out": str(out), "passes": again.num_passes, "rows": len(again.columns.layer)}
-    return told, f"{out}: {told['passes']} passes, {told['rows']} rows, read back as they were.\n"
+    read_back = load_trace(str(out))
+    np.testing.assert_array_equal(read_back.keys, trace.keys)
+    facts = {"out": str(out), "passes": read_back.num_passes, "rows": len(read_back.columns.layer)}
+    return (
+        facts,
+        f"{out}: {facts['passes']} passes, {facts['rows']} rows, read back as they were.\n",
+    )
 
 
 def only_request(trace: Trace, number: int) -> Trace:
-    """Return the rows of one request."""
+    """Return the trace of one request. Raises ValueError where it has no rows."""
     numbers = np.unique(trace.columns.request)
     read_count("request", number, most=int(numbers.max()))
     columns = trace.columns
     rows = columns.request == number
     if not rows.any():
         raise ValueError(f"request={number}: trace {trace.name} has no rows of it.")
-    kept: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: None if getattr(columns, name) is None else getattr(columns, name)[rows]
         for name in ("request", "phase", "token", "layer", "experts", "weights")
     }
     _, passes = np.unique(columns.pass_index[rows], return_inverse=True)
-    own = replace(columns, pass_index=passes.astype(np.int32), **kept)
-    return build_trace(trace.name, trace.geometry, own, seed=trace.seed, has_sizes=trace.has_sizes)
+    request_columns = replace(columns, pass_index=passes.astype(np.int32), **fields)
+    return build_trace(
+        trace.name, trace.geometry, request_columns, seed=trace.seed, has_sizes=trace.has_sizes
+    )

@@ -14,7 +14,7 @@ from lm_eval_moecache.records.numbers import read_count, read_number, unknown
 from lm_eval_moecache.records.schemas.inputs import check_limit, read_jobs
 from lm_eval_moecache.report.metrics import METRICS
 
-# Of our own keys those that a replay knows from the trace.
+# The only keys of our own allowed in --model_args: a replay reads them from the trace.
 _FOR_EVERY_RUN = ("precision", "emulate")
 
 
@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     _check(arguments)
-    # Imported late: it brings torch and lm-eval, and a wrong option should not wait for them.
+    # Imported late: a wrong option should not wait for torch and lm-eval.
     from lm_eval_moecache.tune.measure import Objective
     from lm_eval_moecache.tune.outcome import front_table
     from lm_eval_moecache.tune.search import tune
@@ -70,7 +70,7 @@ def run(arguments: Namespace) -> int:
         sys.stderr.write(text + "\n")
 
     space = None if arguments.space is None else Path(arguments.space)
-    found = tune(
+    outcome = tune(
         objective,
         Path(arguments.out),
         space,
@@ -81,12 +81,12 @@ def run(arguments: Namespace) -> int:
         seed=arguments.seed,
         jobs=arguments.jobs,
     )
-    return print_result(arguments.json, found, front_table(found))
+    return print_result(arguments.json, outcome, front_table(outcome))
 
 
 def _model_args(text: str | None) -> dict[str, str]:
-    """Read `key=value,...`; what decides the policy or its place in the cache is searched here."""
-    found = {}
+    """Read `key=value,...`. Raises ValueError for keys that the search or an option sets."""
+    values = {}
     for item in filter(None, (part.strip() for part in (text or "").split(","))):
         key, equals, value = item.partition("=")
         if not equals:
@@ -96,8 +96,8 @@ def _model_args(text: str | None) -> dict[str, str]:
                 f"model_args={text!r}: {key!r} is searched, or has an option of its own. Allowed: "
                 f"{', '.join(_FOR_EVERY_RUN)}, and the arguments of lm-eval's `hf` model."
             )
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _check(arguments: Namespace) -> None:

@@ -50,8 +50,10 @@ def run(arguments: Namespace) -> int:
     reads = read_count("reads_per_expert", arguments.reads_per_expert, least=1, most=MOST_READS)
     setting = validation.setting_of(trace, hardware, arguments, reads)
     measured = validation.read_measured(Path(arguments.measured), arguments.columns or {})
-    ours, theirs = validation.same_tokens(validation.foretell(trace, setting), measured, tokens)
-    found = validation.compare(ours, theirs)
+    predicted, measured_tokens = validation.same_tokens(
+        validation.foretell(trace, setting), measured, tokens
+    )
+    comparison = validation.compare(predicted, measured_tokens)
     if arguments.plot is not None:
-        validation.plot(ours, theirs, Path(arguments.plot))
-    return print_result(arguments.json, found, validation.as_text(found, theirs))
+        validation.plot(predicted, measured_tokens, Path(arguments.plot))
+    return print_result(arguments.json, comparison, validation.as_text(comparison, measured_tokens))
